@@ -1,0 +1,228 @@
+"""The schema of a run's configuration: what Hydra composes, what `config.yaml` holds, what `resolve` reads.
+
+Torch-free. Values are pure input: nothing here is derived, and nothing is changed after composition. `None` means
+"not given: let `resolve` fill it". Enumerated texts (layout, schedule, kinds) are checked by `resolve`, which can name
+the nearest legal value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+@dataclass
+class ModelConfig:
+    """What is trained. `name` is the registry key (gpt, mlp, matmul, module); a size preset fills the rest."""
+
+    name: str = "gpt"
+    preset: str = "gpt"
+    description: str = ""
+    layers: int = 8
+    hidden: int = 64
+    heads: int = 8
+    kv_heads: Optional[int] = None  # None: as many as heads
+    ffn: Optional[int] = None  # None: 4 x hidden
+    vocab: Optional[int] = None  # None: the dataset's
+    seq: int = 64
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    norm_eps: float = 1e-5
+    activation: str = "gelu"  # gelu | swiglu
+    position: str = "learned"  # learned | rope
+    rope_theta: float = 10000.0
+    bias: bool = True
+    tied_embeddings: bool = True
+    init_std: float = 0.02
+    label_smoothing: float = 0.0
+    attention_dropout: float = 0.0
+    # matmul: the product X (rows x inner) by W (inner x columns) of the lesson
+    rows: int = 4
+    inner: int = 5
+    columns: int = 8
+    # a user's own module: source=./net.py:build, roles and blocks by module name (fnmatch patterns)
+    source: Optional[str] = None
+    roles: dict[str, str] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DatasetConfig:
+    """What it is trained on. `name` is the registry key: pystdlib, text, megatron, synthetic."""
+
+    name: str = "pystdlib"
+    description: str = ""
+    path: Optional[str] = None
+    val_fraction: float = 0.05
+    max_bytes: Optional[int] = None
+    samples: int = 4096  # synthetic only
+    vocab: Optional[int] = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
+
+
+@dataclass
+class DataWayConfig:
+    """The way of the data axis: ddp | zero1 | fsdp."""
+
+    kind: str = "ddp"
+    shard: Optional[int] = None  # fsdp: ranks that share one copy (HSDP); None: the whole dp axis
+    reshard_after_forward: Optional[bool] = None  # fsdp; None: true at pp=1, false otherwise
+    bucket_mb: float = 25.0
+
+
+@dataclass
+class TensorWayConfig:
+    """The way of the tensor axes: megatron (layout 1d)."""
+
+    kind: str = "megatron"
+    sequence_parallel: bool = False
+    overlap: bool = True  # input-gradient reduce under the weight-gradient product
+
+
+@dataclass
+class PipelineWayConfig:
+    """The way of the pipeline axis: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
+
+    kind: str = "1f1b"
+    chunks: Optional[int] = None  # stages per rank; None: 2 for interleaved, zero_bubble and zbv, else 1
+    partition: str = "cost"  # cost (exact min-max) | uniform
+    split: list[str] = field(default_factory=list)  # manual: the first block of every stage but the first
+
+
+@dataclass
+class StrategyConfig:
+    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is the world used when nothing is given."""
+
+    name: str = "ptdp"
+    description: str = ""
+    own_axis: str = "dp"
+    demo: dict[str, int] = field(default_factory=dict)
+    data: DataWayConfig = field(default_factory=DataWayConfig)
+    tensor: TensorWayConfig = field(default_factory=TensorWayConfig)
+    pipeline: PipelineWayConfig = field(default_factory=PipelineWayConfig)
+
+
+@dataclass
+class OptimizerConfig:
+    """adamw | sgd, its learning-rate schedule and clipping."""
+
+    name: str = "adamw"
+    lr: float = 3e-3
+    schedule: str = "cosine"  # cosine | linear | constant
+    warmup: int = 5  # steps
+    min_lr_ratio: float = 0.1
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    momentum: float = 0.0
+    clip: float = 1.0  # 0: no clipping
+    lr_scale: Optional[float] = None
+
+
+@dataclass
+class PrecisionConfig:
+    """fp32 | bf16 | fp16 | fp64: the one table of `parallelrun.precision`."""
+
+    name: str = "fp32"
+    loss_scale: float = 65536.0  # fp16: the first scale
+    scale_window: int = 1000
+
+
+@dataclass
+class ClusterConfig:
+    """The machine that plan costs are computed for: sizes per device, rates per device and link."""
+
+    name: str = "local"
+    description: str = ""
+    nodes: Optional[int] = None
+    gpus_per_node: Optional[int] = None
+    memory_gb: Optional[float] = None
+    peak_tflops: Optional[float] = None
+    intra_gb_s: Optional[float] = None
+    inter_gb_s: Optional[float] = None
+    latency_us: Optional[float] = None
+
+
+@dataclass
+class EvalConfig:
+    every: int = 10  # steps; 0: only after the last step
+    batches: int = 4  # global batches
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps; 0: never while running (a preempted run is saved all the same)
+    keep: int = 2
+    last: bool = False  # also after the last step
+
+
+@dataclass
+class VerifyConfig:
+    steps: int = 3
+    optimizer: str = "sgd"  # sgd: without momentum, checked; same: the run's own, reported only
+    precision: str = "fp64"  # fp64 | fp32
+    tolerance: Optional[float] = None
+
+
+@dataclass
+class BenchConfig:
+    warmup: int = 3
+    steps: int = 20
+
+
+@dataclass
+class SweepConfig:
+    resume: Optional[str] = None
+    fail_fast: bool = False
+
+
+@dataclass
+class Config:
+    """The root. Groups, degrees, shorthands of ways, and the run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    world: Optional[int] = None
+    dp: Optional[int] = None
+    tp: Optional[int] = None
+    pp: Optional[int] = None
+    ep: Optional[int] = None
+
+    layout: Optional[str] = None
+    grid: Optional[str] = None
+    depth: Optional[int] = None
+    schedule: Optional[str] = None
+    chunks: Optional[int] = None
+    microbatches: Optional[int] = None
+    servers: Optional[int] = None
+    consistency: Optional[str] = None
+    staleness: Optional[int] = None
+    backup_workers: Optional[int] = None
+
+    steps: int = 60
+    global_batch: Optional[int] = None  # None: 48, unless local_batch is given
+    local_batch: Optional[int] = None
+    micro_batch: Optional[int] = None
+    seed: int = 1234
+    dropout: float = 0.0
+    recompute: str = "none"  # none | selective | full
+    compile: bool = False
+    device: str = "auto"  # auto | cpu | cuda
+    name: Optional[str] = None
+    resume: Optional[str] = None  # latest | a run directory | a checkpoint directory
+    runs: str = "runs"  # where run directories are made
+    path: Optional[str] = None  # shorthand of dataset.path
+    ranks: str = "few"  # plan: few | all rows of the rank table
+    tracker: str = "none"  # none | tensorboard
+    timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7
+    verb: str = "run"
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -1,0 +1,75 @@
+"""Layout: how one logical tensor lies on the mesh axes (OneFlow's SBP). Torch-free, immutable, the one source.
+
+Initialisation, gradient norm, counts, checkpoints, gathers, `verify` and `plan` all read layouts; nobody else decides
+who holds which part of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+
+def chunk_range(length: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """[start, stop) of chunk `index` of `length` cut into `num_chunks`, as `torch.chunk` cuts: maybe uneven or empty."""
+    size = -(-length // num_chunks)
+    start = min(index * size, length)
+    return start, min(start + size, length)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Per tensor dim the ordered tuple of axes that split it (major first), plus the axes it is partial over.
+
+    dims: `(("tp", "dp"), ())` splits dim 0 by tp and each part by dp, dim 1 by nothing. Axes not named hold copies.
+    partial: axes over which the tensor's *gradient*, as backward leaves it, is a partial sum (sequence-parallel norms,
+    replicated kv heads): it must be all-reduced over them before use.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+
+    @staticmethod
+    def replicated(num_dims: int) -> Layout:
+        """The layout of a tensor that every rank holds whole."""
+        return Layout(((),) * num_dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that splits the tensor."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    def split(self, dim: int, axis: str) -> Layout:
+        """This layout with `axis` appended as the minor-most split of `dim` (FSDP2, ZeRO)."""
+        dims = list(self.dims)
+        dims[dim] = (*dims[dim], axis)
+        return Layout(tuple(dims), self.partial)
+
+    def ranges(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    ) -> tuple[tuple[int, int], ...]:
+        """[start, stop) per dim of the part held at `coordinate`. Axes missing from `sizes` have degree 1."""
+        assert len(shape) == len(self.dims), f"{shape} has another number of dims than {self.dims}"
+        out = []
+        for length, axes in zip(shape, self.dims):
+            start, stop = 0, length
+            for axis in axes:
+                first, last = chunk_range(stop - start, sizes.get(axis, 1), coordinate.get(axis, 0))
+                start, stop = start + first, start + last
+            out.append((start, stop))
+        return tuple(out)
+
+    def local_shape(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """Shape of the part held at `coordinate`."""
+        return tuple(stop - start for start, stop in self.ranges(shape, sizes, coordinate))
+
+    def local_numel(self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
+        """Number of elements of the part held at `coordinate`."""
+        return prod(self.local_shape(shape, sizes, coordinate))
+
+    def owns(self, leaf_axes: tuple[str, ...], coordinate: Mapping[str, int]) -> bool:
+        """True on exactly one rank per distinct part: coordinate 0 on every leaf axis that holds copies."""
+        return all(coordinate.get(axis, 0) == 0 for axis in leaf_axes if axis not in self.axes)

@@ -1,0 +1,88 @@
+"""MeshShape: ranks, axes and coordinates as arithmetic. Torch-free; `mesh.runtime` turns it into process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The worker ranks 0..W-1 laid out on named leaf axes, slowest first.
+
+    leaves: ordered (axis, degree), for example (("pp", 2), ("dp", 2), ("tp", 2)); the last varies fastest.
+    factors: an axis made of leaves, major first, for example ("dp", ("dp_replicate", "dp_shard")) for HSDP or
+    ("tp", ("tp_kv", "tp_copy")) for kv-head replication. An axis that is not named has degree 1 and coordinate 0.
+    """
+
+    leaves: tuple[tuple[str, int], ...]
+    factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Degree of every axis, leaves and factored ones."""
+        sizes = dict(self.leaves)
+        for axis, parts in self.factors:
+            sizes[axis] = prod(sizes.get(part, 1) for part in parts)
+        return sizes
+
+    @cached_property
+    def leaf_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.leaves)
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(degree for _, degree in self.leaves)
+
+    def size(self, axis: str) -> int:
+        """Degree of `axis`; 1 for an axis this mesh does not have."""
+        return self.sizes.get(axis, 1)
+
+    def leaf_axes(self, axis: str) -> tuple[str, ...]:
+        """The leaves that `axis` is made of: itself, unless it is factored."""
+        return dict(self.factors).get(axis, (axis,))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of `rank` on every axis, leaves and factored ones."""
+        assert 0 <= rank < self.num_ranks, f"rank {rank} is not a worker of {self}"
+        place: dict[str, int] = {}
+        for name, degree in reversed(self.leaves):
+            rank, place[name] = divmod(rank, degree)
+        for axis, parts in self.factors:
+            index = 0
+            for part in parts:
+                index = index * self.size(part) + place.get(part, 0)
+            place[axis] = index
+        return place
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate given on leaf axes or factored axes; axes left out are 0."""
+        place = dict(coordinate)
+        for axis, parts in self.factors:
+            if axis in place:
+                index = place.pop(axis)
+                for part in reversed(parts):
+                    index, place[part] = divmod(index, self.size(part))
+        number = 0
+        for name, degree in self.leaves:
+            assert place.get(name, 0) < degree, f"{name}={place.get(name)} is outside its degree {degree}"
+            number = number * degree + place.get(name, 0)
+        return number
+
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """The rank groups that vary over `axes` (in mesh order) with every other leaf fixed: they partition the mesh."""
+        varying = {leaf for axis in axes for leaf in self.leaf_axes(axis)}
+        fixed = [[(name, i) for i in range(degree)] for name, degree in self.leaves if name not in varying]
+        moving = [[(name, i) for i in range(degree)] for name, degree in self.leaves if name in varying]
+        for rest in product(*fixed):
+            yield tuple(self.rank(**dict(rest), **dict(move)) for move in product(*moving))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that share every coordinate with `rank` except those on `axes`, in mesh order."""
+        place = {name: value for name, value in self.coordinate(rank).items() if name in self.leaf_names}
+        varying = {leaf for axis in axes for leaf in self.leaf_axes(axis)}
+        moving = [[(name, i) for i in range(degree)] for name, degree in self.leaves if name in varying]
+        return tuple(self.rank(**{**place, **dict(move)}) for move in product(*moving))

@@ -1,0 +1,133 @@
+"""Torch-free description of a model: what `plan` works from and what the module is built to match.
+
+A spec lists, in order, the blocks (the units that pipeline stages are cut between), their layers with a layer role,
+and each layer's logical parameters by one-device name. A test holds every spec and its module equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+
+@dataclass(frozen=True)
+class Initialiser:
+    """normal(0, std), zeros, ones, or uniform(-bound, bound) with `std` as the bound."""
+
+    kind: str
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv apart).
+
+    heads: for rows of dim 0 that belong to attention heads, how many heads they hold (kv heads for wk, wv); else None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    initialiser: Initialiser
+    layer_role: str
+    heads: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One role layer: the unit that a tensor way places.
+
+    name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
+    by a tensor way), `row`, `embedding`, `position`, `head`, `norm`, `dropout`. in_features and out_features are global;
+    `columns` counts the sum of its outputs. For `head` with a tied weight, `parameters` is empty and `tied` names the
+    parameter it reads.
+    """
+
+    name: str
+    layer_role: str
+    in_features: int
+    out_features: int
+    parameters: tuple[ParameterSpec, ...] = ()
+    tied: str | None = None
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block: what a pipeline stage holds whole.
+
+    kind: `embedding`, `transformer`, `head`, or a model's own word. forward_flops: for one sample. saved_elements: a
+    model's own count of activation elements kept for backward per sample, outside the tensor ways' knowledge (filled
+    by models without role layers; None for transformer blocks, whose memory the tensor way computes).
+    """
+
+    name: str
+    kind: str
+    layers: tuple[LayerSpec, ...]
+    forward_flops: float
+    saved_elements: float | None = None
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        return tuple(parameter for layer in self.layers for parameter in layer.parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models) or `features`.
+
+    sample_shape: shape of one input sample; boundary_shape: shape of what passes between blocks, for one sample
+    (`(seq, hidden)` for gpt). targets_per_sample: loss terms a sample contributes (seq for gpt, 1 for a classifier).
+    tied: (copy, original) parameter names that are one logical tensor; only the original is listed in `parameters`.
+    """
+
+    name: str
+    kind: str
+    blocks: tuple[BlockSpec, ...]
+    sample_shape: tuple[int, ...]
+    boundary_shape: tuple[int, ...]
+    targets_per_sample: int
+    vocab: int
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    seq: int = 0
+    num_layers: int = 0
+    activation: str = "gelu"
+    tied: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Every logical parameter by one-device name, in block order."""
+        return {p.name: p for block in self.blocks for p in block.parameters}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def forward_flops(self) -> float:
+        """For one sample."""
+        return sum(block.forward_flops for block in self.blocks)
+
+    def block(self, name: str) -> BlockSpec:
+        """The block of that name. Raises KeyError."""
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, BlockSpec]:
+        return {block.name: block for block in self.blocks}
+
+    def layers(self) -> Iterator[LayerSpec]:
+        for block in self.blocks:
+            yield from block.layers

@@ -1,0 +1,151 @@
+"""The frozen Plan: the answer to who does what. Torch-free; made by `resolve`, never changed after.
+
+A Plan is made from the config and the world alone, and every rank of a run derives the same one from the frozen
+`config.yaml`, so it is not shipped between processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.models.spec import ModelSpec
+from parallelrun.precision import Precision
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Batch arithmetic, in samples: global_batch = dp x micro_batch x microbatches."""
+
+    global_batch: int
+    micro_batch: int
+    microbatches: int
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples of one data replica in a step."""
+        return self.micro_batch * self.microbatches
+
+
+@dataclass(frozen=True)
+class DataWay:
+    """kind: ddp | zero1 | fsdp. shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1."""
+
+    kind: str
+    shard: int = 1
+    reshard_after_forward: bool = False
+    bucket_bytes: int = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorWay:
+    """kind: megatron. kv_copies: ranks that hold a copy of one kv head (tp > kv heads), else 1."""
+
+    kind: str
+    sequence_parallel: bool = False
+    overlap: bool = True
+    kv_copies: int = 1
+
+
+@dataclass(frozen=True)
+class PipelineWay:
+    """kind: none (pp=1) | naive | gpipe | 1f1b | interleaved | zero_bubble | zbv. chunks: stages per rank."""
+
+    kind: str
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its index along the model, the pp coordinate that runs it, and the blocks it holds."""
+
+    index: int
+    position: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """What a plan promises against one device: kind `exact`, `exact_when` or `replay`; `detail` says when or of what."""
+
+    kind: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a worker needs to know that is not a hyper-parameter.
+
+    filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
+    needed_groups: the axis combinations that get a communicator, in creation order (degree 1 makes none).
+    """
+
+    preset: str
+    world: int
+    mesh: MeshShape
+    batch: Batch
+    data: DataWay
+    tensor: TensorWay
+    pipeline: PipelineWay
+    stages: tuple[Stage, ...]
+    spec: ModelSpec
+    precision: Precision
+    recompute: str
+    dropout: float
+    device: str  # cpu | cuda
+    optimizer: str
+    equivalence: Equivalence
+    filled: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """pp, dp, tp, ep in rank order."""
+        return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp", "ep")}
+
+    def stages_of(self, position: int) -> tuple[Stage, ...]:
+        """The stages that pp coordinate `position` runs, by stage index."""
+        return tuple(stage for stage in self.stages if stage.position == position)
+
+    @property
+    def last_stage_position(self) -> int:
+        """pp coordinate that computes the loss."""
+        return self.stages[-1].position
+
+    @property
+    def tied_copies(self) -> tuple[tuple[str, str], ...]:
+        """(copy, original) names whose two holders lie on different pp coordinates and need the embedding group."""
+        if not self.spec.tied or self.stages[0].position == self.stages[-1].position:
+            return ()
+        return self.spec.tied
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one rank does in one training step over one axis for one purpose.
+
+    operation: all_reduce | all_gather | reduce_scatter | broadcast | all_to_all | send | recv. payload_bytes: the sum
+    over calls of the buffer (all-reduce, broadcast: the tensor; all-gather, reduce-scatter, all-to-all: the full-size
+    buffer; point to point: counted at the sender, `recv` rows carry 0).
+    """
+
+    axis: str
+    operation: str
+    purpose: str
+    calls: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by what they hold. `leaves_out` says what the figure does not count."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    leaves_out: tuple[str, ...] = field(default=())
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations

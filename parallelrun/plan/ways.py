@@ -1,0 +1,98 @@
+"""What every way answers before it runs: the torch-free half of a strategy (`strategies/<axis>/<kind>/plan.py`).
+
+Each such module has one class named `Way` that follows the protocol of its axis; the registry finds it by kind. All
+methods are pure functions of their arguments. `request` is the half-made plan as plain numbers, for checks; after the
+checks pass, the same questions are asked of the finished Plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.structure import Batch, Collective, Equivalence, Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """The degrees and batch as filled, before they are known to be legal. batch is None if it does not divide."""
+
+    config: Config
+    spec: ModelSpec
+    pp: int
+    dp: int
+    tp: int
+    chunks: int
+    batch: Batch | None
+
+
+class TensorWayPlan(Protocol):
+    def check(self, request: Request) -> list[Problem]:
+        """Every violation, each with the nearest legal values."""
+
+    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        """(leaf axes with degrees that make up the tensor axes, factors): see MeshShape."""
+
+    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
+        """How a logical parameter lies on the tensor axes, with the axes its gradient is partial over."""
+
+    def boundary_elements(self, plan: Plan) -> int:
+        """Elements of the local tensor that passes between blocks, for one microbatch."""
+
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Bytes one microbatch of `block` keeps for backward on a rank, under plan.recompute."""
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """One rank's tensor-axis collectives of one whole training step (all microbatches) for those blocks."""
+
+    def equivalence(self, plan: Plan) -> Equivalence: ...
+
+
+class PipelineWayPlan(Protocol):
+    def check(self, request: Request) -> list[Problem]: ...
+
+    def position(self, stage_index: int, pp: int, chunks: int) -> int:
+        """The pp coordinate that runs a stage."""
+
+    def actions(self, plan: Plan) -> list[list[Action]]:
+        """Per pp coordinate, its forward / backward / weight actions in order: input of the event simulation."""
+
+    def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
+        """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
+
+    def collectives(self, position: int, plan: Plan) -> list[Collective]:
+        """Point-to-point traffic of one rank at that pp coordinate in one step."""
+
+
+class DataWayPlan(Protocol):
+    def check(self, request: Request) -> list[Problem]: ...
+
+    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        """(leaf axes that make up dp, factors): (("dp", 4),) or (("dp_replicate", 2), ("dp_shard", 2))."""
+
+    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        """How the stored weights lie, given their tensor layout."""
+
+    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        """How the optimizer's state lies (and the shard of the weight that the optimizer updates)."""
+
+    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        """How the stored gradients lie at their peak, for memory."""
+
+    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """Data-axis collectives of one rank at that pp coordinate in one step."""
+
+    def equivalence(self, plan: Plan) -> Equivalence: ...
+
+
+@dataclass(frozen=True)
+class Action:
+    """One unit of work of the schedule. kind: F (forward), B (full backward), I (input gradient), W (weight gradient)."""
+
+    kind: str
+    stage: int
+    microbatch: int

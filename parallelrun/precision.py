@@ -1,0 +1,31 @@
+"""The precision table, one for every strategy and for one device alike (design, section 6). Torch-free.
+
+Parameters are stored in `stored`, rounded to `compute` where they are used; activations and their communication are in
+`compute`; gradients are reduced in `reduce`; norms, softmax and loss compute in `accurate`. No autocast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtype names as torch spells them. `scaled`: the loop scales the loss and skips overflowing steps (fp16)."""
+
+    name: str
+    stored: str
+    compute: str
+    reduce: str
+    accurate: str
+    scaled: bool = False
+
+
+TABLE = {
+    "fp64": Precision("fp64", "float64", "float64", "float64", "float64"),
+    "fp32": Precision("fp32", "float32", "float32", "float32", "float32"),
+    "bf16": Precision("bf16", "float32", "bfloat16", "float32", "float32"),
+    "fp16": Precision("fp16", "float32", "float16", "float32", "float32", scaled=True),
+}

@@ -1,0 +1,52 @@
+"""Names to import paths, lazily: the only place where the runner knows a strategy, a model or a dataset by name.
+
+Third parties add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models` and
+`parallelrun.datasets` (name = `axis.kind` for strategies, else the name; value = the package or module).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import ModuleType
+
+STRATEGIES = {
+    "data.ddp": "parallelrun.strategies.data.ddp",
+    "data.zero1": "parallelrun.strategies.data.zero1",
+    "data.fsdp": "parallelrun.strategies.data.fsdp",
+    "tensor.megatron": "parallelrun.strategies.tensor.megatron",
+    "pipeline.none": "parallelrun.strategies.pipeline.none",
+    "pipeline.naive": "parallelrun.strategies.pipeline.naive",
+    "pipeline.gpipe": "parallelrun.strategies.pipeline.gpipe",
+    "pipeline.1f1b": "parallelrun.strategies.pipeline.one_f_one_b",
+    "pipeline.interleaved": "parallelrun.strategies.pipeline.interleaved",
+    "pipeline.zero_bubble": "parallelrun.strategies.pipeline.zero_bubble",
+    "pipeline.zbv": "parallelrun.strategies.pipeline.zbv",
+}
+MODELS = {
+    "gpt": "parallelrun.models.gpt",
+    "mlp": "parallelrun.models.mlp",
+    "matmul": "parallelrun.models.matmul",
+    "module": "parallelrun.models.module",
+}
+DATASETS = {
+    "pystdlib": "parallelrun.data.pystdlib",
+    "text": "parallelrun.data.text",
+    "megatron": "parallelrun.data.megatron",
+    "synthetic": "parallelrun.data.synthetic",
+}
+_BUILT_IN = {"strategies": STRATEGIES, "models": MODELS, "datasets": DATASETS}
+
+
+def names(kind: str) -> dict[str, str]:
+    """Every known name of `kind` (strategies | models | datasets) with its import path, plug-ins included."""
+    found = dict(_BUILT_IN[kind])
+    for point in entry_points(group=f"parallelrun.{kind}"):
+        found.setdefault(point.name, point.value)
+    return found
+
+
+def load(kind: str, name: str, half: str = "") -> ModuleType:
+    """Import the module of `name`, or its submodule `half` (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
+    path = names(kind)[name]
+    return import_module(f"{path}.{half}" if half else path)
