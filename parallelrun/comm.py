@@ -1,0 +1,118 @@
+"""Our own collectives: one place, each labelled with its axis and purpose so that it can be counted.
+
+All of them are no-ops on a group of one. None is autograd-aware: the ways put them into their own operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelrun.mesh.runtime import Group
+
+_LABEL: ContextVar[tuple[str, str] | None] = ContextVar("parallelrun_comm_label", default=None)
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def label(axis: str, purpose: str) -> Iterator[None]:
+    """Name every collective sent inside, an engine of torch's included, as `purpose` over `axis`."""
+    token = _LABEL.set((axis, purpose))
+    try:
+        yield
+    finally:
+        _LABEL.reset(token)
+
+
+def current_label() -> tuple[str, str] | None:
+    """(axis, purpose) of the innermost `label`, for the counter."""
+    return _LABEL.get()
+
+
+def all_reduce(
+    tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False
+) -> dist.Work | None:
+    """Reduce `tensor` over the group, in place. With async_op the Work to wait for (None on a group of one)."""
+    if group.size == 1:
+        return None
+    with label(group.axis, purpose):
+        return dist.all_reduce(tensor, op=_OPERATIONS[op], group=group.process_group, async_op=async_op)
+
+
+def all_gather(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tensor:
+    """Concatenate the equal parts of every rank along `dim`: (..., n, ...) -> (..., size * n, ...)."""
+    if group.size == 1:
+        return tensor
+    parts = tensor.new_empty((group.size, *tensor.shape))
+    with label(group.axis, purpose):
+        _gather_into(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group=group.process_group)
+    return _join(parts, dim)
+
+
+def reduce_scatter(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tensor:
+    """Sum over the group, keep this rank's equal part along `dim`: (..., size * n, ...) -> (..., n, ...)."""
+    if group.size == 1:
+        return tensor
+    assert tensor.shape[dim] % group.size == 0, f"dim {dim} of {tuple(tensor.shape)} does not split by {group.size}"
+    parts = _cut(tensor, dim, group.size)
+    mine = torch.empty_like(parts[0])
+    with label(group.axis, purpose):
+        _reduce_into(mine, parts.flatten(0, 1), group=group.process_group)
+    return mine
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False):
+    """Raw form: `output` (size * n, ...) from every rank's `tensor` (n, ...), both contiguous. Returns the Work."""
+    with label(group.axis, purpose):
+        return _gather_into(output, tensor, group=group.process_group, async_op=async_op)
+
+
+def reduce_scatter_into(output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False):
+    """Raw form: `output` (n, ...) is this rank's part of the sum of `tensor` (size * n, ...). Returns the Work."""
+    with label(group.axis, purpose):
+        return _reduce_into(output, tensor, group=group.process_group, async_op=async_op)
+
+
+def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> None:
+    """Overwrite `tensor` with that of the group's member number `source`."""
+    if group.size > 1:
+        with label(group.axis, purpose):
+            dist.broadcast(tensor, src=group.ranks[source], group=group.process_group)
+
+
+def send(tensor: Tensor, destination: int, group: Group, purpose: str) -> None:
+    """Blocking send to the group's member number `destination` (rendezvous on gloo: returns when it is received)."""
+    with label(group.axis, purpose):
+        dist.send(tensor.contiguous(), dst=group.ranks[destination], group=group.process_group)
+
+
+def recv(tensor: Tensor, source: int, group: Group, purpose: str) -> None:
+    """Blocking receive into the contiguous `tensor` from the group's member number `source`."""
+    assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly without a word"
+    with label(group.axis, purpose):
+        dist.recv(tensor, src=group.ranks[source], group=group.process_group)
+
+
+def barrier(group: Group) -> None:
+    """Wait for every member. An all-reduce of one element: works alike on gloo and NCCL."""
+    if group.size > 1:
+        device = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
+        all_reduce(torch.zeros(1, device=device), group, "control")
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """(size, ..., n, ...) -> (..., size * n, ...): a view when nothing lies before `dim`."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _cut(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """(..., size * n, ...) -> contiguous (size, ..., n, ...)."""
+    return tensor.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()

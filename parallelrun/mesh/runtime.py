@@ -1,0 +1,112 @@
+"""Process groups of a plan's mesh. Every rank makes the same groups in the same order; degree 1 makes none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.plan.structure import Plan
+
+WORLD = "world"
+EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share every coordinate with this one but the axis's. process_group is None when it is alone."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """This rank's place in the plan's mesh and the groups it belongs to."""
+
+    def __init__(self, shape: MeshShape, rank: int, device: torch.device):
+        self.shape = shape
+        self.rank = rank
+        self.coordinate = shape.coordinate(rank)
+        self.device = device
+        self._groups: dict[str, Group] = {}
+        self._root: DeviceMesh | None = None
+
+    def group(self, axis: str) -> Group:
+        """The group of an axis (leaf, factored, `world`, or `embedding`: the first and the last stage)."""
+        if axis in self._groups:
+            return self._groups[axis]
+        assert self.shape.size(axis) == 1, f"no group was made for axis {axis!r} of {self.shape}"
+        return Group(axis, (self.rank,), 0, None)
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's DeviceMesh over those leaf axes, each of degree > 1, for the engines that want one."""
+        assert self._root is not None, "a mesh of one rank has no DeviceMesh"
+        return self._root[axes if len(axes) > 1 else axes[0]]
+
+    @property
+    def axis_of_group(self) -> dict[str, str]:
+        """Process group name to axis, for accounting. An axis that spans the world shares the world's group."""
+        named = {g.process_group.group_name: axis for axis, g in self._groups.items() if g.process_group is not None}
+        world = self._groups.get(WORLD)
+        if world and world.process_group is not None:
+            spanning = [a for a, g in self._groups.items() if g.ranks == world.ranks and a not in (WORLD, EMBEDDING)]
+            named[world.process_group.group_name] = spanning[0] if spanning else WORLD
+        return named
+
+
+def build_mesh(plan: Plan, device: torch.device) -> Mesh:
+    """Make every group the plan needs. The default process group must be up when plan.world > 1.
+
+    Raises ValueError if the mesh does not cover exactly the worker ranks (torch accepts a smaller one silently).
+    """
+    rank = dist.get_rank() if plan.world > 1 else 0
+    world = dist.get_world_size() if plan.world > 1 else 1
+    if plan.mesh.num_ranks != world:
+        raise ValueError(f"the mesh {plan.mesh.leaves} has {plan.mesh.num_ranks} ranks, the world has {world}")
+    mesh = Mesh(plan.mesh, rank, device)
+    if world == 1:
+        return mesh
+    everyone = tuple(range(world))
+    mesh._groups[WORLD] = Group(WORLD, everyone, rank, dist.group.WORLD)
+    leaves = [(axis, degree) for axis, degree in plan.mesh.leaves if degree > 1]
+    mesh._root = init_device_mesh(
+        device.type, tuple(degree for _, degree in leaves), mesh_dim_names=tuple(axis for axis, _ in leaves)
+    )
+    for axis, _ in leaves:
+        ranks = plan.mesh.group_of(rank, axis)
+        mesh._groups[axis] = Group(axis, ranks, ranks.index(rank), mesh._root.get_group(axis))
+    for axis, parts in plan.mesh.factors:
+        whole = [part for part in parts if plan.mesh.size(part) > 1]
+        if len(whole) == 1:  # the other factors have degree 1: the leaf's group is the axis's
+            only = mesh._groups[whole[0]]
+            mesh._groups[axis] = Group(axis, only.ranks, only.index, only.process_group)
+        elif whole:
+            _enumerate(mesh, axis, list(plan.mesh.groups(axis)))
+    if plan.tied_copies:
+        _enumerate(mesh, EMBEDDING, embedding_groups(plan))
+    return mesh
+
+
+def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Pairs of ranks that hold the two copies of a tied weight: first and last stage, same other coordinates."""
+    first, last = plan.stages[0].position, plan.stages[-1].position
+    return [
+        tuple(sorted((ranks[first], ranks[last]))) for ranks in plan.mesh.groups("pp")
+    ]
+
+
+def _enumerate(mesh: Mesh, axis: str, groups: list[tuple[int, ...]]) -> None:
+    """new_group for each, on every rank in the same order; keep the one this rank is in."""
+    for ranks in groups:
+        process_group = dist.new_group(list(ranks))
+        if mesh.rank in ranks:
+            mesh._groups[axis] = Group(axis, ranks, ranks.index(mesh.rank), process_group)
