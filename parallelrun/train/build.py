@@ -1,0 +1,102 @@
+"""From a plan to a training that is ready to step: mesh, placed and materialised model, optimizer, engine, readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallelrun import registry
+from parallelrun.config.schema import Config
+from parallelrun.data.order import Sampler
+from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.models import initialise, recompute
+from parallelrun.models.network import Network, compile_blocks
+from parallelrun.plan.structure import Plan
+from parallelrun.train.optimizer import Optimizer
+from parallelrun.train.parameters import LocalParameter
+from parallelrun.train.reader import Reader
+
+
+@dataclass
+class Training:
+    """One rank's share of a training run. Only the loop steps it."""
+
+    config: Config
+    plan: Plan
+    mesh: Mesh
+    parts: list[Network]
+    data: Any  # DataRuntime of the plan's data way
+    engine: Any  # Engine of the plan's pipeline way
+    optimizer: Optimizer
+    reader: Reader
+    eval_reader: Reader
+    eval_batches: int
+    dataset: Any
+
+    @property
+    def parameters(self) -> list[LocalParameter]:
+        return self.data.parameters
+
+    @property
+    def counts_loss(self) -> bool:
+        """True on the one rank of every data replica that contributes the loss: last stage, tensor coordinate 0."""
+        place = self.mesh.coordinate
+        return place.get("pp", 0) == self.plan.last_stage_position and place.get("tp", 0) == 0
+
+
+def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
+    """This rank's stages on the meta device, placed by the tensor way, with recompute and compile applied."""
+    network = registry.load("models", plan.spec.name, "network")
+    tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime")
+    parts = []
+    for stage in plan.stages_of(mesh.coordinate.get("pp", 0)):
+        with torch.device("meta"):
+            part = network.build(config, plan.spec, plan.precision)
+        part.keep(stage.blocks)
+        tensor.place(part, plan, mesh)
+        parts.append(part)
+    share_tied(parts, plan)
+    for part in parts:
+        recompute.apply(part, plan.recompute)
+        if config.compile:
+            compile_blocks(part)
+    return parts
+
+
+def share_tied(parts: list[Network], plan: Plan) -> None:
+    """Where one rank holds both copies of a tied weight in different stages (zbv), make them one parameter."""
+    for copy, original in plan.spec.tied:
+        holders = {name: part for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
+        if copy in holders and original in holders and holders[copy] is not holders[original]:
+            module, _, attribute = copy.rpartition(".")
+            setattr(holders[copy].get_submodule(module), attribute, holders[original].get_parameter(original))
+
+
+def build(config: Config, plan: Plan, device: torch.device) -> Training:
+    """Build everything for this rank. Collective: every rank of the world calls it."""
+    mesh = build_mesh(plan, device)
+    parts = build_parts(config, plan, mesh)
+    data_way = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
+    data_way.shard(parts, plan, mesh)
+    initialise.materialise(parts, plan, mesh, config.seed)
+    data = data_way.attach(parts, plan, mesh)
+    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, data)
+    dataset = registry.load("datasets", config.dataset.name).open(config, plan.spec)
+    size = plan.batch.global_batch
+    sampler = Sampler(len(dataset.train), size, config.seed)
+    eval_sampler = Sampler(len(dataset.val), size, config.seed, shuffle=False)
+    return Training(
+        config=config,
+        plan=plan,
+        mesh=mesh,
+        parts=parts,
+        data=data,
+        engine=engine,
+        optimizer=Optimizer(config.optimizer, data.parameters),
+        reader=Reader(dataset.train, sampler, plan, mesh),
+        eval_reader=Reader(dataset.val, eval_sampler, plan, mesh),
+        eval_batches=max(1, min(config.eval.batches, len(dataset.val) // size)),
+        dataset=dataset,
+    )

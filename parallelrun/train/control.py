@@ -1,0 +1,40 @@
+"""The one small exchange of every step: what all ranks must agree on before the weights change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import WORLD, Mesh
+
+ELEMENTS = 4  # loss sum, valid targets, squared gradient norm, ranks that were asked to stop
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the world: of the unscaled loss, its valid targets, the squared gradient norm, and stop requests."""
+
+    loss_sum: float
+    num_valid: float
+    norm_squared: float
+    stop_requests: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over valid targets."""
+        return self.loss_sum / self.num_valid if self.num_valid else float("nan")
+
+
+def agree(loss_sum: Tensor, num_valid: Tensor | int, norm_squared: Tensor | float, stop: bool, mesh: Mesh) -> Totals:
+    """Sum each rank's contribution over the world: one all-reduce of `ELEMENTS` fp64 numbers, alike on all ranks.
+
+    Each quantity must be contributed once: the loss by one tensor coordinate of each replica's last stage, every
+    logical gradient element by its owner.
+    """
+    values = (loss_sum, num_valid, norm_squared, float(stop))
+    vector = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=mesh.device).reshape(()) for v in values])
+    comm.all_reduce(vector, mesh.group(WORLD), "control")
+    return Totals(*vector.tolist())

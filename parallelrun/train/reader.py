@@ -1,0 +1,48 @@
+"""A data replica's samples of a step, as tensors on the device. Depends on (seed, step, dp coordinate) and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallelrun.data.order import Sampler
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.train.batch import Batch
+
+
+class Reader:
+    """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch.
+
+    Ranks of the first stage read inputs, ranks of the last stage read targets, each by itself; the others read neither.
+    """
+
+    def __init__(self, split: Any, sampler: Sampler, plan: Plan, mesh: Mesh):
+        self._split = split
+        self._sampler = sampler
+        self._device = mesh.device
+        self._replica = mesh.coordinate.get("dp", 0)
+        self._size = plan.batch.replica_batch
+        position = mesh.coordinate.get("pp", 0)
+        self._needs_inputs = position == plan.stages[0].position
+        self._needs_targets = position == plan.last_stage_position
+        self._float = getattr(torch, plan.precision.compute)
+
+    def batch(self, step: int) -> Batch:
+        """The samples of step `step` (from 1)."""
+        start = self._replica * self._size
+        indices, sample_ids = self._sampler.indices(step, start, start + self._size)
+        inputs = targets = None
+        if self._needs_inputs or self._needs_targets:
+            samples = [self._split.sample(int(index)) for index in indices]
+            inputs = self._tensor([sample[0] for sample in samples]) if self._needs_inputs else None
+            targets = self._tensor([sample[1] for sample in samples]) if self._needs_targets else None
+        ids = torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)).to(self._device)
+        return Batch(inputs, targets, ids)
+
+    def _tensor(self, arrays: list[np.ndarray]) -> torch.Tensor:
+        stacked = torch.from_numpy(np.stack(arrays))
+        wanted = self._float if stacked.is_floating_point() else torch.int64
+        return stacked.to(self._device, wanted, non_blocking=True)

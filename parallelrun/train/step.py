@@ -1,0 +1,82 @@
+"""One training step and one evaluation, the same for every plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.train import control, gradients
+from parallelrun.train.batch import Batch
+from parallelrun.train.build import Training
+from parallelrun.train.scaler import LossScaler
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: mean loss, global gradient norm (unscaled), whether the update was applied, and stop requests."""
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    stop: bool
+
+
+def count_valid(training: Training, batch: Batch) -> tuple[int, int]:
+    """(targets >= 0 in the whole global batch, in this replica's part): known before backward.
+
+    A dataset without ignored targets needs no exchange; otherwise last-stage ranks sum theirs over dp.
+    """
+    plan = training.plan
+    if not training.dataset.has_ignored:
+        per_sample = plan.spec.targets_per_sample
+        return plan.batch.global_batch * per_sample, plan.batch.replica_batch * per_sample
+    if batch.targets is None:
+        return 1, 0  # only the last stage computes a loss
+    mine = (batch.targets >= 0).sum()
+    everyone = mine.clone()
+    comm.all_reduce(everyone, training.mesh.group("dp"), "control")
+    return max(int(everyone), 1), int(mine)
+
+
+def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
+    """Leave the global gradient (times loss_scale) in the parameters; return (local loss sum, local valid targets)."""
+    batch = training.reader.batch(step)
+    everyone, mine = count_valid(training, batch)
+    training.data.begin_step()
+    loss_sum = training.engine.train(batch, loss_scale / everyone)
+    training.data.finish_gradients()
+    gradients.finalise(training.parameters, training.plan, training.mesh)
+    return loss_sum, mine
+
+
+def train_step(training: Training, step: int, lr: float, scaler: LossScaler, stop: bool) -> StepResult:
+    """Forward, backward, the step's agreement, clipping, update. Nothing is updated if a gradient is not finite."""
+    loss_sum, num_valid = forward_backward(training, step, scaler.scale)
+    squares = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
+    counted = training.counts_loss
+    totals = control.agree(
+        loss_sum if counted else 0.0, num_valid if counted else 0, squares, stop, training.mesh
+    )
+    grad_norm = totals.norm_squared**0.5 / scaler.scale
+    finite = torch.isfinite(torch.tensor([totals.loss, grad_norm])).all().item()
+    if finite:
+        gradients.clip(training.parameters, grad_norm, training.config.optimizer.clip, scaler.scale)
+        training.optimizer.step(lr)
+        training.data.finish_update()
+    return StepResult(totals.loss, grad_norm, bool(finite), totals.stop_requests > 0)
+
+
+@torch.no_grad()
+def evaluate(training: Training) -> float:
+    """Mean validation loss over the first `eval_batches` global batches, under the same plan."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
+    num_valid = 0
+    for number in range(1, training.eval_batches + 1):
+        batch = training.eval_reader.batch(number)
+        loss_sum += training.engine.evaluate(batch)
+        num_valid += count_valid(training, batch)[1]
+    counted = training.counts_loss
+    return control.agree(loss_sum if counted else 0.0, num_valid if counted else 0, 0.0, False, training.mesh).loss
