@@ -13,6 +13,10 @@ from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
 
+# fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, squared norm, stop
+CONTROL_ELEMENTS = 4
+
+
 @dataclass(frozen=True)
 class Batch:
     """Batch arithmetic, in samples: global_batch = dp x micro_batch x microbatches."""

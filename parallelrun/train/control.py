@@ -9,8 +9,7 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh.runtime import WORLD, Mesh
-
-ELEMENTS = 4  # loss sum, valid targets, squared gradient norm, ranks that were asked to stop
+from parallelrun.plan.structure import CONTROL_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,13 @@ class Totals:
 
 
 def agree(loss_sum: Tensor, num_valid: Tensor | int, norm_squared: Tensor | float, stop: bool, mesh: Mesh) -> Totals:
-    """Sum each rank's contribution over the world: one all-reduce of `ELEMENTS` fp64 numbers, alike on all ranks.
+    """Sum each rank's contribution over the world: one all-reduce of CONTROL_ELEMENTS fp64 numbers, alike on all ranks.
 
     Each quantity must be contributed once: the loss by one tensor coordinate of each replica's last stage, every
     logical gradient element by its owner.
     """
     values = (loss_sum, num_valid, norm_squared, float(stop))
+    assert len(values) == CONTROL_ELEMENTS
     vector = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=mesh.device).reshape(()) for v in values])
     comm.all_reduce(vector, mesh.group(WORLD), "control")
     return Totals(*vector.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -61,12 +62,12 @@ def train_step(training: Training, step: int, lr: float, scaler: LossScaler, sto
         loss_sum if counted else 0.0, num_valid if counted else 0, squares, stop, training.mesh
     )
     grad_norm = totals.norm_squared**0.5 / scaler.scale
-    finite = torch.isfinite(torch.tensor([totals.loss, grad_norm])).all().item()
+    finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
         gradients.clip(training.parameters, grad_norm, training.config.optimizer.clip, scaler.scale)
         training.optimizer.step(lr)
         training.data.finish_update()
-    return StepResult(totals.loss, grad_norm, bool(finite), totals.stop_requests > 0)
+    return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
 
 
 @torch.no_grad()

@@ -1,0 +1,86 @@
+"""The training loop: steps, evaluation, checkpoints, records. Reads top to bottom; everything else is elsewhere."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite, nan
+
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
+from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.structure import Collective
+from parallelrun.train import checkpointing, schedule
+from parallelrun.train.build import Training
+from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import StepResult, evaluate, train_step
+
+COUNTED_STEP = 2  # the step whose collectives are counted: the first one has set-up traffic
+MAX_SKIPS = 20
+
+
+def train(training: Training, context: WorkerContext, recorder: Recorder) -> int:
+    """Train from the resumed step to `config.steps`. Returns the exit code; raises NumericsError."""
+    config = training.config
+    scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
+    start = checkpointing.resume(training, scaler)
+    counted: list[Collective] = []
+    skips = 0
+    began = time.perf_counter()
+    for step in range(start + 1, config.steps + 1):
+        context.heartbeat(step, "step")
+        step_began = time.perf_counter()
+        lr = schedule.learning_rate(config.optimizer, step, config.steps)
+        if step == min(start + COUNTED_STEP, config.steps):
+            with CommunicationCounter(training.mesh) as counter:
+                result = train_step(training, step, lr, scaler, context.stop_requested())
+            counted = counter.rows()
+        else:
+            result = train_step(training, step, lr, scaler, context.stop_requested())
+        step_time = time.perf_counter() - step_began
+        skips = _check(training, result, scaler, step, skips)
+        scaler.update(result.applied)
+        val_loss = _evaluate(training, context, step)
+        recorder.step(
+            StepRecord(step, result.loss, result.grad_norm, lr, result.applied, step_time,
+                       time.perf_counter() - began, val_loss, scaler.scale)
+        )  # fmt: skip
+        if checkpointing.due(config, step, result.stop):
+            context.heartbeat(step, "save")
+            checkpointing.save(training, scaler, step, context.directory)
+        if result.stop:
+            recorder.finish(counted, "preempted")
+            return EXIT_PREEMPTED
+    recorder.finish(counted, "done")
+    return EXIT_OK
+
+
+def _evaluate(training: Training, context: WorkerContext, step: int) -> float | None:
+    """Validation loss where it is due: every `eval.every` steps and after the last."""
+    config = training.config
+    if step != config.steps and (config.eval.every == 0 or step % config.eval.every):
+        return None
+    context.heartbeat(step, "evaluate")
+    return evaluate(training)
+
+
+def _check(training: Training, result: StepResult, scaler: LossScaler, step: int, skips: int) -> int:
+    """Number of skipped steps in a row so far. Raises NumericsError where going on makes no sense."""
+    if result.applied:
+        return 0
+    skips += 1
+    overflow_is_expected = scaler.scaled and isfinite(result.loss)
+    if overflow_is_expected and skips < MAX_SKIPS:
+        return skips
+    what = "loss" if not isfinite(result.loss) else "gradient"
+    bad = [p.name for p in training.parameters if p.tensor.grad is not None and not p.tensor.grad.isfinite().all()]
+    value = result.loss if what == "loss" else result.grad_norm
+    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value if value == value else nan}"
+    place = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
+    raise NumericsError(
+        Problem(
+            f"step {step}: {reason}; the weights were not changed"
+            + (f"; on rank {training.mesh.rank} ({place}) first in the gradient of {bad[0]}" if bad else ""),
+            command="lower optimizer.lr, or precision=fp32",
+        )
+    )
