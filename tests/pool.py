@@ -1,0 +1,160 @@
+"""Real gloo ranks for tests, in tens of milliseconds: `from tests.pool import run_ranks`.
+
+    def body(scale):                       # module-level; the gloo process group is initialised when it is called
+        tensor = torch.full((2,), scale * dist.get_rank())
+        dist.all_reduce(tensor)
+        return tensor                      # any picklable thing
+
+    def test_sum():
+        results = run_ranks(4, body, 2.0)  # [result of rank 0, ..., result of rank 3]
+
+Tests run as `pytest` from the project root; every folder under `tests/` is a package, so helpers are imported as
+`tests.pool`, `tests.plans`. The same function comes as the fixture `run_ranks`.
+
+How: one helper process per test session has imported torch and every parallelrun module (one thread, no tensor
+operation) and forks the ranks of each call. Every call has fresh processes, so a failing test cannot poison the next.
+The helper imports the test's module once: a module edited during a session is not reloaded.
+
+A failing call raises `RanksFailed`; its text starts with the first real cause (rank and traceback), victims of a lost
+connection come last. After `timeout` seconds the stacks of all ranks are collected, all are killed, and the call fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_VICTIM_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed: `kind` is the exception's class name, `SIGKILL`, `exit 3` or `timeout`."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+    exception: BaseException | None = None
+
+    @property
+    def is_victim(self) -> bool:
+        """True when the rank most likely failed because a peer vanished."""
+        return self.kind in ("RuntimeError", "DistBackendError", "DistNetworkError") and any(
+            sign in self.message for sign in _VICTIM_SIGNS
+        )
+
+
+class RanksFailed(Exception):
+    """At least one rank of a `run_ranks` call failed. `failures` is ordered, first real cause first."""
+
+    def __init__(self, failures: list[RankFailure]):
+        self.failures = failures
+        super().__init__("\n".join(f"rank {f.rank}: {f.kind}: {f.message}\n{f.traceback}" for f in failures))
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `function(*args)` on `world` fresh gloo ranks; return their results by rank.
+
+    `function` is module-level and finds its rank by `torch.distributed.get_rank()`; arguments and results are pickled.
+    What ranks print is printed here, prefixed by rank. Raises RanksFailed.
+    """
+    request = {
+        "world": world,
+        "module": function.__module__,
+        "file": getattr(sys.modules[function.__module__], "__file__", None),
+        "name": function.__qualname__,
+        "args": pickle.dumps(args),
+        "timeout": timeout,
+        "path": list(sys.path),
+    }
+    reply = _helper().ask(pickle.dumps(request), timeout + 60)
+    for rank, text in enumerate(reply["output"]):
+        for line in text.splitlines():
+            print(f"[rank {rank}] {line}")
+    if reply["failures"]:
+        failures = [_failure(*fields) for fields in reply["failures"]]
+        raise RanksFailed(sorted(failures, key=lambda failure: failure.is_victim))
+    return [pickle.loads(result) for result in reply["results"]]
+
+
+def _failure(rank: int, kind: str, message: str, traceback: str, exception: bytes | None) -> RankFailure:
+    try:
+        return RankFailure(rank, kind, message, traceback, pickle.loads(exception) if exception else None)
+    except Exception:  # an exception whose constructor does not survive pickling: its text is enough
+        return RankFailure(rank, kind, message, traceback)
+
+
+class _Helper:
+    """The process that forks ranks; talks over a socket pair with length-prefixed pickles."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool_helper", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            env=environment,
+        )
+        theirs.close()
+
+    def ask(self, request: bytes, timeout: float) -> dict[str, Any]:
+        self.socket.settimeout(timeout + 120)  # the first call waits for imports too
+        try:
+            send_message(self.socket, request)
+            return pickle.loads(receive_message(self.socket))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.socket.close()  # the helper sees it, kills its ranks and leaves
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_current: _Helper | None = None
+
+
+def _helper() -> _Helper:
+    global _current  # one per session: this is what makes it cheap
+    if _current is None or _current.process.poll() is not None or _current.socket.fileno() < 0:
+        _current = _Helper()
+        atexit.register(_current.close)
+    return _current
+
+
+def send_message(connection: socket.socket, payload: bytes) -> None:
+    """Write one length-prefixed message."""
+    connection.sendall(struct.pack("!Q", len(payload)) + payload)
+
+
+def receive_message(connection: socket.socket) -> bytes:
+    """Read one length-prefixed message; EOFError when the other side is gone."""
+    (length,) = struct.unpack("!Q", _receive_exactly(connection, 8))
+    return _receive_exactly(connection, length)
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(1 << 20, count - len(data)))
+        if not part:
+            raise EOFError("the other side is gone")
+        data += part
+    return bytes(data)

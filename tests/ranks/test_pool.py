@@ -1,0 +1,137 @@
+"""The pool of ranks that every test in this folder stands on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import RanksFailed, run_ranks
+
+
+def summed(scale: float) -> torch.Tensor:
+    tensor = torch.full((3,), scale * (dist.get_rank() + 1), dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def backward() -> float:
+    weight = torch.ones(8, 8, requires_grad=True)
+    (weight @ weight).sum().backward()
+    return weight.grad.sum().item()
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def one_rank_raises() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("the culprit")
+    dist.barrier()
+
+
+def one_rank_is_killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def one_rank_exits() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def one_rank_sleeps() -> None:
+    if dist.get_rank() == 3:
+        time.sleep(100)
+    dist.barrier()
+
+
+def fast_and_slow() -> int:
+    time.sleep(0.3 * dist.get_rank())
+    return os.getpid()
+
+
+def prints() -> None:
+    print(f"hello from {dist.get_rank()}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_results_come_back_by_rank(world):
+    expected = torch.full((3,), 2.0 * world * (world + 1) / 2, dtype=torch.float64)
+    results = run_ranks(world, summed, 2.0)
+    assert len(results) == world
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_warm_call_of_four_ranks_is_quick():
+    run_ranks(4, summed, 1.0)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_ranks(4, summed, 1.0)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5, times  # 0.06 s on idle cores; bound leaves room for a busy machine
+
+
+def test_ranks_compute_with_one_thread_and_autograd_works():
+    assert run_ranks(2, threads) == [1, 1]
+    assert run_ranks(2, backward) == [1024.0, 1024.0]
+
+
+def test_an_exception_names_its_rank_first_and_shows_its_traceback():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(4, one_rank_raises)
+    first = caught.value.failures[0]
+    assert (first.rank, first.kind, first.message) == (2, "ValueError", "the culprit")
+    assert "in one_rank_raises" in str(caught.value).split("rank ")[1]
+    assert isinstance(first.exception, ValueError)
+
+
+def test_a_killed_rank_is_named_before_its_victims():
+    with pytest.raises(RanksFailed, match=r"^rank 1: SIGKILL"):
+        run_ranks(4, one_rank_is_killed)
+
+
+def test_a_rank_that_exits_is_a_failure():
+    with pytest.raises(RanksFailed, match=r"^rank 1: exit 3"):
+        run_ranks(2, one_rank_exits)
+
+
+def test_a_hang_ends_at_the_timeout_with_the_stacks_of_all_ranks():
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(4, one_rank_sleeps, timeout=2)
+    assert time.monotonic() - start < 8
+    assert [failure.rank for failure in caught.value.failures] == [0, 1, 2, 3]
+    assert all("in one_rank_sleeps" in failure.traceback for failure in caught.value.failures)
+
+
+def test_a_failure_does_not_poison_the_next_call():
+    with pytest.raises(RanksFailed):
+        run_ranks(2, one_rank_is_killed)
+    assert torch.equal(run_ranks(2, summed, 1.0)[0], torch.full((3,), 3.0, dtype=torch.float64))
+
+
+def test_ranks_that_are_done_wait_for_the_slowest():
+    assert len(set(run_ranks(3, fast_and_slow))) == 3
+
+
+def test_no_rank_survives_a_call():
+    pids = run_ranks(3, fast_and_slow)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_what_ranks_print_is_shown(capsys):
+    run_ranks(2, prints)
+    assert capsys.readouterr().out.splitlines() == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
+
+
+def test_the_fixture_is_the_same_function(run_ranks):
+    assert run_ranks(1, threads) == [1]
