@@ -1,0 +1,172 @@
+"""Writes what happened: metrics.jsonl while training, comm.json and summary.json at the end. Rank 0 writes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from parallelrun.exchange import gather_json
+from parallelrun.launch.context import WorkerContext
+from parallelrun.plan import account, simulate
+from parallelrun.plan.structure import Collective
+from parallelrun.records import append_jsonl, write_json
+from parallelrun.report.progress import Progress
+from parallelrun.train.build import Training
+from parallelrun.train.tracker import Tracker, open_tracker
+
+FIRST_TIMED_STEP = 3  # steps 1 and 2 pay for set-up and for being counted
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as the loop saw it. Times in seconds; step_time_s leaves out evaluation and saving."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    applied: bool
+    step_time_s: float
+    time_s: float
+    val_loss: float | None
+    loss_scale: float
+
+
+class Recorder:
+    """The files and the progress line of one run. Every rank has one; only rank 0's writes."""
+
+    def __init__(self, training: Training, context: WorkerContext):
+        self._training = training
+        self._directory = context.directory
+        self._writes = context.rank == 0
+        self._records: list[StepRecord] = []
+        self._progress = Progress(training.config.steps, enabled=context.console_owner)
+        self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
+
+    def step(self, record: StepRecord) -> None:
+        """Append the step to metrics.jsonl and redraw the progress line."""
+        if not self._writes:
+            return
+        self._records.append(record)
+        plan = self._training.plan
+        samples = plan.batch.global_batch
+        tokens = samples * plan.spec.targets_per_sample
+        row: dict[str, Any] = {
+            "step": record.step,
+            "loss": record.loss,
+            "grad_norm": record.grad_norm,
+            "lr": record.lr,
+            "samples": record.step * samples,
+            "tokens": record.step * tokens,
+            "step_time_s": record.step_time_s,
+            "time_s": record.time_s,
+            "tokens_per_s": tokens / record.step_time_s,
+        }
+        if not record.applied:
+            row["skipped"] = True
+        if self._training.plan.precision.scaled:
+            row["loss_scale"] = record.loss_scale
+        if record.val_loss is not None:
+            row["val_loss"] = record.val_loss
+        append_jsonl(self._directory / "metrics.jsonl", row)
+        if self._tracker:
+            self._tracker.log(record.step, row)
+        self._progress.update(row)
+
+    def finish(self, counted: list[Collective], state: str) -> None:
+        """Gather every rank's counts and peak memory; write comm.json and summary.json. Collective."""
+        training = self._training
+        everyone = gather_json({"peak_bytes": peak_bytes(training.mesh.device), "rows": [asdict(c) for c in counted]},
+                               training.mesh)  # fmt: skip
+        if self._writes:
+            rows = communication_rows([one["rows"] for one in everyone], training)
+            write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
+            write_json(self._directory / "summary.json", self._summary(everyone, rows, state))
+            if self._tracker:
+                self._tracker.close()
+        self._progress.close()
+
+    def _summary(self, everyone: list[dict], rows: list[dict], state: str) -> dict[str, Any]:
+        training, plan = self._training, self._training.plan
+        times = sorted(r.step_time_s for r in self._records if r.step >= FIRST_TIMED_STEP) or sorted(
+            r.step_time_s for r in self._records
+        )
+        median = statistics.median(times) if times else None
+        tokens = plan.batch.global_batch * plan.spec.targets_per_sample
+        val = [r.val_loss for r in self._records if r.val_loss is not None]
+        return {
+            "schema": 1,
+            "state": state,
+            "model": training.config.model.preset,
+            "strategy": plan.preset,
+            "equivalence": plan.equivalence.kind,
+            **plan.degrees,
+            "world": plan.world,
+            "data": plan.data.kind,
+            "tensor": plan.tensor.kind,
+            "pipeline": plan.pipeline.kind,
+            "microbatches": plan.batch.microbatches,
+            "global_batch": plan.batch.global_batch,
+            "precision": plan.precision.name,
+            "parameters": plan.spec.num_parameters,
+            "device": plan.device,
+            "ranks_per_core": plan.world / len(os.sched_getaffinity(0)) if plan.device == "cpu" else None,
+            "steps": self._records[-1].step if self._records else 0,
+            "step_time_median_s": median,
+            "step_time_p95_s": times[min(len(times) - 1, int(0.95 * len(times)))] if times else None,
+            "tokens_per_s": tokens / median if median else None,
+            "samples_per_s": plan.batch.global_batch / median if median else None,
+            "first_loss": self._records[0].loss if self._records else None,
+            "loss": self._records[-1].loss if self._records else None,
+            "first_val_loss": val[0] if val else None,
+            "val_loss": val[-1] if val else None,
+            "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
+            "payload_bytes_per_step": sum(row["payload_bytes"] for row in rows),
+            "wire_bytes_per_step": sum(row["wire_bytes"] for row in rows),
+            "communication_as_predicted": all(
+                row["calls"] == row["predicted_calls"] and row["payload_bytes"] == row["predicted_payload_bytes"]
+                for row in rows
+            ),
+            "bubble_predicted": simulate.simulate(plan).bubble_fraction,
+            "dataset": training.config.dataset.name,
+            "dataset_sha256": training.dataset.fingerprint,
+        }
+
+
+def communication_rows(measured: list[list[dict]], training: Training) -> list[dict[str, Any]]:
+    """Per rank, axis, operation and purpose: measured and predicted calls and payload, and wire bytes by payload."""
+    plan = training.plan
+    rows = []
+    for rank, counted in enumerate(measured):
+        predicted = {(c.axis, c.operation, c.purpose): c for c in account.collectives(plan, rank)}
+        seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
+        for key in sorted(predicted.keys() | seen.keys()):
+            axis, operation, purpose = key
+            was, said = seen.get(key), predicted.get(key)
+            payload = was["payload_bytes"] if was else 0
+            rows.append(
+                {
+                    "rank": rank,
+                    "axis": axis,
+                    "operation": operation,
+                    "purpose": purpose,
+                    "calls": was["calls"] if was else 0,
+                    "payload_bytes": payload,
+                    "wire_bytes": account.wire_bytes(operation, payload, plan, axis),
+                    "predicted_calls": said.calls if said else 0,
+                    "predicted_payload_bytes": said.payload_bytes if said else 0,
+                }
+            )
+    return rows
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on the GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
