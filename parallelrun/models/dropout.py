@@ -1,0 +1,71 @@
+"""Dropout masks by hash: the same element of the same sample is dropped under every plan and on every device.
+
+mask = hash(seed, sample id, site, global element index) by integer mixing in torch operations: no torch generator, so
+recomputation, other ranks and a GPU derive the same mask (counter-based, as Salmon et al., SC11, argue for). The
+sample id contains the step (`(step - 1) * global_batch + i`). Keys of rows are mixed in 64 bits (splitmix64, Steele et
+al. 2014); elements inside a row in 32 bits, because those passes are the cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+# A variable of the calling context, not of the program: each microbatch's forward sets it for the layers it calls.
+_sample_ids: ContextVar[Tensor | None] = ContextVar("parallelrun_sample_ids", default=None)
+
+
+@contextmanager
+def scope(sample_ids: Tensor | None) -> Iterator[None]:
+    """While open, Dropout layers drop for these samples. sample_ids: int64 (batch,); None leaves them unknown."""
+    token = _sample_ids.set(sample_ids)
+    try:
+        yield
+    finally:
+        _sample_ids.reset(token)
+
+
+def current_sample_ids() -> Tensor | None:
+    """The sample ids of the innermost open `scope`, or None."""
+    return _sample_ids.get()
+
+
+def site_key(seed: int, site: str) -> int:
+    """64 signed bits that name one dropout site of one run."""
+    digest = hashlib.sha256(f"dropout/{seed}/{site}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """bool (samples, rows, columns), True with probability 1 - rate.
+
+    key: of `site_key`; sample_ids: int64 (samples,); rows, columns: int64, *global* indices of the rows and columns
+    that the caller holds: any slice of them gives the same slice of the mask.
+    """
+    assert 0.0 <= rate < 1.0, f"dropout rate {rate} is outside [0, 1)"
+    row_keys = _mix64(_mix64(sample_ids + key).unsqueeze(1) + rows)
+    first, second = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
+    mixed = first.unsqueeze(2) + (columns * 0x9E3779B1).to(torch.int32)
+    mixed = (mixed ^ _shifted(mixed, 16)) * 0x7FEB352D
+    mixed = mixed ^ second.unsqueeze(2)
+    mixed = (mixed ^ _shifted(mixed, 15)) * -2073319797  # 0x846CA68B
+    mixed = mixed ^ _shifted(mixed, 16)
+    return mixed >= round(rate * 2**32) - 2**31  # signed 32 bits are uniform over [-2^31, 2^31)
+
+
+def _mix64(bits: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 (multiplication wraps)."""
+    bits = (bits ^ _shifted(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    bits = (bits ^ _shifted(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Logical right shift: torch's own carries the sign."""
+    width = 32 if bits.dtype == torch.int32 else 64
+    return (bits >> count) & ((1 << (width - count)) - 1)

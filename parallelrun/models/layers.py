@@ -1,0 +1,280 @@
+"""Role layers: all that reduces or splits hidden, heads or vocab, in their one-device meaning.
+
+A tensor way replaces them by its own classes with the same parameter names; it reuses the functions below, so that
+both compute the same numbers. Weights are stored in one dtype and rounded to `compute_dtype` where they are used;
+norms, softmax and loss compute in at least fp32 (design, section 6).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallelrun.models import dropout as masks
+
+
+def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms, softmax and loss of activations of `dtype` compute: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
+    """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
+    bias = bias if bias is None else bias.to(compute_dtype)
+    return functional.linear(x.to(compute_dtype), weight.to(compute_dtype), bias)
+
+
+def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm or RMSNorm over the last dim in at least fp32; the result has the dtype of `x`."""
+    dtype = accurate_dtype(x.dtype)
+    wide, weight = x.to(dtype), weight.to(dtype)
+    if kind == "rmsnorm":
+        return functional.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    return functional.layer_norm(wide, weight.shape, weight, bias, eps).to(x.dtype)
+
+
+def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Sum over targets >= 0 of the cross-entropy, in at least fp32.
+
+    logits: (..., vocab); targets: int64 (...). With smoothing e each target's distribution is (1 - e) at the target
+    plus e / vocab everywhere (Szegedy et al. 2016, as in torch).
+    """
+    ignored = -100
+    wide = logits.to(accurate_dtype(logits.dtype)).flatten(0, -2)
+    targets = targets.flatten()
+    targets = torch.where(targets >= 0, targets, ignored)
+    return functional.cross_entropy(
+        wide, targets, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
+    )
+
+
+def drop(x: Tensor, keep: Tensor, rate: float) -> Tensor:
+    """x where kept, scaled so that its expectation stays; backward keeps only the mask, a byte an element."""
+    return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention (batch, heads, seq, head_dim); fewer key/value heads serve groups of query heads."""
+    grouped = query.size(1) != key.size(1)
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rate: float) -> Tensor:
+    """The same, written out, with dropped probabilities. keep: bool (batch, heads, query, key)."""
+    group = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    scores = scores.to(accurate_dtype(scores.dtype)).masked_fill(future, float("-inf"))
+    probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
+    return drop(probabilities, keep, rate) @ value
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary positions (Su et al. 2021, halves rotated as in the published Llama weights' layout on Hugging Face).
+
+    x: (batch, heads, seq, head_dim), position = index along seq: the caller sees the whole sequence. Angles are
+    computed here rather than kept in a buffer, so nothing but parameters needs materialising.
+    """
+    dtype, half = accurate_dtype(x.dtype), x.size(-1) // 2
+    frequency = theta ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
+    angle = torch.arange(x.size(-2), dtype=dtype, device=x.device).unsqueeze(1) * frequency
+    cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class RoleLayer(nn.Module):
+    """A layer that a tensor way may place. `layer_role` names which; weights are cast to `compute_dtype` where used."""
+
+    layer_role: ClassVar[str] = ""
+
+    def __init__(self, compute_dtype: torch.dtype):
+        super().__init__()
+        self.compute_dtype = compute_dtype
+
+
+class Weights(nn.Module):
+    """A weight (out, in) and maybe a bias (out) under one name, uninitialised: `initialise` fills them."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+
+class Columns(RoleLayer):
+    """One input, several named outputs: linear layers whose outputs a tensor way may split.
+
+    outputs: name -> features. Parameters `<name>.weight` (out, in) and `<name>.bias` (out): never fused.
+    """
+
+    layer_role = "columns"
+
+    def __init__(self, in_features: int, outputs: dict[str, int], bias: bool, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.in_features, self.outputs, self.has_bias = in_features, dict(outputs), bias
+        for name, size in outputs.items():
+            self.add_module(name, Weights(in_features, size, bias))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (..., in) -> one (..., out) per output, in the order given."""
+        parts = (self.get_submodule(name) for name in self.outputs)
+        return tuple(linear(x, part.weight, part.bias, self.compute_dtype) for part in parts)
+
+
+class Row(RoleLayer):
+    """A linear layer whose input a tensor way may split. Parameters `weight` (out, in) and `bias` (out)."""
+
+    layer_role = "row"
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.compute_dtype)
+
+
+class Embedding(RoleLayer):
+    """Token ids (batch, seq) -> rows of `weight` (vocab, hidden), in the compute dtype."""
+
+    layer_role = "embedding"
+
+    def __init__(self, vocab: int, hidden: int, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.vocab, self.hidden = vocab, hidden
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.weight).to(self.compute_dtype)
+
+
+class Position(RoleLayer):
+    """Learned positions: x (batch, seq, hidden) plus the first rows of `weight` (seq, hidden)."""
+
+    layer_role = "position"
+
+    def __init__(self, seq: int, hidden: int, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.seq, self.hidden = seq, hidden
+        self.weight = nn.Parameter(torch.empty(seq, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[: x.size(1)].to(self.compute_dtype)
+
+
+class Norm(RoleLayer):
+    """LayerNorm or RMSNorm over hidden, computed in at least fp32. kind: layernorm | rmsnorm."""
+
+    layer_role = "norm"
+
+    def __init__(self, kind: str, hidden: int, eps: float, bias: bool, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.kind, self.hidden, self.eps = kind, hidden, eps
+        self.weight = nn.Parameter(torch.empty(hidden))
+        self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(self.kind, x.to(self.compute_dtype), self.weight, self.bias, self.eps)
+
+
+class Head(RoleLayer):
+    """x (..., hidden) -> logits (..., vocab). `weight` (vocab, hidden) is the embedding's Parameter when tied."""
+
+    layer_role = "head"
+
+    def __init__(self, hidden: int, vocab: int, compute_dtype: torch.dtype, tied: Embedding | None = None):
+        super().__init__(compute_dtype)
+        self.hidden, self.vocab = hidden, vocab
+        self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, None, self.compute_dtype)
+
+
+class _Masked(RoleLayer):
+    """What drops by hash: needs the sample ids of `dropout.scope` when it is training at a rate above 0."""
+
+    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"dropout rate {rate} of {site} is outside [0, 1); give a rate below 1")
+        self.rate, self.seed, self.site = rate, seed, site
+        self.key = masks.site_key(seed, site)
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.rate > 0.0
+
+    def sample_ids(self, num_samples: int) -> Tensor:
+        ids = masks.current_sample_ids()
+        if ids is None:
+            raise ValueError(f"dropout at {self.site} needs sample ids: call the network with sample_ids=...")
+        assert ids.numel() == num_samples, f"{ids.numel()} sample ids for {num_samples} samples at {self.site}"
+        return ids
+
+
+class Dropout(_Masked):
+    """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
+
+    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor way sets where it starts:
+    `sequence_offset` (rows) and `hidden_offset` (columns); the mask is then the same slice of the whole mask.
+    """
+
+    layer_role = "dropout"
+
+    def __init__(self, rate: float, seed: int, site: str, hidden: int, compute_dtype: torch.dtype):
+        super().__init__(rate, seed, site, compute_dtype)
+        self.hidden = hidden
+        self.sequence_offset = 0
+        self.hidden_offset = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return x
+        held = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+        rows = torch.arange(held.size(1), device=x.device) + self.sequence_offset
+        columns = torch.arange(held.size(2), device=x.device) + self.hidden_offset
+        keep = masks.keep_mask(self.key, self.sample_ids(x.size(0)), rows, columns, self.rate)
+        return drop(x, keep.view(x.shape), self.rate)
+
+
+class AttentionProduct(_Masked):
+    """Causal attention on (batch, heads, seq, head_dim). With a rate above 0, probabilities are dropped by hash over
+    (head, query, key) and attention is written out, which costs memory of seq x seq per head.
+
+    head_offset: set by the tensor way: the global index of the first query head held here.
+    """
+
+    layer_role = "attention"
+
+    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
+        super().__init__(rate, seed, site, compute_dtype)
+        self.head_offset = 0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self.active:
+            return attend(query, key, value)
+        batch, heads, seq = query.shape[:3]
+        rows = torch.arange(heads * seq, device=query.device) + self.head_offset * seq
+        columns = torch.arange(seq, device=query.device)
+        keep = masks.keep_mask(self.key, self.sample_ids(batch), rows, columns, self.rate)
+        return attend_with_dropout(query, key, value, keep.view(batch, heads, seq, seq), self.rate)
+
+
+class TokenLoss(nn.Module):
+    """logits (..., vocab), targets int64 (...) -> SUM over targets >= 0 of the cross-entropy, in at least fp32."""
+
+    def __init__(self, label_smoothing: float = 0.0):
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(logits, targets, self.label_smoothing)
