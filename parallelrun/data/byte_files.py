@@ -1,0 +1,103 @@
+"""Byte-level tokens of files: what `pystdlib` and `text` share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallelrun.config.schema import Config
+from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples
+from parallelrun.models.spec import ModelSpec
+
+VOCAB = 256
+PIECE_BYTES = 4096
+# Below this many files a split by whole files would be too coarse, so their pieces are split instead.
+FEW_FILES = 20
+# A file up to this size is hashed whole; of a larger one its size, first and last mebibyte, so that opening stays fast.
+WHOLE_HASH_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class File:
+    """A file's bytes (uint8, in memory or mapped) under a name that does not depend on where the folder lies."""
+
+    name: str
+    path: str
+    content: NDArray[np.uint8]
+
+
+def hash_name(name: str, number: int = 0) -> int:
+    """A stable 64-bit hash of a file's name and a piece's number."""
+    return int.from_bytes(hashlib.blake2b(f"{name}\0{number}".encode(), digest_size=8).digest(), "little")
+
+
+def digest_array(content: NDArray[Any]) -> bytes:
+    """sha256 of an array's size and bytes (of its ends only, when it is larger than `WHOLE_HASH_BYTES`)."""
+    flat = memoryview(content.view(np.uint8))
+    digest = hashlib.sha256(f"{flat.nbytes}:".encode())
+    if flat.nbytes <= WHOLE_HASH_BYTES:
+        digest.update(flat)
+    else:
+        digest.update(flat[: 2**20])
+        digest.update(flat[-(2**20) :])
+    return digest.digest()
+
+
+def fingerprint(files: Sequence[File]) -> str:
+    """sha256 over the names and contents of all files, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + digest_array(file.content))
+    return digest.hexdigest()
+
+
+def open_files(
+    name: str, files: Sequence[File], fingerprint: str, config: Config, spec: ModelSpec, source: str
+) -> Dataset:
+    """Windows over the files' bytes; train and val by hash of the file, or of fixed-size pieces when files are few."""
+    if len(files) >= FEW_FILES:
+        rows = [(number, 0, file.content.size, hash_name(file.name)) for number, file in enumerate(files)]
+    else:
+        rows = _pieces(files, spec.seq)
+    table = np.array([row[:3] for row in rows], dtype=np.int64).reshape(-1, 3)
+    is_val = held_out(np.array([row[3] for row in rows], dtype=np.uint64), config.dataset.val_fraction)
+    sources = [file.content for file in files]
+    paths = tuple(file.path for file in files)
+
+    def windows(chosen: NDArray[np.bool_]) -> TokenWindows:
+        part = table[chosen]
+        return TokenWindows(TokenStream(sources, part[:, 0], part[:, 1], part[:, 2]), spec.seq, spec.vocab, paths)
+
+    dataset = Dataset(name, VOCAB, fingerprint, windows(~is_val), windows(is_val))
+    return require_samples(dataset, config, source)
+
+
+def _pieces(files: Sequence[File], seq: int) -> list[tuple[int, int, int, int]]:
+    """(file number, start, length, hash) of fixed-size pieces; short files get smaller ones, never below a window.
+
+    A lone file's pieces are hashed by number alone, so that renaming it keeps its splits.
+    """
+    rows = []
+    for number, file in enumerate(files):
+        size = max(seq + 1, min(PIECE_BYTES, file.content.size // 20))
+        name = file.name if len(files) > 1 else ""
+        for piece, start in enumerate(range(0, file.content.size, size)):
+            rows.append((number, start, min(size, file.content.size - start), hash_name(name, piece)))
+    return rows
+
+
+def read_file(path: Path, name: str, max_bytes: int | None = None) -> File:
+    """The first `max_bytes` of a file: read when small, memory-mapped when not. Raises OSError."""
+    size = path.stat().st_size
+    if max_bytes is not None:
+        size = min(size, max_bytes)
+    if size > 2**20:
+        return File(name, str(path), np.memmap(path, dtype=np.uint8, mode="r", shape=(size,)))
+    with path.open("rb") as stream:
+        return File(name, str(path), np.frombuffer(stream.read(size), dtype=np.uint8))

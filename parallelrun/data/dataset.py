@@ -1,0 +1,191 @@
+"""What every dataset is: a vocabulary, a fingerprint and two splits; and the windows over token streams most share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallelrun.config.schema import Config
+from parallelrun.data.order import derive_key, mix
+from parallelrun.errors import EnvironmentProblem, Problem
+
+DEFAULT_GLOBAL_BATCH = 48
+
+
+class Split(Protocol):
+    """Samples by index. `sample` is a pure function of the index and may be called from any rank."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(input, target): token ids int64 of shape (seq,) each, or float32 features and one int64 class; a target
+        below 0 is ignored by the loss."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """vocab: number of token ids or classes the data can hold; fingerprint: sha256 of what the samples are made of."""
+
+    name: str
+    vocab: int
+    fingerprint: str
+    train: Split
+    val: Split
+
+
+def collate(split: Split, indices: Sequence[int] | NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(inputs, targets) of several samples, stacked along a new first dim; at least one index."""
+    pairs = [split.sample(int(index)) for index in indices]
+    return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
+
+
+def requested_batch(config: Config) -> int:
+    """The global batch that the config asks for, in samples (48 when it does not say)."""
+    if config.global_batch is not None:
+        return config.global_batch
+    if config.local_batch is not None:
+        return config.local_batch * (config.dp or 1)
+    return DEFAULT_GLOBAL_BATCH
+
+
+class TokenStream:
+    """Documents read back to back as one stream of tokens, without copying them together.
+
+    sources: 1-D integer arrays (memory maps or arrays in memory). Document d is
+    sources[source_of[d]][starts[d] : starts[d] + lengths[d]].
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[NDArray[Any]],
+        source_of: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ):
+        filled = lengths > 0
+        self.sources = sources
+        self._source_of, self._starts = source_of[filled], starts[filled]
+        self._ends = np.cumsum(lengths[filled])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._ends.size else 0
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(source number, offset in tokens inside it) of a position of the stream."""
+        document = int(np.searchsorted(self._ends, position, side="right"))
+        begin = int(self._ends[document - 1]) if document else 0
+        return int(self._source_of[document]), int(self._starts[document]) + position - begin
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the stream as int64, crossing documents where the range does."""
+        document = int(self._ends.searchsorted(start, side="right"))
+        if stop <= self._ends[document]:  # the common case: inside one document
+            begin = int(self._ends[document - 1]) if document else 0
+            first = int(self._starts[document]) + start - begin
+            return self.sources[self._source_of[document]][first : first + stop - start].astype(np.int64)
+        out = np.empty(stop - start, dtype=np.int64)
+        done = 0
+        while done < out.size:
+            begin = int(self._ends[document - 1]) if document else 0
+            take = min(int(self._ends[document]), stop) - (start + done)
+            first = int(self._starts[document]) + start + done - begin
+            out[done : done + take] = self.sources[self._source_of[document]][first : first + take]
+            done += take
+            document += 1
+        return out
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    """Windows of seq + 1 tokens, one every seq tokens: input = the first seq, target = the next token of each.
+
+    vocab: token ids must lie in [0, vocab), else EnvironmentProblem names the sample, the file and the byte offset.
+    files: what each source is called in such a message.
+    """
+
+    stream: TokenStream
+    seq: int
+    vocab: int
+    files: tuple[str, ...]
+
+    @cached_property
+    def _may_exceed(self) -> bool:
+        """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
+        bounds = [np.iinfo(source.dtype) for source in self.stream.sources]
+        return any(bound.min < 0 or bound.max >= self.vocab for bound in bounds)
+
+    @cached_property
+    def _length(self) -> int:
+        return max(0, (len(self.stream) - 1) // self.seq)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
+        tokens = self.stream.read(index * self.seq, (index + 1) * self.seq + 1)
+        if self._may_exceed and (tokens.max() >= self.vocab or tokens.min() < 0):
+            self._refuse(index, tokens)
+        return tokens[:-1], tokens[1:]
+
+    def _refuse(self, index: int, tokens: NDArray[np.int64]) -> None:
+        place = int(np.flatnonzero((tokens >= self.vocab) | (tokens < 0))[0])
+        source, offset = self.stream.locate(index * self.seq + place)
+        byte = offset * self.stream.sources[source].itemsize
+        raise EnvironmentProblem(
+            Problem(
+                f"token id {tokens[place]} of sample {index} (byte {byte} of {self.files[source]}) is not below the "
+                f"model's vocab {self.vocab}",
+                where="model.vocab",
+                suggestion=f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's",
+            )
+        )
+
+
+def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Which documents belong to `val`: those whose hash falls below `fraction`, whatever else the dataset holds.
+
+    With two documents or more and a fraction strictly between 0 and 1, neither split is left empty: the document with
+    the smallest (largest) hash is moved.
+    """
+    hashes = mix(keys + np.uint64(derive_key(0x76616C)))
+    chosen = hashes < np.uint64(int(min(max(fraction, 0.0), 1.0) * (2**64 - 1)))
+    if hashes.size > 1 and 0 < fraction < 1:
+        if not chosen.any():
+            chosen[np.argmin(hashes)] = True
+        elif chosen.all():
+            chosen[np.argmax(hashes)] = False
+    return chosen
+
+
+def require_samples(dataset: Dataset, config: Config, source: str) -> Dataset:
+    """The dataset, if `train` fills a global batch and `val` holds a sample; else EnvironmentProblem with the counts.
+
+    source: what was read, with its resolved path and size, for the message. A val split smaller than a global batch is
+    fine: evaluation then reads samples more than once.
+    """
+    batch = requested_batch(config)
+    unit = f"samples of {config.model.seq} tokens"
+    if len(dataset.train) < batch:
+        raise EnvironmentProblem(
+            Problem(
+                f"{source} gives {len(dataset.train)} training {unit}, fewer than global_batch={batch}",
+                where="dataset",
+                suggestion=f"more data, a smaller model.seq, or global_batch of at most {max(1, len(dataset.train))}",
+            )
+        )
+    if config.dataset.val_fraction > 0 and len(dataset.val) == 0:
+        raise EnvironmentProblem(
+            Problem(
+                f"{source} gives no validation {unit} (dataset.val_fraction={config.dataset.val_fraction:g})",
+                where="dataset.val_fraction",
+                suggestion="a larger dataset.val_fraction, more data, or dataset.val_fraction=0",
+            )
+        )
+    return dataset

@@ -1,0 +1,105 @@
+"""The order of samples: a function of (seed, step, place in the global batch) only, never of the plan.
+
+Each epoch is a keyed permutation of the dataset computed element by element (a Feistel network over the smallest
+power of two that holds the dataset, walked until it lands inside), so that no permutation is stored however large the
+dataset is, access is O(1), and the order does not change with numpy's version. Construction: Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002, section 3 (cycle walking).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 8
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A 64-bit finaliser (splitmix64): equal inputs give equal outputs, close inputs give unrelated ones."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def derive_key(*parts: int) -> int:
+    """One 64-bit key from several integers; the order of the parts matters."""
+    key = 0
+    for part in parts:
+        key = (key + _GOLDEN * ((part & _MASK64) + 1)) & _MASK64
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+        key ^= key >> 31
+    return key
+
+
+@lru_cache(maxsize=16)
+def _round_keys(key: int) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(derive_key(key, number)) for number in range(_ROUNDS))
+
+
+def permute(values: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:
+    """The places of `values` (each in [0, length)) in the permutation of range(length) that `key` chooses."""
+    bits = max(1, (length - 1).bit_length())
+    low_bits = bits // 2
+    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
+    round_keys = _round_keys(key)
+
+    def scramble(block: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        low, high = block & low_mask, block >> np.uint64(low_bits)
+        for number, round_key in enumerate(round_keys):
+            if number % 2:
+                low = low ^ (mix(high + round_key) & low_mask)
+            else:
+                high = high ^ (mix(low + round_key) & high_mask)
+        return (high << np.uint64(low_bits)) | low
+
+    out = scramble(values.astype(np.uint64))
+    outside = np.flatnonzero(out >= np.uint64(length))
+    while outside.size:
+        out[outside] = scramble(out[outside])
+        outside = outside[out[outside] >= np.uint64(length)]
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which samples of a dataset make up the global batch of each step.
+
+    num_samples: size of the dataset; an incomplete last batch joins the next epoch, and each epoch uses every sample
+    exactly once. Raises ValueError for an empty dataset or batch.
+    """
+
+    num_samples: int
+    global_batch: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.global_batch < 1:
+            raise ValueError(
+                f"cannot sample {self.global_batch} of {self.num_samples} samples; both must be at least 1"
+            )
+
+    def indices(self, step: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(dataset indices, sample ids) of places [start, stop) of the global batch of `step`, counted from 1.
+
+        The sample id n = (step - 1) * global_batch + place never repeats in a run; epoch = n // num_samples. Raises
+        ValueError outside the batch.
+        """
+        if step < 1 or not 0 <= start <= stop <= self.global_batch:
+            raise ValueError(f"step {step}, places [{start}, {stop}) lie outside a global batch of {self.global_batch}")
+        first = (step - 1) * self.global_batch
+        ids = np.arange(first + start, first + stop, dtype=np.int64)
+        epochs, places = np.divmod(ids, self.num_samples)
+        if not self.shuffle:
+            return places, ids
+        out = np.empty_like(places)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if ids.size else ():
+            chosen = epochs == epoch
+            out[chosen] = permute(places[chosen], self.num_samples, derive_key(self.seed, epoch))
+        return out, ids

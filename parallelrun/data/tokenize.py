@@ -1,0 +1,196 @@
+"""`parallelrun tokenize`: text files to Megatron's .bin/.idx, for `dataset=megatron`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallelrun.data.indexed import data_path, element_type, index_path, write_indexed
+from parallelrun.data.megatron import note_path
+from parallelrun.data.text import list_files
+from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, ParallelrunError, Problem
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+
+
+class Tokenizer(Protocol):
+    vocab: int
+    end_of_document: int | None
+
+    def encode(self, text: bytes) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A token per byte; with an end-of-document token, that is id 256."""
+
+    end_of_document: int | None
+
+    @property
+    def vocab(self) -> int:
+        return 256 if self.end_of_document is None else 257
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class HuggingFaceTokenizer:
+    """A tokenizer of the `tokenizers` package (any tokenizer.json)."""
+
+    inner: Any
+    vocab: int
+    end_of_document: int | None
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        ids = self.inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+        return np.array(ids, dtype=np.int64)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the tool; returns the exit code. Errors go to stderr as the program's other errors do, without a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        report = tokenize(
+            [Path(name).expanduser() for name in arguments.inputs],
+            Path(os.path.abspath(Path(arguments.output).expanduser())),
+            arguments.tokenizer,
+            arguments.append_eod,
+            arguments.vocab,
+            arguments.json_key,
+        )
+    except ParallelrunError as error:
+        for problem in error.problems:
+            print(f"error: {problem.what}", file=sys.stderr)
+            for label, text in (("  where:", problem.where), ("  try:", problem.command or problem.suggestion)):
+                if text:
+                    print(label, text, file=sys.stderr)
+        return error.exit_code
+    print(
+        f"{report['documents']} documents, {report['tokens']} tokens of vocab {report['vocab']} ({report['element']})"
+    )
+    print(f"wrote {report['prefix']}.bin and .idx; train on them: parallelrun dataset=megatron path={report['prefix']}")
+    return EXIT_OK
+
+
+def tokenize(
+    inputs: Sequence[Path],
+    prefix: Path,
+    tokenizer: str = "bytes",
+    append_eod: bool = False,
+    vocab: int | None = None,
+    json_key: str = "text",
+) -> dict[str, Any]:
+    """Write PREFIX.bin, PREFIX.idx and a note PREFIX.json; returns the note.
+
+    Every file is a document, and so is every line of a .jsonl file (its `json_key`). vocab: number of token ids when it
+    should be more than the tokenizer's. Raises ConfigError, EnvironmentProblem.
+    """
+    codec = _load(tokenizer, append_eod)
+    size = codec.vocab if vocab is None else vocab
+    if size < codec.vocab:
+        raise ConfigError(Problem(f"--vocab {size} is below the tokenizer's {codec.vocab} token ids", where="--vocab"))
+    try:
+        paths = [path for root in inputs for path in list_files(root)]
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        kind = element_type(size)
+        documents, tokens = write_indexed(prefix, _documents(paths, codec, append_eod, json_key), kind)
+    except OSError as error:
+        raise EnvironmentProblem(Problem(f"{error.filename or prefix}: {error.strerror}")) from error
+    note = {
+        "schema": 1,
+        "prefix": str(prefix),
+        "tokenizer": tokenizer,
+        "append_eod": append_eod,
+        "vocab": size,
+        "element": kind.name,
+        "documents": documents,
+        "tokens": tokens,
+        "sha256": {path.name: _sha256(path) for path in (data_path(prefix), index_path(prefix))},
+    }
+    note_path(prefix).write_text(json.dumps(note, indent=2) + "\n")
+    return note
+
+
+def _documents(
+    paths: Sequence[Path], codec: Tokenizer, append_eod: bool, json_key: str
+) -> Iterator[list[NDArray[np.int64]]]:
+    for path in paths:
+        for text in _texts(path, json_key):
+            tokens = codec.encode(text)
+            if append_eod and tokens.size:
+                tokens = np.append(tokens, codec.end_of_document)
+            if tokens.size:
+                yield [tokens]
+
+
+def _texts(path: Path, json_key: str) -> Iterator[bytes]:
+    if path.suffix != ".jsonl":
+        yield path.read_bytes()
+        return
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[json_key]
+            except (ValueError, KeyError, TypeError) as error:
+                raise EnvironmentProblem(
+                    Problem(f"{path}:{number} is no JSON object with a {json_key!r}", where="--json-key")
+                ) from error
+            yield str(text).encode()
+
+
+def _load(name: str, append_eod: bool) -> Tokenizer:
+    if name == "bytes":
+        return ByteTokenizer(256 if append_eod else None)
+    kind, _, source = name.partition(":")
+    if kind != "hf" or not source:
+        raise ConfigError(Problem(f"unknown tokenizer {name!r}", where="--tokenizer", suggestion="bytes or hf:NAME"))
+    try:
+        from tokenizers import Tokenizer as Loader
+    except ImportError as error:
+        raise EnvironmentProblem(
+            Problem("hf: tokenizers need the package `tokenizers`", command="pip install tokenizers")
+        ) from error
+    path = Path(source).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        inner = Loader.from_file(str(path)) if path.exists() else Loader.from_pretrained(source)
+    except Exception as error:  # the package raises bare Exception
+        raise EnvironmentProblem(Problem(f"cannot load tokenizer {source}: {error}", where="--tokenizer")) from error
+    ends = [inner.token_to_id(text) for text in END_OF_TEXT if inner.token_to_id(text) is not None]
+    if append_eod and not ends:
+        raise ConfigError(Problem(f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}", where="--append-eod"))
+    return HuggingFaceTokenizer(inner, inner.get_vocab_size(), ends[0] if ends else None)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parallelrun tokenize", description="Write text as Megatron's .bin/.idx token files."
+    )
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, or .jsonl (a document per line)")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, PREFIX.json")
+    parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or hf:NAME_OR_PATH")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument("--vocab", type=int, metavar="N", help="number of token ids, when more than the tokenizer's")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="field of .jsonl lines (default: text)")
+    return parser
