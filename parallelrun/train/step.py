@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -53,9 +54,21 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     return loss_sum, mine
 
 
-def train_step(training: Training, step: int, lr: float, scaler: LossScaler, stop: bool) -> StepResult:
-    """Forward, backward, the step's agreement, clipping, update. Nothing is updated if a gradient is not finite."""
+def train_step(
+    training: Training,
+    step: int,
+    lr: float,
+    scaler: LossScaler,
+    stop: bool = False,
+    observe: Callable[[Training], None] | None = None,
+) -> StepResult:
+    """Forward, backward, the step's agreement, clipping, update. Nothing is updated if a gradient is not finite.
+
+    observe: called between backward and clipping, with the final gradients in place (`verify` reads them there).
+    """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
+    if observe:
+        observe(training)
     squares = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
     counted = training.counts_loss
     totals = control.agree(

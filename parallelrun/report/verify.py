@@ -1,0 +1,41 @@
+"""The table of `parallelrun verify`, from verify.json's document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+MEANING = {
+    "initial": "initial weights",
+    "loss": "loss of every step",
+    "grads": "every gradient of every step",
+    "grad_norm": "gradient norm of every step",
+    "params": "weight updates after the last step",
+    "val_loss": "validation loss",
+}
+
+
+def show(document: dict[str, Any], enabled: bool = True) -> None:
+    """Print the comparison; nothing on ranks that do not own the console."""
+    if not enabled:
+        return
+    console = Console(highlight=False)
+    degrees = " ".join(f"{axis}={size}" for axis, size in document["degrees"].items() if size > 1) or "one rank"
+    table = Table(title=f"{document['preset']} {degrees} against {document['against']} ({document['precision']})")
+    for heading in ("compared", "largest error", "bound", "where", ""):
+        table.add_column(heading, justify="right" if heading in ("largest error", "bound") else "left")
+    for kind, error in document["max_error"].items():
+        good = error is not None and error <= document["tolerance"]
+        shown = "not finite" if error is None else f"{error:.1e}"
+        mark = "[green]equal[/]" if good else "[yellow]differs[/]" if document["reports_only"] else "[red]DIFFERS[/]"
+        table.add_row(MEANING[kind], shown, f"{document['tolerance']:.0e}", document["worst"][kind], mark)
+    console.print(table)
+    for name in document["copies_that_disagree"]:
+        console.print(f"[red]copies of {name} differ between ranks[/]")
+    count, steps = document["parameters_compared"], document["steps"]
+    verdict = "[green]verified[/]" if document["passed"] else "[red]NOT EQUAL[/]"
+    if document["reports_only"]:
+        verdict = "reported (verify.optimizer=same is not checked)"
+    console.print(f"{verdict}: {document['equivalence']}, {count} parameters, {steps} steps")

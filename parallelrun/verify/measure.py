@@ -1,0 +1,64 @@
+"""The design's measure of equality (section 6) between a plan's trace and the one-device reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallelrun.verify.trace import Trace
+
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
+FLOOR = 1e-3  # of the largest magnitude of the kind: a key bias has a gradient of pure noise
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest error of one kind of quantity, and what it was found in (a parameter's name, a step)."""
+
+    error: float
+    where: str
+
+
+def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Per tensor max|a-b| / max(max|b|, 1e-3 x the largest max|b| among all). Not-a-number counts as infinite."""
+    magnitude = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in reference.items()}
+    floor = FLOOR * max(magnitude.values(), default=0.0)
+    errors = {}
+    for name, value in reference.items():
+        difference = float((ours[name].to(value.dtype) - value).abs().max()) if value.numel() else 0.0
+        scale = max(magnitude[name], floor)
+        errors[name] = difference / scale if scale > 0 else difference
+        if errors[name] != errors[name]:
+            errors[name] = float("inf")
+    return errors
+
+
+def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
+    """Worst errors of `initial`, `loss`, `grads`, `grad_norm`, `params` (weight updates) and `val_loss`, in this order."""
+    return {
+        "initial": _worst_tensor([(ours.initial, reference.initial)]),
+        "loss": _worst_number(ours.losses, reference.losses),
+        "grads": _worst_tensor(list(zip(ours.gradients, reference.gradients))),
+        "grad_norm": _worst_number(ours.grad_norms, reference.grad_norms),
+        "params": _worst_tensor([(ours.updates, reference.updates)]),
+        "val_loss": _worst_number([ours.val_loss], [reference.val_loss]),
+    }
+
+
+def _worst_tensor(pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> Worst:
+    found = [
+        Worst(error, name if len(pairs) == 1 else f"{name} (step {step})")
+        for step, (ours, reference) in enumerate(pairs, start=1)
+        for name, error in tensor_errors(ours, reference).items()
+    ]
+    return max(found, key=lambda worst: worst.error)
+
+
+def _worst_number(ours: list[float], reference: list[float]) -> Worst:
+    assert len(ours) == len(reference), "traces of different length"
+    found = []
+    for step, (a, b) in enumerate(zip(ours, reference), start=1):
+        error = abs(a - b) / abs(b) if b else abs(a)
+        found.append(Worst(error if error == error else float("inf"), f"step {step}"))
+    return max(found, key=lambda worst: worst.error)

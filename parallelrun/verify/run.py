@@ -1,0 +1,104 @@
+"""`parallelrun verify`: the same training as on one device, proved by the plan's declared equivalence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
+from parallelrun.exchange import gather_json
+from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import TABLE
+from parallelrun.records import write_json
+from parallelrun.report import verify as report
+from parallelrun.train.build import Training, build
+from parallelrun.verify.measure import BOUNDS, compare
+from parallelrun.verify.trace import Trace, record
+
+
+def checked_config(config: Config) -> Config:
+    """The config that is really compared: verify's precision, and SGD without momentum unless `same` is asked for."""
+    optimizer = config.optimizer
+    if config.verify.optimizer != "same":
+        optimizer = replace(optimizer, name="sgd", momentum=0.0, schedule="constant", warmup=0)
+    precision = replace(config.precision, name=config.verify.precision)
+    return replace(config, optimizer=optimizer, precision=precision, resume=None)
+
+
+def one_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
+    """The reference: the same config with every degree 1, keeping the global batch."""
+    strategy = replace(
+        config.strategy,
+        name="single",
+        data=replace(config.strategy.data, kind="ddp", shard=None, reshard_after_forward=None),
+        tensor=replace(config.strategy.tensor, sequence_parallel=False),
+        pipeline=replace(config.strategy.pipeline, kind="1f1b", chunks=None, split=[]),
+    )
+    alone = replace(
+        config, strategy=strategy, world=1, dp=1, tp=1, pp=1, ep=None, layout=None, schedule=None, chunks=None,
+        microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
+        recompute="none", compile=False, device=plan.device,
+    )  # fmt: skip
+    return alone, resolve(alone)
+
+
+def reference_trace(config: Config, plan: Plan, device: torch.device) -> Trace:
+    """Run the reference in this process, outside every process group."""
+    alone, alone_plan = one_device(config, plan)
+    return record(build(alone, alone_plan, device), config.verify.steps)
+
+
+def run(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """Train a few steps under the plan and on one device, compare, write verify.json, show the table; exit 4 if unequal."""
+    config = checked_config(config)
+    plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name)
+    context.heartbeat(0, "build")
+    training = build(config, plan, context.device)
+    trace = record(training, config.verify.steps)
+    verdict: dict[str, Any] = {}
+    if context.rank == 0:
+        context.heartbeat(config.verify.steps, "reference")
+        document = judge(trace, reference_trace(config, plan, context.device), config, plan)
+        write_json(context.directory / "verify.json", document)
+        report.show(document, context.console_owner)
+        verdict = {"passed": document["passed"]}
+    return _agreed_code(verdict, training)
+
+
+def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[str, Any]:
+    """verify.json: what was compared, by which bound, and the worst of each kind. A pure function of the traces."""
+    tolerance = config.verify.tolerance or BOUNDS[config.precision.name]
+    errors = compare(trace, reference)
+    reports_only = config.verify.optimizer == "same"
+    passed = all(worst.error <= tolerance for worst in errors.values()) and not trace.disagreeing
+    return {
+        "schema": 1,
+        "passed": passed or reports_only,
+        "equivalence": plan.equivalence.kind,
+        "equivalence_detail": plan.equivalence.detail,
+        "against": "one device",
+        "steps": config.verify.steps,
+        "precision": config.precision.name,
+        "optimizer": config.optimizer.name,
+        "reports_only": reports_only,
+        "tolerance": tolerance,
+        "degrees": plan.degrees,
+        "preset": plan.preset,
+        "max_error": {kind: worst.error for kind, worst in errors.items()},
+        "worst": {kind: worst.where for kind, worst in errors.items()},
+        "copies_that_disagree": trace.disagreeing,
+        "parameters_compared": len(reference.initial),
+        "losses": trace.losses,
+        "reference_losses": reference.losses,
+    }
+
+
+def _agreed_code(verdict: dict[str, Any], training: Training) -> int:
+    """Rank 0's verdict as the exit code of every rank."""
+    passed = gather_json(verdict, training.mesh)[0]["passed"]
+    return EXIT_OK if passed else EXIT_MISMATCH
