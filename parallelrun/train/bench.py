@@ -1,0 +1,78 @@
+"""`parallelrun bench`: warm-up, timed steps, median and spread; nothing else runs in between."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from parallelrun.errors import EXIT_OK
+from parallelrun.exchange import gather_json
+from parallelrun.launch.context import WorkerContext
+from parallelrun.plan import account
+from parallelrun.records import write_json
+from parallelrun.report import bench as report
+from parallelrun.train import schedule
+from parallelrun.train.build import Training
+from parallelrun.train.recorder import peak_bytes
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+
+
+def run(training: Training, context: WorkerContext) -> int:
+    """Time `bench.steps` full steps after `bench.warmup`; write bench.json; show it on the console owner."""
+    config, plan = training.config, training.plan
+    scaler = LossScaler(config.precision, scaled=plan.precision.scaled)
+    times: list[float] = []
+    total = config.bench.warmup + config.bench.steps
+    for step in range(1, total + 1):
+        context.heartbeat(step, "bench")
+        began = time.perf_counter()
+        result = train_step(training, step, schedule.learning_rate(config.optimizer, step, total), scaler)
+        if training.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        scaler.update(result.applied)
+        if step > config.bench.warmup:
+            times.append(time.perf_counter() - began)
+    everyone = gather_json({"times": times, "peak_bytes": peak_bytes(training.mesh.device)}, training.mesh)
+    if context.rank == 0:
+        document = summarise([max(step) for step in zip(*(one["times"] for one in everyone))], training)
+        document["peak_memory_bytes"] = max(one["peak_bytes"] for one in everyone)
+        write_json(context.directory / "bench.json", document)
+        report.show(document, context.console_owner)
+    return EXIT_OK
+
+
+def summarise(times: list[float], training: Training) -> dict[str, Any]:
+    """bench.json: step times (each the slowest rank's), their median, quartiles and 95th percentile, and rates."""
+    plan = training.plan
+    ordered = sorted(times)
+    median = statistics.median(times)
+    lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
+    tokens = plan.batch.global_batch * plan.spec.targets_per_sample
+    payload = sum(row.payload_bytes for row in account.collectives(plan, 0))
+    return {
+        "schema": 1,
+        "preset": plan.preset,
+        "model": training.config.model.preset,
+        "degrees": plan.degrees,
+        "world": plan.world,
+        "device": plan.device,
+        "precision": plan.precision.name,
+        "cores": len(os.sched_getaffinity(0)),
+        "warmup": training.config.bench.warmup,
+        "steps": len(times),
+        "step_times_s": times,
+        "median_s": median,
+        "lower_quartile_s": lower,
+        "upper_quartile_s": upper,
+        "min_s": ordered[0],
+        "p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+        "tokens_per_s": tokens / median,
+        "samples_per_s": plan.batch.global_batch / median,
+        "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,
+        "payload_bytes_rank_0": payload,
+    }
