@@ -12,7 +12,6 @@ from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
-
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, squared norm, stop
 CONTROL_ELEMENTS = 4
 
@@ -70,7 +69,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """What a plan promises against one device: kind `exact`, `exact_when` or `replay`; `detail` says when or of what."""
+    """What a plan promises against one device. kind: `exact`, `exact_when` or `replay`; detail: when, or of what."""
 
     kind: str
     detail: str = ""

@@ -91,7 +91,7 @@ class DataWayPlan(Protocol):
 
 @dataclass(frozen=True)
 class Action:
-    """One unit of work of the schedule. kind: F (forward), B (full backward), I (input gradient), W (weight gradient)."""
+    """One unit of a schedule. kind: F (forward), B (full backward), I (input gradient), W (weight gradient)."""
 
     kind: str
     stage: int

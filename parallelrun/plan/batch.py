@@ -1,0 +1,136 @@
+"""Batch arithmetic: global_batch = dp x micro_batch x microbatches, with what is not given filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.structure import Batch
+
+DEFAULT_GLOBAL_BATCH = 48
+FILLING = 4  # microbatches per pipeline position aimed at: a bubble of at most a quarter of ideal time for 1F1B
+
+Violations = Callable[[Batch], list[Problem]]
+
+
+def fill(
+    config: Config, dp: int, pp: int, violations: Violations, filled: list[str], problems: list[Problem]
+) -> Batch | None:
+    """The batch, or None with the violations appended to `problems`.
+
+    violations: what the schedule has against a Batch; a count of microbatches is legal when it has nothing. Unset
+    counts become the fewest microbatches (the largest micro-batch) that are legal and, on a pipeline, at least 4 per
+    position, so that most of a step is not spent filling and draining it.
+    """
+    before = len(problems)
+    problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
+    for key in ("global_batch", "local_batch", "micro_batch", "microbatches"):
+        value = getattr(config, key)
+        if value is not None and (type(value) is not int or value < 1):
+            problems.append(Problem(f"{key}={value} is not a whole number of at least 1", key, f"{key}=1"))
+    if len(problems) > before:
+        return None
+    if config.local_batch is not None:
+        global_batch = config.local_batch * dp
+        filled.append(f"global_batch={global_batch} (filled: local_batch {config.local_batch} x dp {dp})")
+    elif config.global_batch is not None:
+        global_batch = config.global_batch
+    else:
+        global_batch = _default_global_batch(config, dp, pp, violations)
+        why = (
+            "the default"
+            if global_batch == DEFAULT_GLOBAL_BATCH
+            else f"{DEFAULT_GLOBAL_BATCH} are too few for the plan"
+        )
+        filled.append(f"global_batch={global_batch} (filled: {why})")
+    if global_batch % dp:
+        problems.append(_indivisible(config, global_batch, dp))
+        return None
+    return _microbatches(config, global_batch, dp, pp, violations, filled, problems)
+
+
+def _both(config: Config, one: str, other: str) -> list[Problem]:
+    first, second = getattr(config, one), getattr(config, other)
+    if first is None or second is None:
+        return []
+    what = f"{one}={first} and {other}={second} are both given; each follows from the other"
+    return [Problem(what, other, f"leave {other} out", kind="contradiction")]
+
+
+def _indivisible(config: Config, global_batch: int, dp: int) -> Problem:
+    step = dp * (config.micro_batch or config.microbatches or 1)
+    around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
+    fix = either("global_batch", around) + "".join(f" or dp={n}" for n in nearest(dp, divisors(global_batch)))
+    what = f"global_batch={global_batch} does not divide by dp={dp}"
+    return Problem(what, "global_batch", fix, kind="arithmetic")
+
+
+def _default_global_batch(config: Config, dp: int, pp: int, violations: Violations) -> int:
+    """48; where 48 are too few for the plan, the fewest samples that keep its pipeline filled."""
+    step = config.micro_batch or config.microbatches or 1
+    if DEFAULT_GLOBAL_BATCH % dp == 0 and DEFAULT_GLOBAL_BATCH // dp % step == 0:
+        replica = DEFAULT_GLOBAL_BATCH // dp
+        counts = _counts(config, replica)
+        if any(not violations(_batch(DEFAULT_GLOBAL_BATCH, dp, m)) for m in counts):
+            return DEFAULT_GLOBAL_BATCH
+    elif dp * step <= DEFAULT_GLOBAL_BATCH:
+        return DEFAULT_GLOBAL_BATCH  # large enough, but indivisible: a violation that the user should see
+    fewest = FILLING * pp if pp > 1 else 1
+    if config.microbatches is not None:
+        return dp * config.microbatches
+    for count in range(fewest, 2 * fewest + 1):
+        batch = Batch(dp * step * count, step, count)
+        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and not violations(batch):
+            return batch.global_batch
+    # no count from 4 to 8 per position gives both 48 samples and a legal schedule: let the schedule say why
+    return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
+
+
+def _batch(global_batch: int, dp: int, count: int) -> Batch:
+    return Batch(global_batch, global_batch // dp // count, count)
+
+
+def _counts(config: Config, replica: int) -> list[int]:
+    """The numbers of microbatches that the arithmetic leaves open, ascending."""
+    if config.micro_batch is not None:
+        return [replica // config.micro_batch] if replica % config.micro_batch == 0 else []
+    if config.microbatches is not None:
+        return [config.microbatches] if replica % config.microbatches == 0 else []
+    return divisors(replica)
+
+
+def _microbatches(
+    config: Config,
+    global_batch: int,
+    dp: int,
+    pp: int,
+    violations: Violations,
+    filled: list[str],
+    problems: list[Problem],
+) -> Batch | None:
+    replica = global_batch // dp
+    counts = _counts(config, replica)
+    key = "micro_batch" if config.micro_batch is not None else "microbatches"
+    if not counts:
+        asked = getattr(config, key)
+        step = dp * asked
+        around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
+        what = f"global_batch={global_batch} does not divide by dp x {key} = {dp} x {asked} = {step}"
+        fix = either(key, nearest(asked, divisors(replica))) + " or " + either("global_batch", around)
+        problems.append(Problem(what, key, fix, kind="arithmetic"))
+        return None
+    legal = [m for m in counts if not violations(_batch(global_batch, dp, m))]
+    if len(counts) == 1 and getattr(config, key) is not None:
+        chosen = counts[0]  # given: the schedule's own check names what is wrong with it
+    elif not legal:
+        chosen = counts[-1]
+    elif pp == 1:
+        chosen = legal[0]
+    else:
+        chosen = next((m for m in legal if m >= FILLING * pp), legal[-1])
+    batch = _batch(global_batch, dp, chosen)
+    if config.micro_batch is None and config.microbatches is None:
+        filled.append(f"microbatches={chosen} of {batch.micro_batch} (filled: the schedule)")
+    return batch

@@ -1,0 +1,174 @@
+"""The degrees: what is given, what is filled from the world, and whether they multiply to it (design, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.plan.names import did_you_mean, divisors, nearest
+
+AXES = ("pp", "dp", "tp")
+LARGEST = 2**20
+
+
+@dataclass
+class Degrees:
+    """pp, dp, tp and the world they make. filled: what was filled in and why; sound: they can be planned with."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    device: str = "cpu"
+    filled: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    sound: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+
+def fill(config: Config, world: int | None, gpus: int | None, problems: list[Problem]) -> Degrees:
+    """The degrees of a run, appending every violation to `problems`.
+
+    world: the number of ranks a launcher has started (None: not attached). gpus: GPUs of this host (None or 0: none).
+    The preset's own axis, if not given, takes what the other degrees leave of the world or of the GPUs; with neither
+    degrees nor world on CPU the preset's demonstrating plan is used.
+    """
+    before = len(problems)
+    degrees = Degrees(device=_device(config, gpus, problems))
+    asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
+    for key, value in asked.items():
+        if value is not None and not _is_degree(value):
+            problems.append(
+                Problem(f"{key}={value} is not a whole number from 1 to {LARGEST}", key, f"{key}=1", kind="arithmetic")
+            )
+            asked[key] = None
+    if asked["ep"] is not None and asked["ep"] > 1:
+        what = f"ep={asked['ep']}: expert parallelism has no way yet"
+        problems.append(Problem(what, "ep", "ep=1", kind="not_built"))
+    target, source = _target(asked["world"], world, problems)
+    given = {axis: asked[axis] for axis in AXES if asked[axis] is not None}
+    degrees.sound = len(problems) == before
+    if config.strategy.name == "single":
+        _single(given, target, degrees, problems)
+        return degrees
+    if target is None and degrees.device == "cuda" and gpus:
+        _fill_gpus(config, given, gpus, degrees)
+    elif target is None:
+        _fill_freely(config, given, degrees)
+    elif degrees.sound:
+        _fill_world(config, given, target, source, degrees, problems)
+    for axis, degree in given.items():
+        setattr(degrees, axis, degree)
+    if degrees.sound and degrees.world > LARGEST:
+        what = f"{_product(degrees)} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
+        problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
+    degrees.sound = degrees.sound and degrees.world <= LARGEST
+    return degrees
+
+
+def _is_degree(value: object) -> bool:
+    return type(value) is int and 1 <= value <= LARGEST
+
+
+def _device(config: Config, gpus: int | None, problems: list[Problem]) -> str:
+    if config.device in ("cpu", "cuda"):
+        return config.device
+    if config.device != "auto":
+        known = ("auto", "cpu", "cuda")
+        what = f"device={config.device} is unknown; it is one of {', '.join(known)}"
+        problems.append(Problem(what, "device", f"device={did_you_mean(config.device, known)}"))
+    return "cuda" if gpus else "cpu"
+
+
+def _target(asked: int | None, launched: int | None, problems: list[Problem]) -> tuple[int | None, str]:
+    """(the world that the degrees must multiply to, what said so)."""
+    if asked is not None and launched is not None and asked != launched:
+        what = f"world={asked}, but the launcher has started {launched} ranks"
+        problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
+    if launched is not None:
+        return launched, f"{launched} ranks launched"
+    return asked, f"world {asked}"
+
+
+def _single(given: dict[str, int], target: int | None, degrees: Degrees, problems: list[Problem]) -> None:
+    """`strategy=single` is one device and nothing else."""
+    wrong = {axis: degree for axis, degree in given.items() if degree != 1}
+    if target not in (None, 1):
+        wrong["world"] = target
+    for axis, degree in wrong.items():
+        what = f"strategy=single runs on one device, and {axis}={degree}"
+        command = f"parallelrun strategy=ptdp {axis}={degree}"
+        problems.append(Problem(what, axis, f"{axis}=1", command, kind="contradiction"))
+
+
+def _fill_gpus(config: Config, given: dict[str, int], gpus: int, degrees: Degrees) -> None:
+    """The own axis takes the GPUs that are left; they are no contract, so some may stay idle."""
+    own, others = config.strategy.own_axis, dict(given)
+    if own in others:
+        return
+    rest = prod(others.values())
+    setattr(degrees, own, max(1, gpus // rest))
+    degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {gpus} GPU{'s' * (gpus > 1)}{_others(others)})")
+    idle = gpus - rest * getattr(degrees, own)
+    if idle > 0:
+        degrees.warnings.append(f"{idle} of {gpus} GPUs stay idle: {rest} does not divide {gpus}")
+
+
+def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> None:
+    """Nothing says how large the world is: the demonstrating plan, or its own axis beside the degrees given."""
+    own, demo = config.strategy.own_axis, config.strategy.demo
+    if not given:
+        for axis in AXES:
+            if demo.get(axis, 1) > 1:
+                setattr(degrees, axis, demo[axis])
+        sizes = " ".join(f"{axis}={getattr(degrees, axis)}" for axis in AXES if getattr(degrees, axis) > 1)
+        if sizes:
+            degrees.filled.append(f"{sizes} (filled: the smallest plan that shows strategy={config.strategy.name})")
+    elif own not in given:
+        setattr(degrees, own, demo.get(own, 1))
+        why = f"the smallest that shows strategy={config.strategy.name}" if demo.get(own, 1) > 1 else "no world given"
+        degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {why})")
+
+
+def _fill_world(
+    config: Config, given: dict[str, int], target: int, source: str, degrees: Degrees, problems: list[Problem]
+) -> None:
+    """The own axis takes what is left of the world; or all degrees must multiply to it."""
+    own = config.strategy.own_axis
+    product = prod(given.values())
+    if own not in given and target % product == 0:
+        setattr(degrees, own, target // product)
+        degrees.filled.append(f"{own}={target // product} (filled: {source}{_others(given)})")
+        return
+    if product == target:
+        return
+    degrees.sound = False
+    shown = " x ".join(f"{axis} {degree}" for axis, degree in given.items())
+    fixes = []
+    for axis, degree in given.items():
+        rest = product // degree
+        legal = [n for n in divisors(target // rest)] if target % rest == 0 else []
+        if own in given:
+            legal = legal[-1:]
+        fixes += [f"{axis}={n}" for n in nearest(degree, legal)]
+    if own in given:
+        fixes.append(f"world={product}")
+        what = f"{shown} = {product} ranks, but {source}; divisors of {target}: {', '.join(map(str, divisors(target)))}"
+    else:
+        multiples = sorted({max(1, target // product) * product, (target // product + 1) * product})
+        fixes += [f"world={n}" for n in multiples]
+        remainder = f"{target} = {target // product} x {product} + {target % product}"
+        what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {own} cannot be filled"
+    problems.append(Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic"))
+
+
+def _others(given: dict[str, int]) -> str:
+    return "".join(f", {axis} {degree}" for axis, degree in given.items())
+
+
+def _product(degrees: Degrees) -> str:
+    return " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)

@@ -1,0 +1,40 @@
+"""Small helpers for what a user is told: the closest names and the nearest numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from parallelrun.errors import Problem
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The closest three of `known`, else all of them: `1f1b, interleaved`."""
+    known = list(known)
+    return ", ".join(get_close_matches(str(name).lower(), known, n=3, cutoff=0.5) or known)
+
+
+def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> list[Problem]:
+    """A violation unless `value` is one of `known`."""
+    known = list(known)
+    if value in known:
+        return []
+    return [
+        Problem(f"{key}={value} is unknown; it is one of {', '.join(known)}", key, did_you_mean(value, known), command)
+    ]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def nearest(value: int, legal: Iterable[int], count: int = 2) -> list[int]:
+    """The nearest of `legal` at or below `value` and above it (at most `count` in all), ascending."""
+    return sorted(sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))[:count])
+
+
+def either(key: str, values: Iterable[int]) -> str:
+    """`tp=2 or tp=4`."""
+    return " or ".join(f"{key}={value}" for value in values)

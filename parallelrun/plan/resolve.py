@@ -1,0 +1,200 @@
+"""resolve: config and world -> frozen Plan, or every violation at once (design, section 3). Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallelrun import registry
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.models.spec import ModelSpec
+from parallelrun.plan import batch as batches
+from parallelrun.plan import degrees as degree_rules
+from parallelrun.plan import partition, rules, shorthands
+from parallelrun.plan.degrees import Degrees
+from parallelrun.plan.names import did_you_mean, either
+from parallelrun.plan.structure import Batch, DataWay, Equivalence, PipelineWay, Plan, Stage, TensorWay
+from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, TensorWayPlan
+from parallelrun.precision import TABLE
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The chosen ways' torch-free halves."""
+
+    data: DataWayPlan
+    tensor: TensorWayPlan
+    pipeline: PipelineWayPlan
+
+
+def load_way(axis: str, kind: str) -> Any:
+    """The `Way` of one axis (`data` | `tensor` | `pipeline`) and kind. Raises KeyError for an unknown kind."""
+    return registry.load("strategies", f"{axis}.{kind}", "plan").Way()
+
+
+def ways_of(plan: Plan) -> Ways:
+    """The torch-free halves of a plan's ways."""
+    return Ways(
+        load_way("data", plan.data.kind), load_way("tensor", plan.tensor.kind), load_way("pipeline", plan.pipeline.kind)
+    )
+
+
+def resolve(
+    config: Config,
+    *,
+    given: frozenset[str] = frozenset(),
+    world: int | None = None,
+    gpus: int | None = None,
+    sweep: bool = False,
+) -> Plan:
+    """The Plan of a run.
+
+    given: the keys set by the user (dotted), as against the preset or a default. world: the ranks that a launcher has
+    started, None when we start them. gpus: GPUs of this host. sweep: keys that the chosen ways do not read are noted
+    in `plan.warnings` instead of refused. Raises ConfigError with every violation.
+    """
+    problems = rules.check(config)
+    config, found = shorthands.fold(config, given)
+    problems += found
+    known_kinds = not found
+    degrees = degree_rules.fill(config, world, gpus, problems)
+    unread = shorthands.unread(config, given, degrees.pp)
+    if not sweep:
+        problems += unread
+    spec = _spec(config, problems)
+    if spec is None or not degrees.sound or not known_kinds:
+        raise ConfigError(*_distinct(problems))
+    ways = Ways(
+        load_way("data", config.strategy.data.kind),
+        load_way("tensor", config.strategy.tensor.kind),
+        load_way("pipeline", _pipeline_kind(config, degrees)),
+    )
+    request = _request(config, spec, degrees, ways, problems)
+    if problems:
+        raise ConfigError(*_distinct(problems))
+    assert request.batch is not None
+    stages, problems = _stages(config, spec, request, ways)
+    if problems:
+        raise ConfigError(*problems)
+    notes = tuple(problem.what for problem in unread)
+    return _plan(config, request, ways, degrees, stages, notes)
+
+
+def _pipeline_kind(config: Config, degrees: Degrees) -> str:
+    return config.strategy.pipeline.kind if degrees.pp > 1 else "none"
+
+
+def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
+    """The model's spec, or None with its violations appended."""
+    for kind, name in (("models", config.model.name), ("datasets", config.dataset.name)):
+        known = registry.names(kind)
+        if name not in known:
+            key = kind[:-1]
+            what = f"{key}={name} is unknown; it is one of {', '.join(known)}"
+            problems.append(Problem(what, key, f"{key}={did_you_mean(name, known)}", f"parallelrun ls {kind}"))
+            return None
+    if rules.model(config):
+        return None
+    try:
+        vocab = registry.load("datasets", config.dataset.name).vocab_size(config)
+        if config.model.vocab is not None:
+            if vocab is not None and vocab > config.model.vocab:
+                what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
+                problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
+            vocab = config.model.vocab
+        return registry.load("models", config.model.name, "spec").make(config, vocab or 0)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, problems: list[Problem]) -> Request:
+    """The filled request, with the ways' violations appended."""
+    chunked = degrees.pp > 1 and config.strategy.pipeline.kind in shorthands.CHUNKED
+    chunks = (config.strategy.pipeline.chunks or 2) if chunked else 1
+    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None)
+    standing = ways.pipeline.check(request)
+    problems += ways.tensor.check(request) + ways.data.check(request) + standing
+    problems += _depth(request)
+
+    def violations(batch: Batch) -> list[Problem]:
+        return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]
+
+    batch = batches.fill(config, degrees.dp, degrees.pp, violations, degrees.filled, problems)
+    if batch is not None:
+        request = replace(request, batch=batch)
+        problems += violations(batch)
+        for way in (ways.tensor, ways.data):
+            problems += way.check(request)
+    return request
+
+
+def _depth(request: Request) -> list[Problem]:
+    """Every stage needs a layer of its own."""
+    most, num_stages = partition.num_cuttable(request.spec), request.pp * request.chunks
+    if num_stages <= most:
+        return []
+    shown = f"pp {request.pp}" + (f" x chunks {request.chunks}" if request.chunks > 1 else "")
+    what = f"{shown} = {num_stages} stages, and the model has {most} layer{'s' * (most > 1)} to cut between"
+    fixes = [either("pp", [most // request.chunks])] if most >= request.chunks else []
+    if request.chunks > 1 and most // request.pp > 1:
+        fixes.append(f"chunks={most // request.pp}")
+    if request.config.model.name in ("gpt", "mlp"):
+        fixes.append(f"model.layers={num_stages}")
+    return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
+
+
+def _stages(config: Config, spec: ModelSpec, request: Request, ways: Ways) -> tuple[tuple[Stage, ...], list[Problem]]:
+    num_stages = request.pp * request.chunks
+    cuts, problems = partition.cut(spec, config, num_stages)
+    position = ways.pipeline.position
+    return tuple(Stage(i, position(i, request.pp, request.chunks), names) for i, names in enumerate(cuts)), problems
+
+
+def _plan(
+    config: Config, request: Request, ways: Ways, degrees: Degrees, stages: tuple[Stage, ...], notes: tuple[str, ...]
+) -> Plan:
+    data_leaves, data_factors = ways.data.leaves(request)
+    tensor_leaves, tensor_factors = ways.tensor.leaves(request)
+    data = config.strategy.data
+    sharded = data.kind == "fsdp"
+    reshard = data.reshard_after_forward if data.reshard_after_forward is not None else request.pp == 1
+    kv_heads = request.spec.kv_heads
+    assert request.batch is not None
+    plan = Plan(
+        preset=config.strategy.name,
+        world=degrees.world,
+        mesh=MeshShape((("pp", request.pp), *data_leaves, *tensor_leaves), (*data_factors, *tensor_factors)),
+        batch=request.batch,
+        data=DataWay(
+            kind=data.kind,
+            shard=(data.shard or request.dp) if sharded else 1,
+            reshard_after_forward=sharded and reshard,
+            bucket_bytes=int(data.bucket_mb * 2**20),
+        ),
+        tensor=TensorWay(
+            kind=config.strategy.tensor.kind,
+            sequence_parallel=config.strategy.tensor.sequence_parallel and request.tp > 1,
+            overlap=config.strategy.tensor.overlap,
+            kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
+        ),
+        pipeline=PipelineWay(_pipeline_kind(config, degrees), request.chunks),
+        stages=stages,
+        spec=request.spec,
+        precision=TABLE[config.precision.name],
+        recompute=config.recompute,
+        dropout=config.dropout,
+        device=degrees.device,
+        optimizer=config.optimizer.name,
+        equivalence=Equivalence("exact"),
+        filled=tuple(degrees.filled),
+        warnings=(*degrees.warnings, *notes),
+    )
+    promises = [ways.data.equivalence(plan), ways.tensor.equivalence(plan)]
+    return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
+
+
+def _distinct(problems: list[Problem]) -> list[Problem]:
+    return list(dict.fromkeys(problems))

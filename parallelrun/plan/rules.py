@@ -1,0 +1,177 @@
+"""What a config must satisfy whatever the plan: ranges and names of model, optimizer, run, verify and bench."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Any
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.plan.names import did_you_mean, divisors, either, nearest
+from parallelrun.precision import TABLE
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+CHOICES = {
+    "precision.name": tuple(TABLE),
+    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.schedule": ("cosine", "linear", "constant"),
+    "recompute": ("none", "selective", "full"),
+    "ranks": ("few", "all"),
+    "tracker": ("none", "tensorboard"),
+    "verify.optimizer": ("sgd", "same"),
+    "verify.precision": ("fp64", "fp32"),
+    "strategy.pipeline.partition": ("cost", "uniform"),
+}
+GPT_CHOICES = {
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "swiglu"),
+    "model.position": ("learned", "rope"),
+}
+# key: the least whole number allowed
+WHOLE = {
+    "steps": 1,
+    "seed": 0,
+    "optimizer.warmup": 0,
+    "eval.every": 0,
+    "eval.batches": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "verify.steps": 1,
+    "bench.warmup": 0,
+    "bench.steps": 1,
+    "precision.scale_window": 1,
+    "dataset.samples": 1,
+    "dataset.vocab": 1,
+    "dataset.max_bytes": 1,
+    "strategy.data.shard": 1,
+    "strategy.pipeline.chunks": 1,
+    "cluster.nodes": 1,
+    "cluster.gpus_per_node": 1,
+}
+MODEL_WHOLE = {
+    "gpt": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
+    "mlp": ("layers", "hidden", "ffn", "vocab"),
+    "matmul": ("rows", "inner", "columns"),
+}
+# key: (least, is it allowed itself, bound above or None, is that allowed itself)
+REAL: dict[str, tuple[float, bool, float | None, bool]] = {
+    "optimizer.lr": (0, True, None, False),
+    "optimizer.min_lr_ratio": (0, True, 1, True),
+    "optimizer.weight_decay": (0, True, None, False),
+    "optimizer.eps": (0, False, None, False),
+    "optimizer.momentum": (0, True, 1, False),
+    "optimizer.clip": (0, True, None, False),
+    "optimizer.lr_scale": (0, False, None, False),
+    "dropout": (0, True, 1, False),
+    "timeout_s": (0, False, None, False),
+    "verify.tolerance": (0, False, None, False),
+    "precision.loss_scale": (0, False, None, False),
+    "dataset.val_fraction": (0, True, 1, False),
+    "strategy.data.bucket_mb": (0, False, None, False),
+    "model.norm_eps": (0, False, None, False),
+    "model.init_std": (0, True, None, False),
+    "model.label_smoothing": (0, True, 1, False),
+    "model.attention_dropout": (0, True, 1, False),
+    "model.rope_theta": (0, False, None, False),
+    "cluster.memory_gb": (0, False, None, False),
+    "cluster.peak_tflops": (0, False, None, False),
+    "cluster.intra_gb_s": (0, False, None, False),
+    "cluster.inter_gb_s": (0, False, None, False),
+    "cluster.latency_us": (0, True, None, False),
+}
+
+
+def check(config: Config) -> list[Problem]:
+    """Every violation that needs neither degrees nor a model's spec."""
+    problems = []
+    choices = {**CHOICES, **(GPT_CHOICES if config.model.name == "gpt" else {})}
+    for key, known in choices.items():
+        value = _get(config, key)
+        if value not in known:
+            short = key.removesuffix(".name")
+            what = f"{short}={value} is unknown; it is one of {', '.join(known)}"
+            problems.append(Problem(what, short, f"{short}={did_you_mean(value, known)}"))
+    for key, least in WHOLE.items():
+        problems += _whole(key, _get(config, key), least)
+    for key, bounds in REAL.items():
+        problems += _real(key, _get(config, key), *bounds)
+    problems += _betas(list(config.optimizer.betas))
+    if config.seed >= 2**63:
+        problems.append(Problem(f"seed={config.seed} does not fit 63 bits", "seed", f"seed={2**63 - 1}"))
+    if config.name is not None and not RUN_NAME.fullmatch(config.name):
+        what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
+        cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
+        problems.append(Problem(what, "name", f"name={cleaned or 'run'}"))
+    return problems + model(config)
+
+
+def model(config: Config) -> list[Problem]:
+    """Sizes of the model, by themselves."""
+    sizes = config.model
+    problems = []
+    for size in MODEL_WHOLE.get(sizes.name, ()):
+        problems += _whole(f"model.{size}", getattr(sizes, size), 1)
+    if problems or sizes.name != "gpt":
+        return problems
+    if sizes.hidden % sizes.heads:
+        what = f"model.hidden={sizes.hidden} does not divide by model.heads={sizes.heads}"
+        around = sorted({max(1, sizes.hidden // sizes.heads), sizes.hidden // sizes.heads + 1})
+        fix = either("model.heads", nearest(sizes.heads, divisors(sizes.hidden)))
+        problems.append(
+            Problem(
+                what,
+                "model.heads",
+                f"{fix} or {either('model.hidden', [n * sizes.heads for n in around])}",
+                kind="arithmetic",
+            )
+        )
+    elif sizes.position == "rope" and sizes.hidden // sizes.heads % 2:
+        what = f"model.position=rope turns pairs, and a head has {sizes.hidden // sizes.heads} elements"
+        problems.append(Problem(what, "model.heads", f"model.hidden={2 * sizes.hidden}", kind="arithmetic"))
+    if sizes.kv_heads is not None and sizes.heads % sizes.kv_heads:
+        what = f"model.heads={sizes.heads} does not divide by model.kv_heads={sizes.kv_heads}"
+        fix = either("model.kv_heads", nearest(sizes.kv_heads, divisors(sizes.heads)))
+        problems.append(Problem(what, "model.kv_heads", fix, kind="arithmetic"))
+    return problems
+
+
+def _get(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _whole(key: str, value: object, least: int) -> list[Problem]:
+    """None means "not given" and is no violation; `True` and 2.0 are no whole numbers."""
+    if value is None or (type(value) is int and value >= least):
+        return []
+    return [Problem(f"{key}={value} is not a whole number of at least {least}", key, f"{key}={max(least, 1)}")]
+
+
+def _real(
+    key: str, value: object, least: float, closed: bool, bound: float | None, bound_closed: bool
+) -> list[Problem]:
+    if value is None:
+        return []
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    above = number and (value >= least if closed else value > least)
+    if above and (bound is None or (value <= bound if bound_closed else value < bound)):
+        return []
+    allowed = f"{'at least' if closed else 'above'} {least}"
+    if bound is not None:
+        allowed += f" and {'at most' if bound_closed else 'below'} {bound}"
+    return [Problem(f"{key}={value} is not a finite number {allowed}", key, f"{key}={_inside(least, closed, bound)}")]
+
+
+def _inside(least: float, closed: bool, bound: float | None) -> float:
+    return least if closed else (least + bound) / 2 if bound is not None else 1.0
+
+
+def _betas(betas: list[float]) -> list[Problem]:
+    legal = len(betas) == 2 and all(isinstance(b, (int, float)) and isfinite(b) and 0 <= b < 1 for b in betas)
+    if legal:
+        return []
+    what = f"optimizer.betas={betas} are not two numbers, each at least 0 and below 1"
+    return [Problem(what, "optimizer.betas", "optimizer.betas=[0.9,0.95]")]

@@ -1,0 +1,106 @@
+"""Folds the shorthands of ways (`layout`, `schedule`, `chunks`) into the strategy section; finds keys nobody reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.plan.names import did_you_mean, one_of
+from parallelrun.registry import names
+
+# The tensor way of every layout; None where the layout has a meaning but no way yet.
+LAYOUTS = {"1d": "megatron", "2d": None, "2.5d": None, "3d": None}
+CHUNKED = ("interleaved", "zero_bubble", "zbv")
+
+
+def kinds(axis: str) -> list[str]:
+    """The names of the ways of one axis (`data`, `tensor`, `pipeline`), without `none`."""
+    return [
+        name.partition(".")[2] for name in names("strategies") if name.startswith(f"{axis}.") and name[-5:] != ".none"
+    ]
+
+
+def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
+    """(a copy of `config` whose strategy section says everything, the shorthands' violations).
+
+    An explicit key beats the preset; two explicit keys that say different things are a contradiction. A kind that is
+    unknown keeps the preset's, so that the other checks can go on.
+    """
+    problems: list[Problem] = []
+    data, tensor, pipeline = config.strategy.data, config.strategy.tensor, config.strategy.pipeline
+    if config.layout is not None:
+        kind, found = _layout(config.layout)
+        problems += found
+        if kind and kind != tensor.kind:
+            problems += _contradiction("layout", config.layout, "strategy.tensor.kind", tensor.kind, given)
+            tensor = replace(tensor, kind=kind)
+    if config.schedule is not None:
+        problems += one_of("schedule", config.schedule, kinds("pipeline"))
+        problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, given)
+        if config.schedule in kinds("pipeline"):
+            pipeline = replace(pipeline, kind=config.schedule)
+    if config.chunks is not None:
+        problems += _contradiction("chunks", config.chunks, "strategy.pipeline.chunks", pipeline.chunks, given)
+        pipeline = replace(pipeline, chunks=config.chunks)
+    for axis, way in (("data", data), ("tensor", tensor), ("pipeline", pipeline)):
+        if not (axis == "pipeline" and way.kind == "none"):
+            problems += one_of(f"strategy.{axis}.kind", way.kind, kinds(axis))
+    return replace(config, strategy=replace(config.strategy, data=data, tensor=tensor, pipeline=pipeline)), problems
+
+
+def _layout(layout: str) -> tuple[str | None, list[Problem]]:
+    text = str(layout).lower()
+    if text not in LAYOUTS:
+        what = f"layout={layout} is unknown; it is one of {', '.join(LAYOUTS)}"
+        return None, [Problem(what, "layout", f"layout={did_you_mean(text, LAYOUTS)}")]
+    if LAYOUTS[text] is None:
+        what = f"layout={layout} has no tensor way yet"
+        return None, [Problem(what, "layout", "layout=1d", kind="not_built")]
+    return LAYOUTS[text], []
+
+
+def _contradiction(short: str, asked: object, long: str, said: object, given: frozenset[str]) -> list[Problem]:
+    if long not in given or said is None or said == asked:
+        return []
+    what = f"{short}={asked} contradicts {long}={said}"
+    return [Problem(what, short, f"one of {short}={asked} and {long}={said}", kind="contradiction")]
+
+
+def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
+    """Keys that were set although the chosen ways do not read them (`config` is folded)."""
+    problems = []
+    data, tensor, pipeline = config.strategy.data.kind, config.strategy.tensor.kind, config.strategy.pipeline.kind
+    ways = f"data={data} tensor={tensor} pipeline={pipeline if pp > 1 else 'none'}"
+
+    def complain(key: str, value: object, fix: str) -> None:
+        problems.append(Problem(f"{key}={value} is read by none of the chosen ways ({ways})", key, fix, kind="unread"))
+
+    for key in ("servers", "consistency", "staleness", "backup_workers", "grid", "depth"):
+        value = getattr(config, key)
+        if value is not None and not (key == "servers" and value == 0):
+            complain(key, value, f"leave {key} out")
+    if pp == 1 and config.schedule is not None:
+        complain("schedule", config.schedule, "pp=2, or leave schedule out")
+    chunks = config.strategy.pipeline.chunks
+    explicit = config.chunks is not None or "strategy.pipeline.chunks" in given
+    if explicit and chunks != 1 and (pp == 1 or pipeline not in CHUNKED):
+        complain("chunks", chunks, f"schedule=interleaved, or leave chunks out{'' if pp > 1 else ' (pp is 1)'}")
+    fix = {
+        "strategy.data.shard": (data != "fsdp", "strategy=hsdp"),
+        "strategy.data.reshard_after_forward": (data != "fsdp", "strategy=fsdp"),
+        "strategy.data.bucket_mb": (data == "fsdp", "leave it out: fsdp makes one bucket per block"),
+        "strategy.pipeline.kind": (pp == 1, "pp=2, or leave it out"),
+        "strategy.pipeline.partition": (pp == 1, "pp=2, or leave it out"),
+        "strategy.pipeline.split": (pp == 1, "pp=2, or leave it out"),
+        "optimizer.momentum": (config.optimizer.name != "sgd", "optimizer=sgd"),
+        "optimizer.betas": (config.optimizer.name != "adamw", "optimizer=adamw"),
+        "optimizer.eps": (config.optimizer.name != "adamw", "optimizer=adamw"),
+    }
+    for key, (ignored, suggestion) in fix.items():
+        if key in given and ignored:
+            value = config
+            for part in key.split("."):
+                value = getattr(value, part)
+            complain(key, value, suggestion)
+    return problems

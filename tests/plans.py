@@ -1,0 +1,55 @@
+"""Tiny configs and plans for tests: a GPT of a few thousand parameters, legal for most small plans. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+
+TINY: dict[str, Any] = {
+    "model.layers": 4,
+    "model.hidden": 16,
+    "model.heads": 4,
+    "model.seq": 8,
+    "model.vocab": 32,
+    "dataset.name": "synthetic",
+    "dataset.samples": 64,
+    "dataset.vocab": 32,
+    "global_batch": 8,
+    "dp": 1,
+    "tp": 1,
+    "pp": 1,
+    "optimizer.lr": 0.01,
+    "optimizer.warmup": 0,
+    "steps": 3,
+}
+
+
+def tiny_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Config:
+    """The tiny Config with `more` set: keys dotted (in a dict) or with a double underscore for the dot.
+
+    `tiny_config(dp=2, model__vocab=50)` is `tiny_config({"dp": 2, "model.vocab": 50})`. The degrees default to 1;
+    `dp=None` leaves one to `resolve`. Raises KeyError for a key the schema does not have.
+    """
+    config = Config()
+    given = {**(overrides or {}), **more}
+    values = {**TINY, **{key.replace("__", "."): value for key, value in given.items()}}
+    if "local_batch" in given and "global_batch" not in given:
+        values["global_batch"] = None
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        node: Any = config
+        for section in sections:
+            node = getattr(node, section)
+        if not is_dataclass(node) or last not in {item.name for item in fields(node)}:
+            raise KeyError(f"the schema has no key {key}")
+        setattr(node, last, value)
+    return config
+
+
+def tiny_plan(overrides: dict[str, Any] | None = None, /, **more: Any) -> Plan:
+    """The resolved Plan of `tiny_config` with the same overrides. Raises ConfigError when it is not legal."""
+    return resolve(tiny_config(overrides, **more))
