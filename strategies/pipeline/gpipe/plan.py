@@ -1,0 +1,15 @@
+"""GPipe: all forwards, then all backwards (Huang 2019). Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.strategies.pipeline import schedules
+from parallelrun.strategies.pipeline.way import PipelineWay
+
+
+class Way(PipelineWay):
+    """Bubble (pp - 1) / (m + pp - 1); all m microbatches are in flight."""
+
+    kind = "gpipe"
+
+    def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
+        return schedules.gpipe(pp, num_microbatches)

@@ -1,0 +1,15 @@
+"""Interleaved 1F1B: several chunks per rank, the bubble divided by their number (Narayanan 2021, 2.2.2). Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.strategies.pipeline import schedules
+from parallelrun.strategies.pipeline.way import ChunkedWay
+
+
+class Way(ChunkedWay):
+    """As torch's ScheduleInterleaved1F1B: rounds of about pp microbatches, equal in size."""
+
+    kind = "interleaved"
+
+    def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
+        return schedules.interleaved(pp, chunks, num_microbatches)

@@ -1,0 +1,29 @@
+"""Naive model parallelism: the whole batch goes through the stages once, one rank works at a time. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.errors import Problem
+from parallelrun.plan.ways import Request
+from parallelrun.strategies.pipeline import schedules
+from parallelrun.strategies.pipeline.way import PipelineWay
+
+
+class Way(PipelineWay):
+    """GPipe with one microbatch: utilisation 1 / pp."""
+
+    kind = "naive"
+
+    def check_microbatches(self, request: Request) -> list[Problem]:
+        if request.batch is None or request.batch.microbatches == 1:
+            return []
+        return [
+            Problem(
+                f"microbatches={request.batch.microbatches}: naive model parallelism has one; with more it is gpipe",
+                where="microbatches",
+                suggestion="microbatches=1, or schedule=gpipe",
+                kind="undefined",
+            )
+        ]
+
+    def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
+        return schedules.gpipe(pp, num_microbatches)

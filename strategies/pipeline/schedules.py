@@ -1,0 +1,220 @@
+"""Schedules as lists of actions: what every pp coordinate computes, in which order. Torch-free.
+
+Each function returns, per pp coordinate, the order that torch.distributed.pipelining's schedule of the same name runs;
+a test holds them equal. An action F is a forward, B a full backward, I a backward for inputs only, W for weights only.
+On stage 0 torch defers everything to W (there is no input gradient to send), so I costs nothing there.
+
+Sources: GPipe (Huang 2019, section 2); 1F1B and interleaving (Narayanan 2021, section 2.2); ZB1P and ZB-V (Qi 2023,
+sections 3 and 6).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallelrun.plan.ways import Action
+
+Orders = tuple[tuple[Action, ...], ...]
+
+
+def loop_position(stage_index: int, pp: int) -> int:
+    """Stages go round and round: 0, 1, ..., pp - 1, 0, 1, ..."""
+    return stage_index % pp
+
+
+def v_position(stage_index: int, pp: int) -> int:
+    """Two chunks go down and back up, so that the first and the last stage share coordinate 0."""
+    return stage_index if stage_index < pp else 2 * pp - 1 - stage_index
+
+
+@lru_cache(maxsize=64)
+def gpipe(pp: int, num_microbatches: int) -> Orders:
+    """All forwards, then all backwards in the same order."""
+    forwards = [[Action("F", stage, m) for m in range(num_microbatches)] for stage in range(pp)]
+    backwards = [[Action("B", stage, m) for m in range(num_microbatches)] for stage in range(pp)]
+    return tuple(tuple(f + b) for f, b in zip(forwards, backwards))
+
+
+@lru_cache(maxsize=64)
+def one_f_one_b(pp: int, num_microbatches: int) -> Orders:
+    """Coordinate r starts with pp - 1 - r forwards, then goes on one forward, one backward, and drains."""
+    return tuple(_looped(rank, pp, 1, num_microbatches, warmup=pp - 1 - rank) for rank in range(pp))
+
+
+def num_rounds(pp: int, num_microbatches: int) -> int:
+    """Rounds of an interleaved schedule; it must divide the number of microbatches."""
+    return max(1, num_microbatches // pp)
+
+
+@lru_cache(maxsize=64)
+def interleaved(pp: int, chunks: int, num_microbatches: int) -> Orders:
+    """1F1B over looped chunks: a round of microbatches goes through every chunk before the next round starts."""
+    per_round = num_microbatches // num_rounds(pp, num_microbatches)
+    return tuple(
+        _looped(rank, pp, chunks, num_microbatches, warmup=(chunks - 1) * per_round + 2 * (pp - 1 - rank))
+        for rank in range(pp)
+    )
+
+
+@lru_cache(maxsize=64)
+def zero_bubble(pp: int, chunks: int, num_microbatches: int) -> Orders:
+    """ZB1P: as interleaved with half the warm-up; coordinate r keeps its weight passes r backwards behind."""
+    per_round = num_microbatches // num_rounds(pp, num_microbatches)
+    orders = []
+    for rank in range(pp):
+        warmup = (chunks - 1) * per_round + pp - 1 - rank
+        order = _looped(rank, pp, chunks, num_microbatches, warmup=warmup)
+        orders.append(_split_backward(order, lag=rank))
+    return tuple(orders)
+
+
+@lru_cache(maxsize=64)
+def zbv(pp: int, num_microbatches: int) -> Orders:
+    """ZB-V: two chunks in a V; made for at least 2 pp - 1 microbatches, of which the missing ones are left out."""
+    orders = []
+    for rank in range(pp):
+        order = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
+        orders.append(tuple(action for action in order if action.microbatch < num_microbatches))
+    return tuple(orders)
+
+
+def _looped(rank: int, pp: int, chunks: int, num_microbatches: int, warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then forward and backward in turn, then the remaining backwards (chunks in reverse)."""
+    total = chunks * num_microbatches
+    warmup = min(warmup, total)
+    per_round = num_microbatches // num_rounds(pp, num_microbatches) if chunks > 1 else num_microbatches
+    local = [(number // per_round) % chunks for number in range(total)]
+    forwards = deque(_numbered("F", [chunk * pp + rank for chunk in local]))
+    backwards = deque(_numbered("B", [(chunks - 1 - chunk) * pp + rank for chunk in local]))
+    order = [forwards.popleft() for _ in range(warmup)]
+    while forwards:
+        order += [forwards.popleft(), backwards.popleft()]
+    return (*order, *backwards)
+
+
+def _numbered(kind: str, stages: list[int]) -> list[Action]:
+    """One action per stage of the list; each stage counts its own microbatches from 0."""
+    seen: Counter[int] = Counter()
+    actions = []
+    for stage in stages:
+        actions.append(Action(kind, stage, seen[stage]))
+        seen[stage] += 1
+    return actions
+
+
+def _split_backward(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
+    """Replace each B by I, and let W follow `lag` backwards later."""
+    split: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in order:
+        if action.kind != "B":
+            split.append(action)
+            continue
+        split.append(Action("I", action.stage, action.microbatch))
+        waiting.append(Action("W", action.stage, action.microbatch))
+        if len(waiting) > lag:
+            split.append(waiting.popleft())
+    return (*split, *waiting)
+
+
+def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
+    """One coordinate of ZB-V: chunk 0 is the way down (stage `rank`), chunk 1 the way up."""
+    stages = (rank, 2 * pp - 1 - rank)
+    done: Counter[tuple[str, int]] = Counter()
+    order: list[Action] = []
+
+    def run(kinds: str, chunk: int) -> None:
+        for kind in kinds:
+            order.append(Action(kind, stages[chunk], done[kind, chunk]))
+            done[kind, chunk] += 1
+
+    for _ in range(2 * (pp - rank) - 1):
+        run("F", 0)
+    for _ in range(rank):
+        run("F", 1)
+        run("F", 0)
+    for _ in range(pp - rank):
+        run("FIW", 1)
+    while done["F", 1] < done["F", 0] or done["F", 0] < num_microbatches:
+        if done["F", 0] < num_microbatches:
+            run("F", 0)
+        run("IW", 0)
+        run("FIW", 1)
+    for _ in range(rank):
+        run("I", 0)
+        run("I", 1)
+    for _ in range(pp - rank):
+        run("IW", 0)
+    for chunk in (1, 0):
+        while done["W", chunk] < done["I", chunk]:
+            run("W", chunk)
+    return order
+
+
+def peak_in_flight(order: Sequence[Action]) -> dict[int, int]:
+    """Per stage of one coordinate: the most microbatches between their forward and their B (or W)."""
+    alive: Counter[int] = Counter()
+    peak: dict[int, int] = defaultdict(int)
+    for action in order:
+        if action.kind == "F":
+            alive[action.stage] += 1
+            peak[action.stage] = max(peak[action.stage], alive[action.stage])
+        elif action.kind in "BW":
+            alive[action.stage] -= 1
+    return dict(peak)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing a coordinate does in a forward-only pass. kind: F, SEND (its output) or RECV (its input)."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int = -1
+
+
+@lru_cache(maxsize=16)
+def forward_only(position: Callable[[int, int], int], pp: int, chunks: int, num_microbatches: int) -> Orders:
+    """An order for evaluation: rounds of pp microbatches through all of a coordinate's stages (V: chunk by chunk)."""
+    per_round = num_microbatches if position is v_position else pp
+    orders = []
+    for rank in range(pp):
+        stages = [stage for stage in range(pp * chunks) if position(stage, pp) == rank]
+        rounds = [range(start, min(start + per_round, num_microbatches))
+                  for start in range(0, num_microbatches, per_round)]  # fmt: skip
+        orders.append(tuple(Action("F", stage, m) for some in rounds for stage in stages for m in some))
+    return tuple(orders)
+
+
+def with_messages(orders: Orders, position: Callable[[int, int], int], num_stages: int) -> list[list[Step]]:
+    """Add sends and receives to forward-only orders so that both ends of every pair see the same order of messages.
+
+    A receive is put in the receiver's list at the moment its sender has sent: no circular wait can arise, also where
+    the backend runs the messages of a pair strictly in order (NCCL).
+    """
+    pp = len(orders)
+    steps: list[list[Step]] = [[] for _ in orders]
+    ready = {(0, action.microbatch) for order in orders for action in order if action.stage == 0}
+    waiting = [deque(order) for order in orders]
+    while any(waiting):
+        progress = False
+        for rank, queue in enumerate(waiting):
+            if not queue or (queue[0].stage, queue[0].microbatch) not in ready:
+                continue
+            action = queue.popleft()
+            progress = True
+            steps[rank].append(Step("F", action.stage, action.microbatch))
+            after = action.stage + 1
+            if after == num_stages:
+                continue
+            ready.add((after, action.microbatch))
+            receiver = position(after, pp)
+            if receiver != rank:
+                steps[rank].append(Step("SEND", action.stage, action.microbatch, receiver))
+                steps[receiver].append(Step("RECV", after, action.microbatch, rank))
+        assert progress, "the forward orders wait for each other in a circle"
+    return steps

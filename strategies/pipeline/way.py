@@ -1,0 +1,146 @@
+"""What the pipeline ways share before a run: checks, peak of live microbatches, messages in closed form. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun import registry
+from parallelrun.errors import Problem
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.ways import Action, Request
+from parallelrun.precision import BYTES
+from parallelrun.strategies.pipeline import schedules
+
+
+class PipelineWay:
+    """A PipelineWayPlan whose kinds differ in the order of actions, the shape (loop or V) and the checks.
+
+    single_chunk: the schedule has one stage per coordinate. splits_backward: input and weight gradients are separate
+    passes, in which parameter hooks fire for half of the parameters and custom backward functions run twice.
+    """
+
+    kind = ""
+    single_chunk = True
+    splits_backward = False
+
+    def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
+        """The actions of every pp coordinate."""
+        raise AssertionError(f"{type(self)} has no order of actions")
+
+    def check(self, request: Request) -> list[Problem]:
+        """Every violation, each with the nearest legal value."""
+        problems = []
+        if self.single_chunk and request.chunks != 1:
+            problems.append(self._one_stage_per_rank(request.chunks))
+        return problems + self.check_microbatches(request)
+
+    def check_microbatches(self, request: Request) -> list[Problem]:
+        """The part of `check` that needs the batch; nothing to say while it does not divide."""
+        return []
+
+    def position(self, stage_index: int, pp: int, chunks: int) -> int:
+        """The pp coordinate that runs a stage."""
+        return schedules.loop_position(stage_index, pp)
+
+    def actions(self, plan: Plan) -> list[list[Action]]:
+        """Per pp coordinate, in order."""
+        return [list(order) for order in self._orders(plan)]
+
+    def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
+        """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
+        return schedules.peak_in_flight(self._orders(plan)[position])
+
+    def collectives(self, position: int, plan: Plan) -> list[Collective]:
+        """One rank's messages of one step: each microbatch crosses each cut between coordinates once each way.
+
+        torch's schedules exchange nothing else after their first step, given static metadata (a test counts it).
+        """
+        size = boundary_bytes(plan)
+        last = len(plan.stages) - 1
+        holder = [stage.position for stage in plan.stages]
+        mine = [stage.index for stage in plan.stages_of(position)]
+        to_next = sum(1 for s in mine if s < last and holder[s + 1] != position)
+        from_previous = sum(1 for s in mine if s > 0 and holder[s - 1] != position)
+        m = plan.batch.microbatches
+        rows = [
+            Collective("pp", "send", "activations", m * to_next, m * to_next * size),
+            Collective("pp", "recv", "activations", m * from_previous, 0),
+            Collective("pp", "send", "gradients", m * from_previous, m * from_previous * size),
+            Collective("pp", "recv", "gradients", m * to_next, 0),
+        ]
+        return [row for row in rows if row.calls]
+
+    def _orders(self, plan: Plan) -> schedules.Orders:
+        return self.orders(plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)
+
+    def _one_stage_per_rank(self, chunks: int) -> Problem:
+        return Problem(
+            f"chunks={chunks}: {self.kind} runs one stage per rank",
+            where="chunks",
+            suggestion="chunks=1, or schedule=interleaved",
+            kind="undefined",
+        )
+
+
+class ChunkedWay(PipelineWay):
+    """A way of several stages per rank: it needs a pipeline, and whole rounds of microbatches."""
+
+    single_chunk = False
+
+    def check(self, request: Request) -> list[Problem]:
+        problems = []
+        if request.pp == 1:
+            problems.append(
+                Problem(
+                    f"pp=1: {self.kind} orders the stages of several ranks, and there is one",
+                    where="pp",
+                    suggestion="pp=2, or schedule=gpipe",
+                    kind="undefined",
+                )
+            )
+        return problems + super().check(request)
+
+    def check_microbatches(self, request: Request) -> list[Problem]:
+        if request.batch is None or request.pp == 1:
+            return []
+        m = request.batch.microbatches
+        rounds = schedules.num_rounds(request.pp, m)
+        if m % rounds == 0:
+            return []
+        return [
+            Problem(
+                f"microbatches={m} do not make {rounds} equal rounds of about pp={request.pp}: {self.kind} goes through "
+                "a rank's chunks round by round",
+                where="microbatches",
+                suggestion=f"microbatches={_nearest_in_rounds(request, self)}",
+                kind="arithmetic",
+            )
+        ]
+
+
+def _nearest_in_rounds(request: Request, way: PipelineWay) -> int:
+    """The legal number of microbatches nearest to the given one among those that divide the replica's batch."""
+    assert request.batch is not None
+    samples, given = request.batch.replica_batch, request.batch.microbatches
+    legal = [m for m in range(1, samples + 1) if samples % m == 0 and m % schedules.num_rounds(request.pp, m) == 0]
+    return min(legal, key=lambda m: (abs(m - given), m))
+
+
+def check_split_backward(request: Request, kind: str) -> list[Problem]:
+    """What a schedule that splits backward cannot be combined with."""
+    config = request.config
+    problems = []
+    if config.compile:
+        problems.append(
+            Problem(
+                f"compile=true: the compiled backward of a block cannot be split into the two passes of {kind}",
+                where="compile",
+                suggestion="compile=false, or schedule=1f1b",
+                kind="not_built",
+            )
+        )
+    return problems
+
+
+def boundary_bytes(plan: Plan) -> int:
+    """Bytes of what one rank passes to the next stage for one microbatch."""
+    tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
+    return tensor.boundary_elements(plan) * BYTES[plan.precision.compute]

@@ -1,0 +1,37 @@
+"""ZB-V: two chunks per rank laid out in a V (Qi 2023, section 6). Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.errors import Problem
+from parallelrun.plan.ways import Request
+from parallelrun.strategies.pipeline import schedules
+from parallelrun.strategies.pipeline.way import ChunkedWay, check_split_backward
+
+
+class Way(ChunkedWay):
+    """As torch's ScheduleZBVZeroBubble. First and last stage share coordinate 0; the turn of the V sends nothing."""
+
+    kind = "zbv"
+    splits_backward = True
+
+    def check(self, request: Request) -> list[Problem]:
+        problems = super().check(request) + check_split_backward(request, self.kind)
+        if request.chunks != 2:
+            problems.append(
+                Problem(
+                    f"chunks={request.chunks}: the V of zbv has two chunks per rank, down and back up",
+                    where="chunks",
+                    suggestion="chunks=2",
+                    kind="undefined",
+                )
+            )
+        return problems
+
+    def check_microbatches(self, request: Request) -> list[Problem]:
+        return []
+
+    def position(self, stage_index: int, pp: int, chunks: int) -> int:
+        return schedules.v_position(stage_index, pp)
+
+    def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
+        return schedules.zbv(pp, num_microbatches)

@@ -1,0 +1,21 @@
+"""Zero bubble (ZB1P, Qi 2023, section 3) over looped chunks. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.errors import Problem
+from parallelrun.plan.ways import Request
+from parallelrun.strategies.pipeline import schedules
+from parallelrun.strategies.pipeline.way import ChunkedWay, check_split_backward
+
+
+class Way(ChunkedWay):
+    """As torch's ScheduleInterleavedZeroBubble: weight gradients fill what would be bubble."""
+
+    kind = "zero_bubble"
+    splits_backward = True
+
+    def check(self, request: Request) -> list[Problem]:
+        return super().check(request) + check_split_backward(request, self.kind)
+
+    def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
+        return schedules.zero_bubble(pp, chunks, num_microbatches)
