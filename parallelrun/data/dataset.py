@@ -29,13 +29,17 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Dataset:
-    """vocab: number of token ids or classes the data can hold; fingerprint: sha256 of what the samples are made of."""
+    """vocab: number of token ids or classes the data can hold; fingerprint: sha256 of what the samples are made of.
+
+    has_ignored: some targets are below 0, so that the valid ones must be counted before every step.
+    """
 
     name: str
     vocab: int
     fingerprint: str
     train: Split
     val: Split
+    has_ignored: bool = False
 
 
 def collate(split: Split, indices: Sequence[int] | NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -9,6 +9,7 @@ import torch
 
 from parallelrun import registry
 from parallelrun.config.schema import Config
+from parallelrun.data import open_dataset
 from parallelrun.data.order import Sampler
 from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
@@ -83,7 +84,7 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     initialise.materialise(parts, plan, mesh, config.seed)
     data = data_way.attach(parts, plan, mesh)
     engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, data)
-    dataset = registry.load("datasets", config.dataset.name).open(config, plan.spec)
+    dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch
     sampler = Sampler(len(dataset.train), size, config.seed)
     eval_sampler = Sampler(len(dataset.val), size, config.seed, shuffle=False)

@@ -1,0 +1,107 @@
+"""The final panel of a run: how the loss went, how fast, what was sent, and where everything lies. Reads the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """The values as bars, lowest to highest, averaged into at most `width` columns. Non-finite values are gaps."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    cells = []
+    for column in range(width):
+        part = values[column * len(values) // width : (column + 1) * len(values) // width]
+        good = [value for value in part if value is not None and value == value and abs(value) != float("inf")]
+        cells.append(sum(good) / len(good) if good else None)
+    shown = [cell for cell in cells if cell is not None]
+    low, span = min(shown, default=0.0), (max(shown, default=0.0) - min(shown, default=0.0)) or 1.0
+    return "".join(" " if cell is None else BARS[int((cell - low) / span * (len(BARS) - 1))] for cell in cells)
+
+
+def bytes_text(count: float) -> str:
+    """A byte count for people: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def show(directory: Path, console: Console | None = None) -> None:
+    """Draw the panel of a finished run from its metrics.jsonl, summary.json and comm.json."""
+    console = console or Console(highlight=False)
+    summary = json.loads((directory / "summary.json").read_text())
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    communication = json.loads((directory / "comm.json").read_text())["rows"]
+    parts: list[Any] = [_losses(metrics, summary), Text(""), _speed(summary)]
+    if communication:
+        parts += [Text(""), communication_table(communication)]
+    parts += [Text(""), _files(directory)]
+    degrees = " ".join(f"{axis}={summary[axis]}" for axis in ("dp", "tp", "pp") if summary[axis] > 1) or "one rank"
+    title = f"{summary['model']} · {summary['strategy']} · {degrees} · {summary['state']}"
+    console.print(Panel(Group(*parts), title=title, expand=False))
+
+
+def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Text:
+    losses = [row["loss"] for row in metrics]
+    text = Text.assemble(("loss      ", "bold"), f"{losses[0]:.4f} ", (sparkline(losses), "green"), f" {losses[-1]:.4f}")
+    evaluated = [row["val_loss"] for row in metrics if "val_loss" in row]
+    if evaluated:
+        text.append("\nval_loss  ", "bold")
+        text.append(f"{evaluated[0]:.4f} ")
+        text.append(sparkline(evaluated), "cyan")
+        text.append(f" {evaluated[-1]:.4f}")
+    text.append(f"\n{summary['steps']} steps of {summary['global_batch']} samples, {summary['parameters']:,} parameters")
+    return text
+
+
+def _speed(summary: dict[str, Any]) -> Text:
+    median = summary["step_time_median_s"]
+    text = Text.assemble(("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {summary['tokens_per_s']:,.0f} tokens/s")
+    text.append(f", peak memory {bytes_text(summary['peak_memory_bytes'])} a rank at most")
+    crowd = summary["ranks_per_core"]
+    if crowd and crowd > 1:
+        cores = round(summary["world"] / crowd)
+        text.append(
+            f"\n          step time is no scaling measurement: {summary['world']} ranks on {cores} cores", "yellow"
+        )
+    return text
+
+
+def communication_table(rows: list[dict[str, Any]]) -> Table:
+    """One row per axis, operation and purpose, summed over ranks: measured beside predicted, for one step."""
+    merged: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        total = merged.setdefault((row["axis"], row["operation"], row["purpose"]), [0, 0, 0, 0, 0])
+        names = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes", "wire_bytes")
+        for index, name in enumerate(names):
+            total[index] += row[name]
+    table = Table(title="sent in one step, over all ranks (counted, predicted)", title_justify="left", box=None)
+    for heading in ("axis", "operation", "purpose", "calls", "payload", "wire", ""):
+        table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left")
+    for (axis, operation, purpose), (calls, said_calls, payload, said_payload, wire) in sorted(merged.items()):
+        equal = calls == said_calls and payload == said_payload
+        mark = "[green]as predicted[/]" if equal else f"[red]predicted {said_calls:,} calls, {bytes_text(said_payload)}[/]"
+        table.add_row(axis, operation, purpose, f"{calls:,}", bytes_text(payload), bytes_text(wire), mark)
+    return table
+
+
+def _files(directory: Path) -> Text:
+    text = Text.assemble(("run       ", "bold"), str(directory))
+    names = [name for name in ("config.yaml", "plan.json", "metrics.jsonl", "comm.json", "summary.json", "logs") if (directory / name).exists()]
+    text.append("\n          " + "  ".join(names), "dim")
+    checkpoints = sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    if checkpoints:
+        text.append(f"\n          last checkpoint {checkpoints[-1].name}: resume={directory}")
+    return text
