@@ -1,4 +1,4 @@
-"""What the pipeline ways share before a run: checks, peak of live microbatches, messages in closed form. Torch-free."""
+"""What the pipeline ways share before a run: checks, live microbatches, messages in closed form. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from parallelrun.errors import Problem
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Action, Request
 from parallelrun.precision import BYTES
-from parallelrun.strategies.pipeline import schedules
+
+from . import schedules
 
 
 class PipelineWay:
@@ -107,8 +108,8 @@ class ChunkedWay(PipelineWay):
             return []
         return [
             Problem(
-                f"microbatches={m} do not make {rounds} equal rounds of about pp={request.pp}: {self.kind} goes through "
-                "a rank's chunks round by round",
+                f"microbatches={m} do not make {rounds} equal rounds of about pp={request.pp}, in which "
+                f"{self.kind} goes through a rank's chunks",
                 where="microbatches",
                 suggestion=f"microbatches={_nearest_in_rounds(request, self)}",
                 kind="arithmetic",

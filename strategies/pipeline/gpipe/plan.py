@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parallelrun.strategies.pipeline import schedules
-from parallelrun.strategies.pipeline.way import PipelineWay
+from .. import schedules
+from ..way import PipelineWay
 
 
 class Way(PipelineWay):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parallelrun.strategies.pipeline import schedules
-from parallelrun.strategies.pipeline.way import ChunkedWay
+from .. import schedules
+from ..way import ChunkedWay
 
 
 class Way(ChunkedWay):

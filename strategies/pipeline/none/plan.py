@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.plan.ways import Action, Request
-from parallelrun.strategies.pipeline import schedules
-from parallelrun.strategies.pipeline.way import PipelineWay
+
+from .. import schedules
+from ..way import PipelineWay
 
 
 class Way(PipelineWay):

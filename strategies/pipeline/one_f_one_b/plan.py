@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.plan.ways import Request
-from parallelrun.strategies.pipeline import schedules
-from parallelrun.strategies.pipeline.way import PipelineWay
+
+from .. import schedules
+from ..way import PipelineWay
 
 
 class Way(PipelineWay):
@@ -21,7 +22,7 @@ class Way(PipelineWay):
         smallest = f"microbatches={enough[0]}, or " if enough else f"global_batch={request.pp * request.dp}, or "
         return [
             Problem(
-                f"microbatches={request.batch.microbatches} are fewer than the pp={request.pp} stages that 1f1b keeps busy",
+                f"microbatches={request.batch.microbatches} are fewer than the pp={request.pp} stages of 1f1b",
                 where="microbatches",
                 suggestion=f"{smallest}schedule=gpipe",
                 kind="undefined",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.plan.ways import Request
-from parallelrun.strategies.pipeline import schedules
-from parallelrun.strategies.pipeline.way import ChunkedWay, check_split_backward
+
+from .. import schedules
+from ..way import ChunkedWay, check_split_backward
 
 
 class Way(ChunkedWay):
