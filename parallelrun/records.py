@@ -1,0 +1,82 @@
+"""The one writer of a run's JSON files: atomic, with `schema: 1`, and never a number that is not JSON (torch-free).
+
+Non-finite numbers become null and the top-level object then carries `nonfinite: true` (design, section 8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+def document(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` as a plain JSON object with `schema` first. numpy and torch scalars, paths, dataclasses are converted.
+
+    Raises TypeError for a value that JSON cannot hold.
+    """
+    nonfinite: list[bool] = []
+    plain = _plain({"schema": SCHEMA, **fields}, nonfinite)
+    if nonfinite:
+        plain["nonfinite"] = True
+    return plain
+
+
+def write_json(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write `document(fields)` to `path`: a reader sees the old file or the new one, whole. Raises OSError."""
+    text = json.dumps(document(fields), indent=2, allow_nan=False) + "\n"
+    write_text(path, text)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace `path` by a private (0600) file holding `text`, atomically. Raises OSError."""
+    path = Path(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def append_jsonl(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Append `document(fields)` as one line, in one write: a line is there whole or not at all. Raises OSError."""
+    line = json.dumps(document(fields), allow_nan=False) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _plain(value: Any, nonfinite: list[bool]) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        nonfinite.append(True)
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, nonfinite) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item, nonfinite) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _plain(fields, nonfinite)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        return _plain(value.item(), nonfinite)
+    raise TypeError(f"JSON cannot hold {type(value).__name__}: {value!r}")
