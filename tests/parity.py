@@ -1,0 +1,68 @@
+"""Proof of a plan inside tests: the same training as on one device, by the same code as `parallelrun verify`.
+
+The one-device reference is computed once per setting in the test process and read by rank 0 of every cell.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.resolve import resolve
+from parallelrun.train.build import build
+from parallelrun.verify.run import checked_config, judge, one_device
+from parallelrun.verify.trace import Trace, record
+from tests.plans import tiny_config
+from tests.pool import run_ranks
+
+_FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
+_PLACEMENT = ("dp", "tp", "pp", "schedule", "chunks", "microbatches", "micro_batch", "recompute", "compile")
+
+
+def parity(overrides: dict[str, Any], mutant: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
+    """The verdict (the document of verify.json) of one plan. `mutant`: "module:function" that breaks it on every rank."""
+    config = checked_config(tiny_config(overrides))
+    plan = resolve(config)
+    return run_ranks(plan.world, _cell, overrides, str(_reference(_settings(overrides))), mutant, timeout=timeout)[0]
+
+
+def assert_equal(document: dict[str, Any]) -> None:
+    """Fail with the worst of each kind if the verdict is not `passed`."""
+    assert document["passed"], f"{document['max_error']} in {document['worst']}; {document['copies_that_disagree']}"
+
+
+def _settings(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The overrides that change the one-device training, as a key."""
+    return tuple(sorted((k, v) for k, v in overrides.items() if k not in _PLACEMENT and not k.startswith("strategy.")))
+
+
+@lru_cache(maxsize=None)
+def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
+    config = checked_config(tiny_config(dict(settings)))
+    alone, plan = one_device(config, resolve(config))
+    trace = record(build(alone, plan, torch.device("cpu")), config.verify.steps)
+    path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pt"
+    torch.save(vars(trace), path)
+    return path
+
+
+def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict[str, Any] | None:
+    """One rank of one cell; rank 0 returns the verdict."""
+    torch.set_num_threads(1)
+    config: Config = checked_config(tiny_config(overrides))
+    plan = resolve(config)
+    if mutant:
+        from tests import mutants
+
+        getattr(mutants, mutant)()
+    trace = record(build(config, plan, torch.device("cpu")), config.verify.steps)
+    if plan.world > 1 and dist.get_rank() != 0:
+        return None
+    return judge(trace, Trace(**torch.load(reference, weights_only=False)), config, plan)
