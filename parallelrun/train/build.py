@@ -48,31 +48,19 @@ class Training:
 
 
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """This rank's stages on the meta device, placed by the tensor way, with recompute and compile applied."""
-    network = registry.load("models", plan.spec.name, "network")
-    tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime")
-    parts = []
-    for stage in plan.stages_of(mesh.coordinate.get("pp", 0)):
-        with torch.device("meta"):
-            part = network.build(config, plan.spec, plan.precision)
-        part.keep(stage.blocks)
-        tensor.place(part, plan, mesh)
-        parts.append(part)
-    share_tied(parts, plan)
-    for part in parts:
-        recompute.apply(part, plan.recompute)
-        if config.compile:
-            compile_blocks(part)
-    return parts
+    """This rank's stages on the meta device, placed by the tensor way, with recompute and compile applied.
 
-
-def share_tied(parts: list[Network], plan: Plan) -> None:
-    """Where one rank holds both copies of a tied weight in different stages (zbv), make them one parameter."""
-    for copy, original in plan.spec.tied:
-        holders = {name: part for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
-        if copy in holders and original in holders and holders[copy] is not holders[original]:
-            module, _, attribute = copy.rpartition(".")
-            setattr(holders[copy].get_submodule(module), attribute, holders[original].get_parameter(original))
+    One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
+    """
+    stages = plan.stages_of(mesh.coordinate.get("pp", 0))
+    with torch.device("meta"):
+        network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
+    network.keep([name for stage in stages for name in stage.blocks])
+    registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
+    recompute.apply(network, plan.recompute)
+    if config.compile:
+        compile_blocks(network)
+    return network.split([stage.blocks for stage in stages])
 
 
 def build(config: Config, plan: Plan, device: torch.device) -> Training:
