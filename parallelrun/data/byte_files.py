@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from parallelrun.config.schema import Config
 from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples
+from parallelrun.data.order import mix
 from parallelrun.models.spec import ModelSpec
 
 VOCAB = 256
@@ -32,14 +33,14 @@ class File:
     content: NDArray[np.uint8]
 
 
-def hash_name(name: str, number: int = 0) -> int:
-    """A stable 64-bit hash of a file's name and a piece's number."""
-    return int.from_bytes(hashlib.blake2b(f"{name}\0{number}".encode(), digest_size=8).digest(), "little")
+def hash_name(name: str) -> int:
+    """A stable 64-bit hash of a file's name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def digest_array(content: NDArray[Any]) -> bytes:
     """sha256 of an array's size and bytes (of its ends only, when it is larger than `WHOLE_HASH_BYTES`)."""
-    flat = memoryview(content.view(np.uint8))
+    flat: Any = memoryview(np.asarray(content).view(np.uint8).data)
     digest = hashlib.sha256(f"{flat.nbytes}:".encode())
     if flat.nbytes <= WHOLE_HASH_BYTES:
         digest.update(flat)
@@ -61,12 +62,9 @@ def open_files(
     name: str, files: Sequence[File], fingerprint: str, config: Config, spec: ModelSpec, source: str
 ) -> Dataset:
     """Windows over the files' bytes; train and val by hash of the file, or of fixed-size pieces when files are few."""
-    if len(files) >= FEW_FILES:
-        rows = [(number, 0, file.content.size, hash_name(file.name)) for number, file in enumerate(files)]
-    else:
-        rows = _pieces(files, spec.seq)
-    table = np.array([row[:3] for row in rows], dtype=np.int64).reshape(-1, 3)
-    is_val = held_out(np.array([row[3] for row in rows], dtype=np.uint64), config.dataset.val_fraction)
+    by_file = len(files) >= FEW_FILES
+    table, keys = _whole_files(files) if by_file else _pieces(files, spec.seq)
+    is_val = held_out(keys, config.dataset.val_fraction)
     sources = [file.content for file in files]
     paths = tuple(file.path for file in files)
 
@@ -78,18 +76,26 @@ def open_files(
     return require_samples(dataset, config, source)
 
 
-def _pieces(files: Sequence[File], seq: int) -> list[tuple[int, int, int, int]]:
-    """(file number, start, length, hash) of fixed-size pieces; short files get smaller ones, never below a window.
+def _whole_files(files: Sequence[File]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """(file number, start, length) and hash of every file."""
+    table = np.array([(number, 0, file.content.size) for number, file in enumerate(files)], dtype=np.int64)
+    return table, np.array([hash_name(file.name) for file in files], dtype=np.uint64)
+
+
+def _pieces(files: Sequence[File], seq: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """(file number, start, length) and hash of fixed-size pieces; small files get smaller ones, never below a window.
 
     A lone file's pieces are hashed by number alone, so that renaming it keeps its splits.
     """
-    rows = []
+    tables, keys = [], []
     for number, file in enumerate(files):
         size = max(seq + 1, min(PIECE_BYTES, file.content.size // 20))
-        name = file.name if len(files) > 1 else ""
-        for piece, start in enumerate(range(0, file.content.size, size)):
-            rows.append((number, start, min(size, file.content.size - start), hash_name(name, piece)))
-    return rows
+        starts = np.arange(0, file.content.size, size, dtype=np.int64)
+        lengths = np.minimum(size, file.content.size - starts)
+        tables.append(np.stack([np.full_like(starts, number), starts, lengths], axis=1))
+        name = np.uint64(hash_name(file.name if len(files) > 1 else ""))
+        keys.append(mix(np.arange(starts.size, dtype=np.uint64)) ^ name)
+    return np.concatenate(tables), np.concatenate(keys)
 
 
 def read_file(path: Path, name: str, max_bytes: int | None = None) -> File:

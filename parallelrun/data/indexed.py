@@ -113,8 +113,8 @@ def _check(
 def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any]) -> tuple[int, int]:
     """Write documents, each a run of sequences of token ids; returns (documents, tokens) written.
 
-    Both files are written aside and renamed, the index last: an interrupted run leaves no pair that looks whole. Raises ValueError for a token id
-    that `kind` cannot hold, OSError.
+    Both files are written aside and renamed, the index last: an interrupted run leaves no pair that looks whole.
+    Raises ValueError for a token id that `kind` cannot hold, OSError.
     """
     code = next(code for code, text in ELEMENT_TYPES.items() if np.dtype(text) == kind)
     bounds = np.iinfo(kind)

@@ -46,7 +46,7 @@ def resolve_path(config: Config, wanted: str) -> Path:
 
 
 def list_files(root: Path) -> list[Path]:
-    """The file itself, or the files under a folder by name, hidden ones left out. Raises EnvironmentProblem, OSError."""
+    """The file itself, or a folder's files by name without hidden ones. Raises EnvironmentProblem, OSError."""
     if not root.exists():
         raise EnvironmentProblem(Problem(f"no such file or folder: {root}", where="dataset.path"))
     if root.is_file():

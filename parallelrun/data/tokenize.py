@@ -24,8 +24,11 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>"
 
 
 class Tokenizer(Protocol):
-    vocab: int
-    end_of_document: int | None
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def end_of_document(self) -> int | None: ...
 
     def encode(self, text: bytes) -> NDArray[np.int64]: ...
 
@@ -58,7 +61,7 @@ class HuggingFaceTokenizer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the tool; returns the exit code. Errors go to stderr as the program's other errors do, without a traceback."""
+    """Run the tool; returns the exit code. Errors go to stderr without a traceback."""
     arguments = _parser().parse_args(argv)
     try:
         report = tokenize(
@@ -76,10 +79,8 @@ def main(argv: Sequence[str]) -> int:
                 if text:
                     print(label, text, file=sys.stderr)
         return error.exit_code
-    print(
-        f"{report['documents']} documents, {report['tokens']} tokens of vocab {report['vocab']} ({report['element']})"
-    )
-    print(f"wrote {report['prefix']}.bin and .idx; train on them: parallelrun dataset=megatron path={report['prefix']}")
+    print("{documents} documents, {tokens} tokens of vocab {vocab} ({element})".format(**report))
+    print("wrote {prefix}.bin and .idx; train on them: parallelrun dataset=megatron path={prefix}".format(**report))
     return EXIT_OK
 
 
@@ -128,7 +129,7 @@ def _documents(
     for path in paths:
         for text in _texts(path, json_key):
             tokens = codec.encode(text)
-            if append_eod and tokens.size:
+            if append_eod and tokens.size and codec.end_of_document is not None:
                 tokens = np.append(tokens, codec.end_of_document)
             if tokens.size:
                 yield [tokens]
