@@ -47,11 +47,18 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 }
 
 
+def _purpose(operation: str, args: tuple) -> str:
+    """Purpose of an unlabelled call: by the tag of a point-to-point message (tensors, group, peer, tag), else none."""
+    by_tag = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
+    return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
+
+
 class CommunicationCounter(TorchDispatchMode):
     """Counts calls and payload bytes by (axis, operation, purpose) while it is entered.
 
     Payload is the full-size buffer of a collective, the tensor of a point-to-point message at its sender. A call inside
-    `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine`.
+    `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine` (messages of
+    pipeline schedules: by their tag).
     """
 
     def __init__(self, mesh: Mesh):
@@ -70,7 +77,7 @@ class CommunicationCounter(TorchDispatchMode):
         if name not in _COUNTED:
             return
         operation, buffer = _COUNTED[name]
-        axis, purpose = comm.current_label() or (self._axis(args), ENGINE)
+        axis, purpose = comm.current_label() or (self._axis(args), _purpose(operation, args))
         key = (axis, operation, purpose)
         self._calls[key] += 1
         self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0

@@ -21,6 +21,9 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Tags by which the counter tells the messages of torch's pipeline schedules apart, which mix both in one call.
+MESSAGE_TAGS = {"activations": 1, "gradients": 2}
+
 
 @contextmanager
 def label(axis: str, purpose: str) -> Iterator[None]:

@@ -1,0 +1,82 @@
+"""What passes between stages at run time: its shape and dtype, and a stage that sends it well-formed and tagged."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from parallelrun import comm, registry
+from parallelrun.models.network import Network
+from parallelrun.plan.structure import Plan
+
+
+def boundary_shape(plan: Plan) -> tuple[int, ...]:
+    """Shape of one microbatch between two stages on one rank: (micro_batch, seq or seq / tp, hidden) for gpt."""
+    shape = list(plan.spec.boundary_shape)
+    if plan.tensor.sequence_parallel:
+        shape[0] //= plan.mesh.size("tp")
+    shape.insert(0, plan.batch.micro_batch)
+    tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
+    assert prod(shape) == tensor.boundary_elements(plan), f"the tensor way plans another boundary than {shape}"
+    return tuple(shape)
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """The dtype of activations and of their gradients."""
+    return getattr(torch, plan.precision.compute)
+
+
+def input_example(plan: Plan, is_first: bool) -> torch.Tensor:
+    """What a stage takes, without data: tokens or features on the first, a boundary that needs a gradient on others."""
+    if not is_first:
+        return torch.empty(boundary_shape(plan), dtype=compute_dtype(plan), device="meta", requires_grad=True)
+    dtype = torch.int64 if plan.spec.kind == "tokens" else compute_dtype(plan)
+    return torch.empty((plan.batch.micro_batch, *plan.spec.sample_shape), dtype=dtype, device="meta")
+
+
+def output_example(plan: Plan) -> torch.Tensor:
+    """What a stage gives. Nobody asks the last stage: its output goes into the loss, not over the wire."""
+    return torch.empty(boundary_shape(plan), dtype=compute_dtype(plan), device="meta", requires_grad=True)
+
+
+class Stage(PipelineStage):
+    """torch's PipelineStage with static metadata, contiguous messages, and tags by which they are counted.
+
+    Without static metadata torch infers it in the first step by messages and an extra forward and backward; with inputs
+    that do not claim to need a gradient, one rank crashes and its neighbour waits for ever.
+    """
+
+    def __init__(self, part: Network, index: int, plan: Plan, device: torch.device, group: dist.ProcessGroup):
+        super().__init__(
+            part,
+            index,
+            len(plan.stages),
+            device,
+            input_args=input_example(plan, is_first=index == 0),
+            output_args=output_example(plan),
+            group=group,
+        )
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _tagged(super().get_fwd_send_ops(fwd_chunk_id), "activations")
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _tagged(super().get_fwd_recv_ops(fwd_chunk_id), "activations")
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _tagged(super().get_bwd_send_ops(bwd_chunk_id), "gradients")
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _tagged(super().get_bwd_recv_ops(bwd_chunk_id), "gradients")
+
+
+def _tagged(operations: list[dist.P2POp], purpose: str) -> list[dist.P2POp]:
+    """The same messages, contiguous (a block may end in a permutation) and with the tag of their purpose."""
+    for operation in operations:
+        operation.tag = comm.MESSAGE_TAGS[purpose]
+        if operation.op is dist.isend:
+            operation.tensor = operation.tensor.contiguous()
+    return operations

@@ -1,0 +1,99 @@
+"""Engines: run a data replica's batch through the stages, forward and backward, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.models.network import Network
+from parallelrun.plan.structure import Plan
+from parallelrun.train.batch import Batch
+
+from .boundary import Stage
+from .evaluation import ForwardPass
+
+
+class AccumulationEngine:
+    """One stage: microbatches one after the other, gradients added up."""
+
+    def __init__(self, parts: list[Network], plan: Plan, mesh: Mesh, data: Any):
+        (self._part,) = parts
+        self._plan = plan
+        self._data = data
+        self._forward = ForwardPass(parts, plan, mesh)
+
+    def train(self, batch: Batch, scale: float) -> Tensor:
+        """Leave the gradient of scale x the summed loss in the parameters; return the unscaled sum (fp64 scalar)."""
+        num, size = self._plan.batch.microbatches, self._plan.batch.micro_batch
+        total = torch.zeros((), dtype=torch.float64, device=batch.sample_ids.device)
+        for index in range(num):
+            part = batch.microbatch(index, size)
+            self._data.before_backward(is_last=index == num - 1)
+            loss = self._part.loss(self._part(part.inputs, part.sample_ids), part.targets)
+            total += loss.detach().double()
+            (loss * scale).backward()
+        return total
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The summed loss (fp64 scalar), without gradients."""
+        return self._forward.loss_sum(batch)
+
+
+class ScheduleEngine:
+    """Stages over the pp axis, run by a schedule of torch.distributed.pipelining.
+
+    torch's own averaging is off (`scale_grads=False`): the loss is a sum, and `scale` makes it a mean over the global
+    batch before backward. The first `train` has some messages more: the stages agree on static metadata.
+    """
+
+    def __init__(
+        self,
+        parts: list[Network],
+        plan: Plan,
+        mesh: Mesh,
+        schedule: type[PipelineScheduleSingle] | type[PipelineScheduleMulti],
+    ):
+        group = mesh.group("pp")
+        assert group.process_group is not None, "a pipeline of one rank has no group"
+        indices = [stage.index for stage in plan.stages_of(group.index)]
+        stages = [
+            Stage(part, index, plan, mesh.device, group.process_group)
+            for index, part in zip(indices, parts, strict=True)
+        ]
+        self._inputs_here = indices[0] == 0
+        self._loss_of = parts[-1].loss if indices[-1] == len(plan.stages) - 1 else None
+        self._scale = 1.0
+        self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._schedule = schedule(
+            stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
+            n_microbatches=plan.batch.microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+        self._forward = ForwardPass(parts, plan, mesh)
+
+    def train(self, batch: Batch, scale: float) -> Tensor:
+        """Leave the gradient of scale x the summed loss in this rank's parameters.
+
+        Returns the unscaled sum over the data replica (fp64 scalar) on the last stage's rank, 0 elsewhere.
+        """
+        self._scale = scale
+        self._total.zero_()
+        inputs = (batch.inputs,) if self._inputs_here else ()
+        target = batch.targets if self._loss_of is not None else None
+        self._schedule.step(*inputs, target=target, return_outputs=False, sample_ids=batch.sample_ids)
+        return self._total.clone()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The summed loss (fp64 scalar) on the last stage's rank, 0 elsewhere; without gradients."""
+        return self._forward.loss_sum(batch)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        assert self._loss_of is not None, "only the last stage has a loss"
+        loss = self._loss_of(logits, targets)
+        self._total += loss.detach().double()
+        return loss * self._scale

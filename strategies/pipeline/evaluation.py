@@ -1,0 +1,103 @@
+"""Forward passes without gradients through the same stages, for evaluation.
+
+Our own loop rather than torch's `schedule.eval`: that one exchanges votes and makes new buffers at every switch
+between training and evaluation, needs as many microbatches as 1F1B does, and cannot evaluate a V.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.models.network import Network
+from parallelrun.plan.structure import Plan
+from parallelrun.train.batch import Batch
+
+from . import schedules
+from .boundary import boundary_shape, compute_dtype
+
+SENDS_IN_FLIGHT = 4
+
+
+class ForwardPass:
+    """All microbatches of a batch through this rank's stages, receiving from and sending to the neighbours."""
+
+    def __init__(self, parts: list[Network], plan: Plan, mesh: Mesh):
+        self._plan = plan
+        self._group = mesh.group("pp")
+        self._device = mesh.device
+        stages = plan.stages_of(self._group.index)
+        self._part_of = {stage.index: part for stage, part in zip(stages, parts, strict=True)}
+        self._steps = self._plan_steps()
+
+    @torch.no_grad()
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """The loss summed over the batch (fp64 scalar) on the last stage's rank, 0 elsewhere. Dropout is off."""
+        was_training = {part: part.training for part in self._part_of.values()}
+        for part in was_training:
+            part.eval()
+        try:
+            return self._run(batch)
+        finally:
+            for part, training in was_training.items():
+                part.train(training)
+
+    def _run(self, batch: Batch) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        last = len(self._plan.stages) - 1
+        arrived: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
+        outputs: dict[tuple[int, int], Tensor] = {}
+        sends: deque[tuple[Tensor, dist.Work]] = deque()
+        for step in self._steps:
+            if step.kind == "RECV":
+                arrived[step.stage, step.microbatch] = self._receive(step.peer)
+            elif step.kind == "SEND":
+                sends.append(self._send(outputs.pop((step.stage, step.microbatch)), step.peer))
+                while len(sends) > SENDS_IN_FLIGHT:
+                    sends.popleft()[1].wait()
+            else:
+                part, samples = (
+                    self._part_of[step.stage],
+                    batch.microbatch(step.microbatch, self._plan.batch.micro_batch),
+                )
+                x = samples.inputs if step.stage == 0 else _wait(*arrived.pop((step.stage, step.microbatch)))
+                output = part(x, samples.sample_ids)
+                if step.stage == last:
+                    total += part.loss(output, samples.targets).double()
+                elif step.stage + 1 in self._part_of:
+                    arrived[step.stage + 1, step.microbatch] = (output, None)
+                else:
+                    outputs[step.stage, step.microbatch] = output
+        for _, work in sends:
+            work.wait()
+        return total
+
+    def _plan_steps(self) -> list[schedules.Step]:
+        plan = self._plan
+        position = schedules.v_position if plan.pipeline.kind == "zbv" else schedules.loop_position
+        pp = self._group.size
+        orders = schedules.forward_only(position, pp, plan.pipeline.chunks, plan.batch.microbatches)
+        return schedules.with_messages(orders, position, len(plan.stages))[self._group.index]
+
+    def _receive(self, peer: int) -> tuple[Tensor, dist.Work | None]:
+        buffer = torch.empty(boundary_shape(self._plan), dtype=compute_dtype(self._plan), device=self._device)
+        with comm.label(self._group.axis, "evaluation"):
+            return buffer, dist.irecv(buffer, group=self._group.process_group, group_src=peer)
+
+    def _send(self, output: Tensor, peer: int) -> tuple[Tensor, dist.Work]:
+        message = output.contiguous()
+        with comm.label(self._group.axis, "evaluation"):
+            work = dist.isend(message, group=self._group.process_group, group_dst=peer)
+        assert work is not None
+        return message, work
+
+
+def _wait(tensor: Tensor, work: dist.Work | None) -> Tensor:
+    if work is not None:
+        work.wait()
+    return tensor
