@@ -106,6 +106,7 @@ class OptimizerConfig:
     """adamw | sgd, its learning-rate schedule and clipping."""
 
     name: str = "adamw"
+    description: str = ""
     lr: float = 3e-3
     schedule: str = "cosine"  # cosine | linear | constant
     warmup: int = 5  # steps
@@ -123,6 +124,7 @@ class PrecisionConfig:
     """fp32 | bf16 | fp16 | fp64: the one table of `parallelrun.precision`."""
 
     name: str = "fp32"
+    description: str = ""
     loss_scale: float = 65536.0  # fp16: the first scale
     scale_window: int = 1000
 
@@ -171,7 +173,8 @@ class BenchConfig:
 
 @dataclass
 class SweepConfig:
-    resume: Optional[str] = None
+    directory: Optional[str] = None  # where the sweep's files go; None: <runs>/sweep-<utc>-<random>
+    resume: Optional[str] = None  # a sweep directory whose finished points are not run again
     fail_fast: bool = False
 
 

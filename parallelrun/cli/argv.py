@@ -1,0 +1,177 @@
+"""argv -> CommandLine, before Hydra: verbs, our flags, and every mistake that can be told without composing.
+
+No Hydra, no torch: a mistyped key is answered in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import socket
+from dataclasses import dataclass, replace
+
+from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, TOOLS, VERBS
+from parallelrun.config import overrides as override_checks
+from parallelrun.config.keys import GROUPS, known_keys, nearest
+from parallelrun.config.overrides import Override
+from parallelrun.errors import ConfigError, Problem
+
+COMMAND_LINE = "command line"
+_SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
+_OUR_FLAGS = (*_SWITCHES, "--version", "--help", "-np", "-H")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the user typed, sorted. flags: Hydra's own, as given; overrides: `key=value` in order, as typed."""
+
+    verb: str = "run"
+    overrides: tuple[Override, ...] = ()
+    flags: tuple[str, ...] = ()
+    json: bool = False
+    verbose: bool = False
+    trust: bool = False
+    multirun: bool = False
+
+    @property
+    def composes_only(self) -> bool:
+        """Whether Hydra answers by itself (`--cfg`, `--info`, ...) and no task is run."""
+        return any(flag.split("=")[0] in _ANSWERING for flag in self.flags)
+
+
+_ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+
+
+def read(argv: list[str]) -> CommandLine:
+    """Sort `argv` (without the program's name; the first word may be a verb). Raises ConfigError with all mistakes."""
+    line = CommandLine()
+    words = list(argv)
+    if words and words[0] in VERBS:
+        line = replace(line, verb=words.pop(0))
+    given: list[str] = []
+    flags: list[str] = []
+    problems: list[Problem] = []
+    ranks: str | None = None
+    hosts: str | None = None
+    while words:
+        word = words.pop(0)
+        if word in _SWITCHES:
+            line = replace(line, **{_SWITCHES[word]: True})
+        elif word in ("-np", "-H"):
+            value = words.pop(0) if words else ""
+            ranks, hosts = (value, hosts) if word == "-np" else (ranks, value)
+        elif word.startswith("-") and word != "-":
+            problems += _flag(word, words, flags)
+        elif "=" in word or word.startswith("~"):
+            problems += _spaced(word, words, given)
+        else:
+            problems += _bare(word, words, argv)
+    given += _ranks_and_hosts(ranks, hosts, problems)
+    multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
+    line = replace(line, flags=tuple(flags), multirun=multirun)
+    parsed, found = override_checks.read(given, multirun, COMMAND_LINE)
+    problems += found
+    if problems:
+        raise ConfigError(*problems)
+    return replace(line, overrides=tuple(parsed))
+
+
+def _flag(word: str, words: list[str], flags: list[str]) -> list[Problem]:
+    """Take a flag of Hydra's and its value from `words` into `flags`."""
+    name, equals, _ = word.partition("=")
+    if name not in HYDRA_FLAGS and name.startswith("--"):
+        full = [flag for flag in HYDRA_FLAGS if flag.startswith(name)]  # argparse lets long flags be shortened
+        name = full[0] if len(full) == 1 and len(name) > 4 else name
+    if name in HYDRA_FLAGS:
+        takes_value = HYDRA_FLAGS[name]
+        flags.append(name + word[len(word.partition("=")[0]) :])
+        if takes_value is None and not equals and words and words[0] in INFO_VALUES:
+            flags.append(words.pop(0))
+        if takes_value and not equals:
+            if not words:
+                return [Problem(f"{word}: a value must follow", COMMAND_LINE)]
+            flags.append(words.pop(0))
+        return []
+    key = name.lstrip("-").replace("-", "_")
+    value = word.partition("=")[2]
+    takes_next = not equals and bool(words) and "=" not in words[0] and not words[0].startswith("-")
+    if takes_next:
+        value = words.pop(0)
+    known = [key] if key in known_keys() or key in GROUPS else override_checks.suggest_keys(key)[:1]
+    near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *_OUR_FLAGS], n=1, cutoff=0.75)
+    if near_flag and key not in known:
+        fix = near_flag[0]
+    elif known:
+        fix = f"write {known[0]}={value or '...'}"
+    else:
+        fix = ""
+    typed = f"{word} {value}" if takes_next else word
+    what = f"{typed}: options are written without dashes, as key=value"
+    return [Problem(what, COMMAND_LINE, fix, "parallelrun --help")]
+
+
+def _spaced(word: str, words: list[str], given: list[str]) -> list[Problem]:
+    """Take an override, or tell of spaces around `=`."""
+    if word.startswith("=") or (word.endswith("=") and words and _is_value(words[0])):
+        key, value = word.strip("="), words.pop(0) if word.endswith("=") and words else ""
+        if word.startswith("="):
+            key, value = "key", key or value
+        return [Problem(f"{word} {value}: no spaces around =", COMMAND_LINE, f"{key}={value}")]
+    given.append(word)
+    return []
+
+
+def _is_value(word: str) -> bool:
+    return "=" not in word and not word.startswith("-") and word not in VERBS
+
+
+def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
+    """A word that is neither a flag nor key=value."""
+    if word in VERBS or word in TOOLS:
+        rest = " ".join(other for other in argv if other != word)
+        return [Problem(f"{word}: the verb comes first", COMMAND_LINE, command=f"parallelrun {word} {rest}".rstrip())]
+    if words and words[0].startswith("="):
+        value = words.pop(0)[1:] or (words.pop(0) if words else "")
+        return [Problem(f"{word} = {value}: no spaces around =", COMMAND_LINE, f"{word}={value}")]
+    if word in known_keys() or word in GROUPS:
+        value = words.pop(0) if words and _is_value(words[0]) else "..."
+        return [Problem(f"{word}: a value is missing", COMMAND_LINE, f"{word}={value}")]
+    if word.endswith((".yaml", ".yml")):
+        return [Problem(f"{word}: a bare file name", COMMAND_LINE, f"recipe={word}")]
+    close = nearest(word, [*VERBS, *TOOLS], 2) if word is argv[0] else []
+    if not close:
+        close = [f"{key}=..." for key in override_checks.suggest_keys(word)] + _presets_named(word)
+    what = f"{word}: neither a verb nor key=value"
+    return [Problem(what, COMMAND_LINE, ", ".join(close[:3]), "parallelrun --help")]
+
+
+def _presets_named(word: str) -> list[str]:
+    from parallelrun.config import presets
+
+    return [f"{group}={word}" for group in GROUPS if word in presets.options(group)]
+
+
+def _ranks_and_hosts(ranks: str | None, hosts: str | None, problems: list[Problem]) -> list[str]:
+    """mpirun's -np and -H as `world=N`, as far as they mean this host."""
+    slots: int | None = None
+    for entry in (hosts or "").split(",") if hosts is not None else []:
+        host, _, count = entry.partition(":")
+        if host not in ("localhost", "127.0.0.1", socket.gethostname()):
+            what = f"-H {hosts}: ranks on other hosts are started by torchrun, srun or mpirun"
+            command = "torchrun --nnodes ... --nproc-per-node ... -m parallelrun ..."
+            problems.append(Problem(what, COMMAND_LINE, command=command))
+            return []
+        if count and not re.fullmatch(r"[1-9][0-9]{0,6}", count):
+            problems.append(Problem(f"-H {hosts}: {count} is no number of ranks", COMMAND_LINE))
+            return []
+        slots = (slots or 0) + int(count or 1)
+    if ranks is None:
+        return [f"world={slots}"] if slots else []
+    if not re.fullmatch(r"[1-9][0-9]{0,6}", ranks):
+        problems.append(Problem(f"-np {ranks}: a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
+        return []
+    if slots is not None and hosts is not None and ":" in hosts and int(ranks) > slots:
+        problems.append(Problem(f"-np {ranks} is more than the {slots} slots of -H {hosts}", COMMAND_LINE))
+        return []
+    return [f"world={ranks}"]
+

@@ -1,0 +1,41 @@
+"""The words of the command line: verbs, tools, flags of ours and of Hydra. No Hydra, no torch."""
+
+from __future__ import annotations
+
+VERBS = {
+    "run": "train (the default verb)",
+    "plan": "show what would happen: mesh, memory, schedule, traffic; starts nothing",
+    "verify": "prove that the training equals one device",
+    "bench": "warm up, time steps, write bench.json",
+}
+TOOLS = {
+    "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters",
+    "show": "print a recipe's composed configuration",
+    "doctor": "check this machine: torch, GPUs, memory, loopback, a two-rank all-reduce",
+    "tokenize": "write Megatron .bin/.idx token files from text",
+}
+# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS. Hydra's, with whether a value follows:
+HYDRA_FLAGS = {
+    "--hydra-help": False,
+    "--run": False,
+    "-r": False,
+    "--multirun": False,
+    "-m": False,
+    "--cfg": True,
+    "-c": True,
+    "--resolve": False,
+    "--package": True,
+    "-p": True,
+    "--shell-completion": False,
+    "-sc": False,
+    "--config-path": True,
+    "-cp": True,
+    "--config-name": True,
+    "-cn": True,
+    "--config-dir": True,
+    "-cd": True,
+    "--experimental-rerun": True,
+    "--info": None,  # a value may follow
+    "-i": None,
+}
+INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")
