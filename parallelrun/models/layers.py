@@ -28,13 +28,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.
 
 
 def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm or RMSNorm over the last dim in at least fp32; the result has the dtype of `x`."""
-    dtype = accurate_dtype(x.dtype)
-    wide, weight = x.to(dtype), weight.to(dtype)
+    """LayerNorm or RMSNorm over the last dim; the result has the dtype of `x`.
+
+    torch's kernels compute in at least fp32 inside and round once; widening here would only cost memory.
+    """
+    weight = weight.to(x.dtype)
     if kind == "rmsnorm":
-        return functional.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
-    bias = bias if bias is None else bias.to(dtype)
-    return functional.layer_norm(wide, weight.shape, weight, bias, eps).to(x.dtype)
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return functional.layer_norm(x, weight.shape, weight, bias if bias is None else bias.to(x.dtype), eps)
+
+
+def activate(kind: str, *parts: Tensor) -> Tensor:
+    """gelu(up), in GPT-2's tanh form, or silu(gate) * up (swiglu; Shazeer 2020)."""
+    if kind == "swiglu":
+        gate, up = parts
+        return functional.silu(gate) * up
+    (up,) = parts
+    return functional.gelu(up, approximate="tanh")
 
 
 def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -183,6 +193,19 @@ class Norm(RoleLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return normalise(self.kind, x.to(self.compute_dtype), self.weight, self.bias, self.eps)
+
+
+class Activation(nn.Module):
+    """The MLP's elementwise middle; splits with its inputs, so no tensor way replaces it. kind: gelu | swiglu."""
+
+    layer_role: ClassVar[str] = "activation"
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return activate(self.kind, *parts)
 
 
 class Head(RoleLayer):

@@ -1,0 +1,98 @@
+"""Network: a model as an ordered chain of named blocks, and what can be done to it as a whole.
+
+Written as for one device. Pipeline stages are cut between blocks, recomputation and compilation work on blocks, tensor
+ways replace the role layers inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun.models import recompute
+
+
+class Network(nn.Module):
+    """Chains its blocks: each maps x to x. `loss(logits, targets)` gives the SUM over valid targets.
+
+    block_names: the blocks held, in order, each a path for `get_submodule`. recomputed: those of them whose
+    activations `recompute.apply` may drop (the repeated middle; there is nothing to win at the ends).
+    """
+
+    def __init__(self, loss: nn.Module):
+        super().__init__()
+        self.block_names: tuple[str, ...] = ()
+        self.recomputed: tuple[str, ...] = ()
+        self.recompute = "none"
+        self.loss = loss
+
+    def block(self, name: str) -> nn.Module:
+        """The block of that name."""
+        return self.get_submodule(name)
+
+    def keep(self, blocks: Sequence[str]) -> Network:
+        """Drop every other block (and its parameters); returns itself. Raises ValueError on a name it does not hold.
+
+        A tied head that loses its embedding keeps the shared Parameter, now under its own name.
+        """
+        unknown = [name for name in blocks if name not in self.block_names]
+        if unknown:
+            raise ValueError(f"no block {unknown[0]!r} here; there are {', '.join(self.block_names)}")
+        for name in self.block_names:
+            if name not in blocks:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+        self._hold(blocks)
+        return self
+
+    def split(self, parts: Sequence[Sequence[str]]) -> list[Network]:
+        """One network per list of blocks, in the order given, sharing this one's modules: several stages on a rank.
+
+        A tied weight stays one Parameter if both its holders are here.
+        """
+        stages = []
+        for blocks in parts:
+            stage = Network(self.loss)
+            stage.recompute, stage.recomputed = self.recompute, self.recomputed
+            stage.block_names = self.block_names
+            stage.training = self.training
+            for name in blocks:
+                _mount(stage, name, self.get_submodule(name))
+            stage._hold(blocks)
+            stages.append(stage)
+        return stages
+
+    def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
+        """x: one microbatch of inputs, or of what the block before the first one held gives. sample_ids: int64
+        (batch,), needed when dropout is on."""
+        for name in self.block_names:
+            mode = self.recompute if name in self.recomputed else "none"
+            x = recompute.run(self.get_submodule(name), x, sample_ids, mode)
+        return x
+
+    def _hold(self, blocks: Sequence[str]) -> None:
+        self.block_names = tuple(name for name in self.block_names if name in blocks)
+        self.recomputed = tuple(name for name in self.recomputed if name in blocks)
+
+
+def compile_blocks(network: Network) -> None:
+    """torch.compile every block in place: names stay, equal blocks share one compilation."""
+    for name in network.block_names:
+        network.block(name).compile()
+
+
+def store(network: nn.Module, dtype: str) -> None:
+    """Give every parameter the stored dtype of the precision table (names as torch spells them)."""
+    network.to(getattr(torch, dtype))
+
+
+def _mount(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` at a dotted path under `root`, making the containers on the way."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if name not in dict(root.named_children()):
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(leaf, module)
