@@ -1,0 +1,200 @@
+"""parallelrun against torch's own strategies: the same model, weights, tokens and optimizer, full step, paired.
+
+    python -m benchmarks.native                          # every case and size, 40 pairs each, results committed
+    python -m benchmarks.native --case tp --size mixed --pairs 30
+
+Peers: DistributedDataParallel, FSDP2 `fully_shard`, DTensor `parallelize_module` with loss_parallel, and raw
+`torch.distributed.pipelining` (1F1B). Rows where the peer wins are printed like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.pairs import environment, on_ranks, summarise, time_pairs, write
+from benchmarks.plain_gpt import SIZES, PlainGpt, Sizes, loss_of
+from parallelrun.models.initialise import logical
+from parallelrun.plan.resolve import resolve
+from parallelrun.train.build import Training, build
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+from tests.plans import tiny_config
+
+LR, CLIP, WEIGHT_DECAY = 1e-3, 1.0, 0.1
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"overrides": {"dp": 2, "strategy.data.kind": "ddp"}, "bar": 1.00},
+    "fsdp": {"overrides": {"dp": 2, "strategy.data.kind": "fsdp"}, "bar": 1.05},
+    "tp": {"overrides": {"tp": 2}, "bar": 0.75},
+    "pp": {"overrides": {"pp": 2, "strategy.pipeline.kind": "1f1b"}, "bar": 1.05},
+}
+
+
+class Peer:
+    """torch's own way of one case: `step()` is a full step, as its documentation writes it."""
+
+    def __init__(self, case: str, sizes: Sizes, training: Training):
+        self.case, self.sizes, self.training = case, sizes, training
+        self.number = 0
+        self.loss = torch.zeros(())
+        model = PlainGpt(sizes)
+        specs = training.plan.spec.parameters
+        model.load_state_dict({name: logical(spec, training.config.seed) for name, spec in specs.items()})
+        self.mesh = init_device_mesh("cpu", (2,))
+        self.model, self.run, self.norm = getattr(self, f"_{case}")(model)
+        decayed = [p for p in self.model.parameters() if p.dim() >= 2]
+        plain = [p for p in self.model.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=case != "tp" and case != "fsdp")
+
+    def step(self) -> None:
+        self.number += 1
+        batch = self.training.reader.batch(self.number)
+        self.optimizer.zero_grad()
+        self.loss = self.run(batch.inputs, batch.targets)
+        self.norm()
+        self.optimizer.step()
+
+    def _whole(self, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(inputs: Tensor, targets: Tensor) -> Tensor:
+            with loss_parallel() if self.case == "tp" else nullcontext():
+                loss = loss_of(model(inputs), targets)
+                loss.backward()
+            return loss.detach()
+
+        return run
+
+    def _clip(self, model: nn.Module) -> Callable[[], None]:
+        return lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+    def _ddp(self, model: nn.Module) -> tuple[nn.Module, Callable, Callable]:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return wrapped, self._whole(wrapped), self._clip(wrapped)
+
+    def _fsdp(self, model: PlainGpt) -> tuple[nn.Module, Callable, Callable]:
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)
+        return model, self._whole(model), self._clip(model)
+
+    def _tp(self, model: PlainGpt) -> tuple[nn.Module, Callable, Callable]:
+        plan: dict[str, Any] = {
+            "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head.head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        }
+        for index in range(self.sizes.layers):
+            name = f"layers.{index}"
+            plan |= {f"{name}.attention.qkv.{part}": ColwiseParallel() for part in "qkv"}
+            plan |= {f"{name}.attention.out": RowwiseParallel(), f"{name}.mlp.down": RowwiseParallel()}
+            plan[f"{name}.mlp.up.up"] = ColwiseParallel()
+        parallelize_module(model, self.mesh, plan)
+        return model, self._whole(model), self._clip(model)
+
+    def _pp(self, model: PlainGpt) -> tuple[nn.Module, Callable, Callable]:
+        rank, half = dist.get_rank(), self.sizes.layers // 2
+        for index in range(self.sizes.layers):
+            if (index < half) != (rank == 0):
+                del model.layers[str(index)]
+        if rank == 0:
+            model.head = None
+        else:
+            model.embedding = None
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=self.mesh.get_group())
+        schedule = Schedule1F1B(stage, self.sizes.microbatches, loss_fn=loss_of)
+
+        def run(inputs: Tensor, targets: Tensor) -> Tensor:
+            if rank == 0:
+                schedule.step(inputs)
+                return torch.zeros(())
+            losses: list[Tensor] = []
+            schedule.step(target=targets, losses=losses)
+            return torch.stack(losses).mean().detach()
+
+        def clip() -> None:
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            squared = norm**2
+            dist.all_reduce(squared)
+            nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, squared.sqrt())
+
+        return model, run, clip
+
+
+def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
+    """One rank: build both sides, alternate, check that both have learnt the same."""
+    sizes = SIZES[size]
+    optimizer = {"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.clip": CLIP}
+    pipelined = {"microbatches": sizes.microbatches} if case == "pp" else {"microbatches": 1}
+    config = tiny_config({**sizes.overrides, **optimizer, **pipelined, **CASES[case]["overrides"]})
+    training = build(config, resolve(config), torch.device("cpu"))
+    scaler = LossScaler(config.precision, scaled=False)
+    peer = Peer(case, sizes, training)
+    state = {"step": 0, "loss": 0.0}
+
+    def ours() -> None:
+        state["step"] += 1
+        state["loss"] = train_step(training, state["step"], LR, scaler).loss
+
+    losses: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for _ in range(3):  # the same steps on both sides, before any timing: equal losses prove equal work
+        ours()
+        peer.step()
+        losses["ours"].append(state["loss"])
+        losses["theirs"].append(_mean_loss(case, peer.loss))
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses["ours"], losses["theirs"]))
+    assert worst < 1e-4, f"{case} {size}: the two sides do not train alike: {losses}"
+    times = time_pairs(ours, peer.step, pairs, warmup)
+    return {"case": case, "size": size, "first_losses": losses, "times": times}
+
+
+def _mean_loss(case: str, loss: Tensor) -> float:
+    """The peer's loss over the whole batch: mean over replicas, or the last stage's."""
+    value = loss.full_tensor() if hasattr(loss, "full_tensor") else loss.clone()
+    if case in ("ddp", "fsdp"):
+        dist.all_reduce(value)
+        value /= 2
+    if case == "pp":
+        dist.broadcast(value, src=1)
+    return float(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default=",".join(CASES))
+    parser.add_argument("--size", default=",".join(SIZES))
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--name", default="native", help="results/<date>-NAME.json; empty: do not write")
+    arguments = parser.parse_args()
+    rows = []
+    print(f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}{'95 %':>16}{'A/A':>7}{'bar':>7}")
+    for case in arguments.case.split(","):
+        for size in arguments.size.split(","):
+            result = on_ranks(2, _run, case, size, arguments.pairs, arguments.warmup)
+            row = {**result, **summarise(result["times"], CASES[case]["bar"])}
+            rows.append(row)
+            interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
+            print(
+                f"{case:6}{size:10}{row['ours_median_s'] * 1e3:9.1f}{row['theirs_median_s'] * 1e3:11.1f}"
+                f"{row['ratio']:8.2f}{interval:>16}{row['a_a_ratio']:7.2f}{row['bar']:7.2f}"
+                f"  {'holds' if row['holds'] else 'DOES NOT HOLD'}",
+                flush=True,
+            )
+    if arguments.name:
+        command = f"python -m benchmarks.native --case {arguments.case} --size {arguments.size} --pairs {arguments.pairs}"
+        print("written to", write(arguments.name, {**environment(), "command": command, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

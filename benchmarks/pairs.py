@@ -1,0 +1,123 @@
+"""Paired timing on shared ranks: both sides alternate inside the same processes; ratios, medians, bootstrap bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def time_pairs(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of each step, the slowest rank's: `ours`, `theirs`, and `again` (theirs once more, for the A/A ratio).
+
+    The order of the three rotates from pair to pair; a barrier stands before each.
+    """
+    sides = {"ours": ours, "theirs": theirs, "again": theirs}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for number in range(warmup + pairs):
+        for name in order:
+            _barrier()
+            began = time.perf_counter()
+            sides[name]()
+            took = time.perf_counter() - began
+            if number >= warmup:
+                times[name].append(took)
+        order = order[1:] + order[:1]
+    return {name: _slowest(values) for name, values in times.items()}
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _slowest(values: list[float]) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any]:
+    """Median ratio ours/theirs with a 95 % bootstrap interval, the A/A ratio beside it, and whether `bar` holds.
+
+    A bar holds if the median of the paired ratios is <= bar + 0.03 and the lower bootstrap bound is <= bar.
+    """
+    ratios = [a / b for a, b in zip(times["ours"], times["theirs"])]
+    control = [a / b for a, b in zip(times["again"], times["theirs"])]
+    median = statistics.median(ratios)
+    low, high = bootstrap(ratios)
+    return {
+        "ours_median_s": statistics.median(times["ours"]),
+        "theirs_median_s": statistics.median(times["theirs"]),
+        "ratio": median,
+        "ratio_low": low,
+        "ratio_high": high,
+        "a_a_ratio": statistics.median(control),
+        "pairs": len(ratios),
+        "bar": bar,
+        "holds": None if bar is None else median <= bar + 0.03 and low <= bar,
+    }
+
+
+def bootstrap(values: list[float], rounds: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the median."""
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(rounds))
+    return medians[int(0.025 * rounds)], medians[int(0.975 * rounds)]
+
+
+def on_ranks(world: int, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Call `function(*args)` on `world` gloo ranks over loopback with one thread each; rank 0's result."""
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.spawn(_entry, (world, scratch, function, args), nprocs=world)
+        return json.loads((Path(scratch) / "result.json").read_text())
+
+
+def _entry(rank: int, world: int, scratch: str, function: Callable[..., dict[str, Any]], args: tuple) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{scratch}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    result = function(*args)
+    if rank == 0:
+        (Path(scratch) / "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to judge the figures."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "commit": git.stdout.strip(),
+    }
+
+
+def write(name: str, document: dict[str, Any]) -> Path:
+    """Write `results/<date>-<name>.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
