@@ -6,6 +6,7 @@ Third parties add their own through the entry-point groups `parallelrun.strategi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -40,10 +41,13 @@ _BUILT_IN = {"strategies": STRATEGIES, "models": MODELS, "datasets": DATASETS}
 
 def names(kind: str) -> dict[str, str]:
     """Every known name of `kind` (strategies | models | datasets) with its import path, plug-ins included."""
-    found = dict(_BUILT_IN[kind])
-    for point in entry_points(group=f"parallelrun.{kind}"):
-        found.setdefault(point.name, point.value)
-    return found
+    return {**_plug_ins(kind), **_BUILT_IN[kind]}
+
+
+@lru_cache(maxsize=3)
+def _plug_ins(kind: str) -> dict[str, str]:
+    """Reading the metadata of every installed package takes milliseconds: once per process."""
+    return {point.name: point.value for point in entry_points(group=f"parallelrun.{kind}")}
 
 
 def load(kind: str, name: str, half: str = "") -> ModuleType:

@@ -188,6 +188,7 @@ def _plan(
         dropout=config.dropout,
         device=degrees.device,
         optimizer=config.optimizer.name,
+        optimizer_states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
         equivalence=Equivalence("exact"),
         filled=tuple(degrees.filled),
         warnings=(*degrees.warnings, *notes),

@@ -79,8 +79,8 @@ class Equivalence:
 class Plan:
     """Everything a worker needs to know that is not a hyper-parameter.
 
+    optimizer_states: tensors of state that the optimizer keeps per weight (adamw 2, sgd 0, or 1 with momentum).
     filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
-    needed_groups: the axis combinations that get a communicator, in creation order (degree 1 makes none).
     """
 
     preset: str
@@ -97,6 +97,7 @@ class Plan:
     dropout: float
     device: str  # cpu | cuda
     optimizer: str
+    optimizer_states: int
     equivalence: Equivalence
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -84,7 +84,10 @@ class DataWayPlan(Protocol):
         """How the stored gradients lie at their peak, for memory."""
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """Data-axis collectives of one rank at that pp coordinate in one step."""
+        """Data-axis collectives of one rank at that pp coordinate in one step, and what the final gradients need:
+
+        the sums over partial axes and of tied copies, which are sized by this way's shards.
+        """
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 

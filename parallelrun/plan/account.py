@@ -1,0 +1,281 @@
+"""What a plan costs before it runs: collectives, bytes in memory, FLOPs, time. Torch-free, closed form.
+
+Ranks that differ only in copies or in even shards cost the same, and so do pp coordinates with the same kinds of
+blocks, so each class of ranks is computed once: 16,384 ranks take no longer than 16 (a test compares with every rank).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.layout import Layout
+from parallelrun.models.spec import BlockSpec
+from parallelrun.plan.resolve import Ways, ways_of
+from parallelrun.plan.structure import CONTROL_ELEMENTS, Collective, Memory, Plan
+from parallelrun.precision import BYTES
+from parallelrun.train.parameters import HeldParameter, held_parameters
+
+WORLD, EMBEDDING, CONTROL = "world", "embedding", "control"
+# The part of a full-size buffer of n ranks that one rank must send under a bandwidth-optimal algorithm.
+WIRE = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "send": lambda n: 1,
+    "recv": lambda n: 0,
+}
+LEAVES_OUT = (
+    "the framework's own memory (CUDA context, communicators)",
+    "allocator fragmentation",
+    "temporary buffers of collectives and kernels",
+    "weights rounded to the compute dtype while they are used",
+)
+
+
+def wire_bytes(row: Collective, size: int) -> int:
+    """Bytes one rank must send for `row` over a group of `size` ranks under a bandwidth-optimal algorithm."""
+    return round(row.payload_bytes * WIRE[row.operation](size)) if size > 1 else 0
+
+
+def group_size(plan: Plan, axis: str) -> int:
+    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world`, or `embedding`."""
+    if axis in (WORLD, EMBEDDING):
+        return plan.world if axis == WORLD else 2
+    return prod(plan.mesh.size(part) for part in axis.split("+"))
+
+
+def collectives(plan: Plan, rank: int) -> list[Collective]:
+    """Everything `rank` sends in one steady training step, by axis, operation and purpose; control traffic apart.
+
+    The ways' own rows (the data way's include the sums over partial axes and of tied copies, which are sized by its
+    shards) and one all-reduce of the control numbers.
+    """
+    ways, place = ways_of(plan), plan.mesh.coordinate(rank)
+    position = place["pp"]
+    blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(position) for name in stage.blocks)
+    rows = [
+        *ways.tensor.collectives(blocks, plan),
+        *ways.pipeline.collectives(position, plan),
+        *ways.data.collectives(position, place, plan),
+    ]
+    if plan.world > 1:
+        rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, CONTROL_ELEMENTS * BYTES["float64"]))
+    return merge(rows)
+
+
+def merge(rows: list[Collective]) -> list[Collective]:
+    """One row per axis, operation and purpose, sorted."""
+    calls: Counter[tuple[str, str, str]] = Counter()
+    payload: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        key = row.axis, row.operation, row.purpose
+        calls[key] += row.calls
+        payload[key] += row.payload_bytes
+    return [Collective(*key, calls=calls[key], payload_bytes=payload[key]) for key in sorted(calls)]
+
+
+def _numel(held: HeldParameter, layout: Layout, plan: Plan, place: Mapping[str, int]) -> int:
+    return layout.local_numel(held.spec.shape, plan.mesh.sizes, place)
+
+
+def memory(plan: Plan, rank: int) -> Memory:
+    """Bytes of `rank` at the peak of a step, from layouts and the schedule."""
+    ways, place = ways_of(plan), plan.mesh.coordinate(rank)
+    stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
+    weights = gradients = states = 0
+    for held in held_parameters(plan, place["pp"]):
+        for_weight = ways.data.weight_layout(held.layout, plan)
+        for_gradient = ways.data.gradient_layout(held.layout, plan)
+        for_state = ways.data.state_layout(held.layout, plan)
+        weights += _numel(held, for_weight, plan, place) * stored
+        gradients += _numel(held, for_gradient, plan, place) * reduce
+        states += _numel(held, for_state, plan, place) * stored * plan.optimizer_states
+    gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
+    gathered = gather(place["pp"], place, plan) if gather else 0
+    return Memory(weights + gathered, gradients, states, _activation_bytes(plan, place["pp"], ways), LEAVES_OUT)
+
+
+def _activation_bytes(plan: Plan, position: int, ways: Ways) -> int:
+    """Sum over this coordinate's stages: microbatches in flight x what their blocks keep for backward."""
+    in_flight = ways.pipeline.in_flight(plan, position)
+    total = 0
+    for stage in plan.stages_of(position):
+        kept = sum(ways.tensor.saved_bytes(plan.spec.block(name), plan) for name in stage.blocks)
+        total += in_flight.get(stage.index, 0) * kept
+    return total
+
+
+def position_classes(plan: Plan) -> list[list[int]]:
+    """pp coordinates whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
+    last = len(plan.stages) - 1
+    holder = [stage.position for stage in plan.stages]
+    tied = {name for pair in plan.spec.tied for name in pair}
+    looks = {block.name: _looks(block, tied) for block in plan.spec.blocks}
+    classes: dict[object, list[int]] = {}
+    for position in range(plan.mesh.size("pp")):
+        key = tuple(
+            (
+                stage.index == 0 or holder[stage.index - 1] == position,
+                stage.index == last or holder[stage.index + 1] == position,
+                tuple(looks[name] for name in stage.blocks),
+            )
+            for stage in plan.stages_of(position)
+        )
+        classes.setdefault(key, []).append(position)
+    return list(classes.values())
+
+
+def _looks(block: BlockSpec, tied: set[str]) -> object:
+    """All that costs depend on: kind, FLOPs, layers and shapes; a block with tied weights is like no other."""
+    layers = tuple(
+        (layer.layer_role, layer.in_features, layer.out_features, tuple((p.shape, p.heads) for p in layer.parameters))
+        for layer in block.layers
+    )
+    alone = block.name if any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers) else ""
+    return block.kind, alone, block.forward_flops, block.saved_elements, layers
+
+
+def rank_classes(plan: Plan) -> list[tuple[int, int]]:
+    """(a rank, how many ranks send the same): by class of pp coordinates, and by tensor coordinate if shards are uneven.
+
+    The first of a class holds most (`torch.chunk` makes the first shards the largest).
+    """
+    num_tensor, num_replicas = plan.mesh.size("tp"), plan.mesh.size("dp")
+    classes = []
+    for positions in position_classes(plan):
+        if _uneven(plan, positions[0]):
+            ranks = [plan.mesh.rank(pp=positions[0], tp=tensor) for tensor in range(num_tensor)]
+            classes += [(rank, len(positions) * num_replicas) for rank in ranks]
+        else:
+            classes.append((plan.mesh.rank(pp=positions[0]), len(positions) * num_replicas * num_tensor))
+    return classes
+
+
+def _uneven(plan: Plan, position: int) -> bool:
+    """Does any parameter of this coordinate lie unevenly on the tensor axes?"""
+    first = plan.mesh.coordinate(plan.mesh.rank(pp=position))
+    last = plan.mesh.coordinate(plan.mesh.rank(pp=position, tp=plan.mesh.size("tp") - 1))
+    held = held_parameters(plan, position)
+    return any(_numel(h, h.layout, plan, first) != _numel(h, h.layout, plan, last) for h in held)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One row of the account: what the busiest rank sends and what all ranks together send."""
+
+    axis: str
+    operation: str
+    purpose: str
+    group_size: int
+    calls: int
+    payload_bytes: int
+    wire_bytes: int
+    total_calls: int
+    total_payload_bytes: int
+    total_wire_bytes: int
+
+
+def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
+    """(the rank that must send most, a row per axis, operation and purpose)."""
+    per_class = [(rank, num_ranks, collectives(plan, rank)) for rank, num_ranks in rank_classes(plan)]
+
+    def sends(rows: list[Collective]) -> int:
+        return sum(wire_bytes(row, group_size(plan, row.axis)) for row in rows)
+
+    busiest, _, busiest_rows = max(per_class, key=lambda item: sends(item[2]))
+    own = {(row.axis, row.operation, row.purpose): row for row in busiest_rows}
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for _, num_ranks, rows in per_class:
+        for row in rows:
+            total = totals.setdefault((row.axis, row.operation, row.purpose), [0, 0, 0])
+            total[0] += num_ranks * row.calls
+            total[1] += num_ranks * row.payload_bytes
+            total[2] += num_ranks * wire_bytes(row, group_size(plan, row.axis))
+    table = []
+    for key in sorted(totals):
+        row = own.get(key, Collective(*key, calls=0, payload_bytes=0))
+        size = group_size(plan, row.axis)
+        table.append(Traffic(*key, size, row.calls, row.payload_bytes, wire_bytes(row, size), *totals[key]))
+    return busiest, tuple(table)
+
+
+def memories(plan: Plan) -> dict[int, Memory]:
+    """Per pp coordinate the Memory of the rank of it that holds most (the first)."""
+    ways = ways_of(plan)
+    found = {}
+    for positions in position_classes(plan):
+        alike = memory(plan, plan.mesh.rank(pp=positions[0]))
+        for position in positions:
+            found[position] = replace(alike, activations=_activation_bytes(plan, position, ways))
+    return dict(sorted(found.items()))
+
+
+def fits(memory: Memory, cluster: ClusterConfig, device_bytes: int | None = None) -> str:
+    """yes | no | unknown, against `cluster.memory_gb` (10^9 bytes) or the device's own size.
+
+    Unknown without a size, and within the last tenth, where what the figure leaves out decides.
+    """
+    available = cluster.memory_gb * 1e9 if cluster.memory_gb else device_bytes
+    if not available:
+        return "unknown"
+    if memory.total > available:
+        return "no"
+    return "yes" if memory.total <= 0.9 * available else "unknown"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of one step over all ranks, and seconds where the cluster gives rates (else None).
+
+    model_flops: forward and twice that backward ("72-form": 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a gpt, SC21).
+    hardware_flops: with the forwards that recompute=full repeats. compute_s: at the peak rate, bubble included.
+    communication_s: of the busiest rank, its wire bytes and calls at the links' rates, nothing overlapped.
+    """
+
+    model_flops: float
+    hardware_flops: float
+    compute_s: float | None
+    communication_s: float | None
+
+
+def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan_flops: float) -> Cost:
+    """rows: of `traffic`. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
+    forward = plan.spec.forward_flops * plan.batch.global_batch
+    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.kind not in ("embedding", "head"))
+    again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
+    compute = makespan_flops / (cluster.peak_tflops * 1e12) if cluster.peak_tflops else None
+    return Cost(3 * forward, 3 * forward + again, compute, _communication_s(plan, cluster, rows))
+
+
+def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...]) -> float | None:
+    if not cluster.intra_gb_s:
+        return None
+    seconds = 0.0
+    for row in rows:
+        rate = cluster.intra_gb_s if stays_in_node(plan, cluster, row.axis) else cluster.inter_gb_s
+        if row.calls and not rate:
+            return None
+        seconds += row.wire_bytes / ((rate or 1) * 1e9) + row.calls * (cluster.latency_us or 0.0) * 1e-6
+    return seconds
+
+
+def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
+    """Do all groups of `axis` lie inside one host of `cluster.gpus_per_node` consecutive ranks?"""
+    per_node = cluster.gpus_per_node or plan.world
+    if plan.world <= per_node:
+        return True
+    if axis in (WORLD, EMBEDDING, "pp"):
+        return False
+    span, inner = 1, 1  # ranks from a group's first to its last, for a group aligned to its span
+    varying = {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
+    for name, degree in reversed(plan.mesh.leaves):
+        inner *= degree
+        if name in varying and degree > 1:
+            span = inner
+    return span <= per_node and per_node % span == 0
