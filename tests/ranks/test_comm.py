@@ -1,0 +1,115 @@
+"""Our collectives: values, parts along any dim, and what the counter sees of them and of torch's engines."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelrun import comm
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.exchange import gather_json
+from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.plan.structure import Collective
+from tests.plans import tiny_plan
+from tests.pool import run_ranks
+
+
+def mesh_of(**degrees: int) -> Mesh:
+    return build_mesh(tiny_plan(**degrees), torch.device("cpu"))
+
+
+def gather_and_scatter() -> list[torch.Tensor]:
+    mesh = mesh_of(dp=2, tp=2)
+    group = mesh.group("tp")
+    mine = torch.arange(12.0).view(2, 3, 2) + 100 * group.index
+    whole = comm.all_gather(mine, group, "test", dim=1)
+    back = comm.reduce_scatter(whole, group, "test", dim=1)
+    return [whole, back - 2 * mine]
+
+
+def test_gather_concatenates_along_the_dim_and_scatter_sums_and_cuts_it() -> None:
+    whole, difference = run_ranks(4, gather_and_scatter)[3]
+    part = torch.arange(12.0).view(2, 3, 2)
+    assert torch.equal(whole, torch.cat((part, part + 100), dim=1))
+    assert not difference.any()
+
+
+def every_axis_sums_its_own() -> dict[str, float]:
+    mesh = mesh_of(dp=2, tp=2, pp=2)
+    sums = {}
+    for axis in ("dp", "tp", "pp", "world"):
+        tensor = torch.tensor([float(2**mesh.rank)])
+        comm.all_reduce(tensor, mesh.group(axis), "test")
+        sums[axis] = tensor.item()
+    return sums
+
+
+def test_groups_follow_the_rank_order_pp_dp_tp() -> None:
+    sums = run_ranks(8, every_axis_sums_its_own)[5]  # pp=1, dp=0, tp=1
+    assert sums == {"tp": 2**4 + 2**5, "dp": 2**5 + 2**7, "pp": 2**1 + 2**5, "world": 2**8 - 1}
+
+
+def degree_one_sends_nothing() -> list[Collective]:
+    mesh = mesh_of(tp=2)
+    with CommunicationCounter(mesh) as counter:
+        tensor = torch.ones(3)
+        comm.all_reduce(tensor, mesh.group("dp"), "test")
+        comm.all_gather(tensor, mesh.group("pp"), "test")
+    return counter.rows()
+
+
+def test_an_axis_of_degree_one_has_no_communicator() -> None:
+    assert run_ranks(2, degree_one_sends_nothing) == [[], []]
+
+
+def counted() -> list[Collective]:
+    mesh = mesh_of(dp=2)
+    group = mesh.group("dp")
+    with CommunicationCounter(mesh) as counter:
+        comm.all_reduce(torch.ones(10), group, "gradients")
+        comm.all_reduce(torch.ones(5), group, "gradients")
+        comm.all_gather(torch.ones(4, dtype=torch.float64), group, "parameters")
+        comm.reduce_scatter(torch.ones(6), group, "gradients")
+        if mesh.rank == 0:
+            comm.send(torch.ones(7), 1, group, "activations")
+        else:
+            comm.recv(torch.ones(7), 0, group, "activations")
+        layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=group.process_group)
+        layer(torch.ones(2, 4)).sum().backward()
+    return counter.rows()
+
+
+def test_payload_is_the_full_buffer_and_point_to_point_counts_at_the_sender() -> None:
+    sender, receiver = run_ranks(2, counted)
+    assert Collective("dp", "all_reduce", "gradients", 2, 60) in sender
+    assert Collective("dp", "all_gather", "parameters", 1, 64) in sender
+    assert Collective("dp", "reduce_scatter", "gradients", 1, 24) in sender
+    assert Collective("dp", "send", "activations", 1, 28) in sender
+    assert Collective("dp", "recv", "activations", 1, 0) in receiver
+
+
+def test_an_engine_of_torch_is_seen_under_its_axis() -> None:
+    engine = [row for row in run_ranks(2, counted)[0] if row.purpose == "engine" and row.operation == "all_reduce"]
+    assert engine == [Collective("dp", "all_reduce", "engine", 1, 4 * (16 + 4))]
+
+
+def wrong_world() -> str:
+    try:
+        mesh_of(dp=2)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_mesh_smaller_than_the_world_is_refused() -> None:
+    assert "has 2 ranks, the world has 4" in run_ranks(4, wrong_world)[0]
+
+
+def exchange() -> list[dict]:
+    return gather_json({"rank": dist.get_rank(), "text": "é" * (3 * dist.get_rank() + 1)}, mesh_of(dp=3, global_batch=9))
+
+
+def test_json_of_different_lengths_reaches_every_rank() -> None:
+    expected = [{"rank": rank, "text": "é" * (3 * rank + 1)} for rank in range(3)]
+    assert run_ranks(3, exchange) == [expected] * 3

@@ -1,0 +1,55 @@
+"""The final panel: drawn from a run's files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from parallelrun.report.run import bytes_text, communication_table, show, sparkline
+
+
+def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
+    assert sparkline([3.0, 2.0, 1.0]) == "█▄▁"
+    assert sparkline([1.0, float("nan"), 2.0]) == "▁ █"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(500)], width=60)) == 60
+    assert sparkline([]) == ""
+
+
+def test_bytes_are_told_in_powers_of_1024() -> None:
+    assert [bytes_text(n) for n in (0, 1023, 1536, 3 * 2**20)] == ["0 B", "1023 B", "1.50 KiB", "3.00 MiB"]
+
+
+def communication_row(**changed: object) -> dict:
+    row = {"rank": 0, "axis": "dp", "operation": "all_reduce", "purpose": "gradients", "calls": 1, "predicted_calls": 1}
+    return {**row, "payload_bytes": 2048, "predicted_payload_bytes": 2048, "wire_bytes": 2048, **changed}
+
+
+def text_of(renderable: object) -> str:
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_a_count_that_was_not_predicted_is_shown() -> None:
+    assert "as predicted" in text_of(communication_table([communication_row()]))
+    assert "predicted 3 calls" in text_of(communication_table([communication_row(predicted_calls=3)]))
+
+
+def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Path) -> None:
+    summary = {"model": "gpt", "strategy": "ptdp", "dp": 1, "tp": 2, "pp": 2, "state": "done", "steps": 2, "world": 4}
+    summary |= {"global_batch": 48, "parameters": 1234, "step_time_median_s": 0.05, "tokens_per_s": 100.0}
+    summary |= {"peak_memory_bytes": 2**20, "ranks_per_core": 2.0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    rows = [{"loss": 5.5}, {"loss": 4.25, "val_loss": 4.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "comm.json").write_text(json.dumps({"rows": [communication_row()]}))
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(tmp_path, console)
+    text = console.export_text()
+    for expected in ("5.5000", "4.2500", "4.5000", "tp=2 pp=2", "50 ms a step", str(tmp_path), "step_2", "as predicted"):
+        assert expected in text, expected
+    assert "no scaling measurement: 4 ranks on 2 cores" in text
