@@ -32,20 +32,17 @@ class _CrossEntropy(torch.autograd.Function):
         comm.all_reduce(largest, group, PURPOSE, op="max")
         shifted = values - largest.unsqueeze(1)
         column, owned = _own_column(targets, start, values.size(1))
-        sums = values.new_zeros(3 if smoothing else 2, values.size(0))
+        sums = values.new_zeros(2, values.size(0))  # of exponentials; of logits, weighted by the target distribution
         if values.size(1):
-            sums[0] = torch.where(owned, shifted.gather(1, column.unsqueeze(1)).squeeze(1), 0)
+            sums[1] = torch.where(owned, shifted.gather(1, column.unsqueeze(1)).squeeze(1), 0) * (1 - smoothing)
             if smoothing:
-                sums[2] = shifted.sum(1)
-            sums[1] = shifted.exp_().sum(1)
+                sums[1] += shifted.sum(1) * (smoothing / vocab)
+            sums[0] = shifted.exp_().sum(1)
         comm.all_reduce(sums, group, PURPOSE)
-        log_sum = sums[1].log()
-        loss = log_sum - (1 - smoothing) * sums[0]
-        if smoothing:
-            loss -= smoothing / vocab * sums[2]
+        log_sum = sums[0].log()
         ctx.save_for_backward(logits, targets, log_sum + largest)
         ctx.start, ctx.vocab, ctx.smoothing = start, vocab, smoothing
-        return torch.where(targets >= 0, loss, 0).sum()
+        return torch.where(targets >= 0, log_sum - sums[1], 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -55,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             out -= ctx.smoothing / ctx.vocab
         if logits.size(1):
-            out.scatter_add_(1, column.unsqueeze(1), (owned * -(1 - ctx.smoothing)).to(out.dtype).unsqueeze(1))
+            out.scatter_add_(1, column.unsqueeze(1), (owned.to(out.dtype) * (ctx.smoothing - 1)).unsqueeze(1))
         out *= (grad * (targets >= 0)).unsqueeze(1)
         return out.to(logits.dtype), None, None, None, None, None
 

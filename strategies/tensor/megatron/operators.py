@@ -98,13 +98,13 @@ class _OverlappedColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         x, *weights = ctx.saved_tensors
         gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel else None
-        flat = [grad.reshape(-1, grad.size(-1)) for grad in grads]
+        flat = [grad.flatten(0, -2) for grad in grads]
         reducing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.size(-1))
             reducing = _start_reduce(_input_gradient(flat, weights, x.dtype).view(shape), ctx)
         whole = gathering() if gathering else x
-        rows = whole.reshape(-1, whole.size(-1))
+        rows = whole.flatten(0, -2)
         out: list[Tensor | None] = []
         for number, (grad, weight) in enumerate(zip(flat, weights)):
             wanted = ctx.needs_input_grad[3 + 2 * number]

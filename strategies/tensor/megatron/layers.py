@@ -1,0 +1,143 @@
+"""Role layers on the ranks of a tensor axis. Each takes over the (already cut) parameters of the layer it replaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from parallelrun.mesh.runtime import Group
+from parallelrun.models import layers as one_device
+from parallelrun.strategies.tensor.megatron import operators
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a layer must know of the tensor axis: its group, how activations lie between blocks, and whether the
+    input-gradient reduction may share a node with the weight gradients (never under zero bubble)."""
+
+    group: Group
+    sequence_parallel: bool
+    overlap: bool
+
+
+class Columns(one_device.Columns):
+    """Local rows of every output: one f for all of them, no communication forward unless sequence parallel."""
+
+    def __init__(self, source: one_device.Columns, span: Span):
+        parts = {name: source.get_submodule(name) for name in source.outputs}
+        sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
+        with torch.device("meta"):
+            super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
+        self.span = span
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = (self.get_submodule(name) for name in self.outputs)
+        weights = [(part.weight, part.bias) for part in parts]
+        return _columns(x.to(self.compute_dtype), weights, self.span)
+
+
+class Row(one_device.Row):
+    """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
+
+    def __init__(self, source: one_device.Row, span: Span):
+        with torch.device("meta"):
+            super().__init__(source.weight.size(1), source.out_features, source.bias is not None, source.compute_dtype)
+        self.span, self.weight, self.bias = span, source.weight, source.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        partial = one_device.linear(x, self.weight, None, self.compute_dtype)
+        out = operators.leave(partial, self.span.group, self.span.sequence_parallel)
+        return out if self.bias is None else out + self.bias.to(self.compute_dtype)
+
+
+class Embedding(one_device.Embedding):
+    """Local rows of the vocabulary, zeros for the others, then g. `start`: the global id of the first local row."""
+
+    def __init__(self, source: one_device.Embedding, span: Span, start: int):
+        with torch.device("meta"):
+            super().__init__(source.weight.size(0), source.hidden, source.compute_dtype)
+        self.span, self.start, self.weight = span, start, source.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return operators.leave(self._own_rows(tokens), self.span.group, self.span.sequence_parallel)
+
+    def _own_rows(self, tokens: Tensor) -> Tensor:
+        num_rows = self.weight.size(0)
+        if num_rows == 0:  # the sum over no rows keeps the parameter in the graph: its hooks must fire all the same
+            zeros = self.weight.new_zeros((*tokens.shape, self.hidden), dtype=self.compute_dtype)
+            return zeros + self.weight.sum().to(self.compute_dtype)
+        elsewhere = (tokens < self.start) | (tokens >= self.start + num_rows)
+        rows = functional.embedding((tokens - self.start).masked_fill(elsewhere, 0), self.weight)
+        return rows.to(self.compute_dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+class Position(one_device.Position):
+    """Whole table; under sequence parallel each rank adds the positions of its own slice."""
+
+    def __init__(self, source: one_device.Position, span: Span):
+        with torch.device("meta"):
+            super().__init__(source.seq, source.hidden, source.compute_dtype)
+        self.span, self.weight = span, source.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.span.group.index * x.size(1) if self.span.sequence_parallel else 0
+        return x + self.weight[start : start + x.size(1)].to(self.compute_dtype)
+
+
+class Head(one_device.Head):
+    """Local rows of the vocabulary: logits stay split, `VocabParallelLoss` reads them so."""
+
+    def __init__(self, source: one_device.Head, span: Span):
+        with torch.device("meta"):
+            super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
+        self.span, self.weight = span, source.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _columns(x.to(self.compute_dtype), [(self.weight, None)], self.span)[0]
+
+
+class Dropout(one_device.Dropout):
+    """The same mask as on one device: told where the slice that arrives begins, by what of it is missing."""
+
+    def __init__(self, source: one_device.Dropout, span: Span):
+        super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
+        self.span = span
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.span.group
+        split_hidden = 0 < x.size(-1) < self.hidden  # between a column and a row layer: the whole sequence
+        self.hidden_offset = group.index * x.size(-1) if split_hidden else 0
+        self.sequence_offset = group.index * x.size(1) if self.span.sequence_parallel and not split_hidden else 0
+        return super().forward(x)
+
+
+class AttentionProduct(one_device.AttentionProduct):
+    """Attention over local heads; dropped probabilities are those of the global heads."""
+
+    def __init__(self, source: one_device.AttentionProduct, span: Span):
+        super().__init__(source.rate, source.seed, source.site, source.compute_dtype)
+        self.span = span
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.head_offset = self.span.group.index * query.size(1)
+        return super().forward(query, key, value)
+
+
+def _columns(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], span: Span) -> tuple[Tensor, ...]:
+    return operators.columns(x, weights, span.group, span.sequence_parallel, span.overlap)
+
+
+FORMS: dict[type, Any] = {
+    one_device.Columns: Columns,
+    one_device.Row: Row,
+    one_device.Position: Position,
+    one_device.Head: Head,
+    one_device.Dropout: Dropout,
+    one_device.AttentionProduct: AttentionProduct,
+}

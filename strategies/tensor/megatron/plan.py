@@ -1,0 +1,150 @@
+"""What Megatron's tensor way will do: checks, layouts, collectives, memory. Torch-free.
+
+Source: Shoeybi et al. 2019 (columns then rows, split vocabulary), Korthikanti et al. 2022 (sequence parallel).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.names import either, nearest
+from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.ways import Request
+
+from . import memory, traffic
+
+SPLIT_ROLES = ("columns", "row", "embedding", "head")
+AXIS, KV_AXIS, COPY_AXIS = "tp", "tp_kv", "tp_copy"
+
+
+class Way:
+    """The TensorWayPlan of kind `megatron` (layout 1d)."""
+
+    def check(self, request: Request) -> list[Problem]:
+        """Heads, kv heads, widths and, under sequence parallel, the sequence must divide; the vocabulary need not."""
+        if request.tp == 1:
+            return []
+        wanted = request.config.strategy.tensor.sequence_parallel
+        problems = [*_roles(request.spec, request.tp), *_sequence(request.spec, request.tp, wanted)]
+        misfits = _misfits(request.spec, request.tp)
+        if not misfits:
+            return problems
+        legal = [tp for tp in range(1, 4 * request.tp) if _fits(request.spec, tp, wanted)]
+        fix = either("tp", nearest(request.tp, legal))
+        for key, size, what in misfits:
+            sizes = f" or {either(key, _multiples(size, request.tp))}" if key.startswith("model.") else ""
+            problems.append(Problem(f"{what} by tp={request.tp}", "tp", fix + sizes, kind="arithmetic"))
+        return problems
+
+    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        """One axis `tp`; made of kv heads and their copies where there are more ranks than kv heads."""
+        kv_heads = request.spec.kv_heads
+        if not 0 < kv_heads < request.tp:
+            return ((AXIS, request.tp),), ()
+        return ((KV_AXIS, kv_heads), (COPY_AXIS, request.tp // kv_heads)), ((AXIS, (KV_AXIS, COPY_AXIS)),)
+
+    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
+        """Columns, embedding and head by rows of dim 0; row weights by dim 1; the rest whole on every rank.
+
+        Partial over tp: gradients that come from a slice of the sequence. Partial over tp_copy: copies of a kv head,
+        each of which serves its own query heads.
+        """
+        whole = Layout.replicated(len(parameter.shape))
+        axes = plan.mesh.leaf_axes(AXIS)
+        num_copies = plan.mesh.size(COPY_AXIS)
+        if parameter.layer_role == "row" and len(parameter.shape) == 2:
+            return Layout(((), axes))
+        if parameter.layer_role in ("columns", "embedding", "head"):
+            shared = num_copies > 1 and parameter.heads == plan.mesh.size(KV_AXIS)
+            split = Layout((((KV_AXIS,) if shared else axes), *whole.dims[1:]))
+            return Layout(split.dims, (COPY_AXIS,)) if shared else split
+        return Layout(whole.dims, (AXIS,)) if plan.tensor.sequence_parallel else whole
+
+    def boundary_elements(self, plan: Plan) -> int:
+        """Elements that pass between blocks for one microbatch: the slice of the sequence under sequence parallel."""
+        parts = plan.mesh.size(AXIS) if plan.tensor.sequence_parallel else 1
+        return plan.batch.micro_batch * prod(plan.spec.boundary_shape) // parts
+
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Bytes one microbatch of `block` keeps for backward on the rank that keeps most. See `memory`."""
+        return memory.saved_bytes(block, plan)
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
+        return traffic.collectives(blocks, plan)
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """The same function and the same gradients as on one device."""
+        return Equivalence("exact")
+
+
+def _roles(spec: ModelSpec, tp: int) -> list[Problem]:
+    """There must be something to split, and nothing with weights may stand where activations are split."""
+    layers = list(spec.layers())
+    if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
+        named = next((layer for layer in layers if layer.parameters), None)
+        name = named.name if named else spec.name
+        what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
+        return [Problem(what, "model.roles", f"model.roles={{{name}: columns}}, or tp=1", kind="undefined")]
+    open_columns: LayerSpec | None = None
+    for layer in layers:
+        if open_columns and layer.parameters and layer.layer_role != "row":
+            what = f"layer {layer.name} reads what {open_columns.name} has split over tp={tp}: only a row layer can"
+            fix = f"model.roles={{{layer.name}: row}}, or tp=1"
+            return [Problem(what, "model.roles", fix, kind="undefined")]
+        open_columns = layer if layer.layer_role == "columns" else None if layer.layer_role == "row" else open_columns
+    return []
+
+
+def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
+    """Sequence parallel cuts the sequence evenly, so there must be one."""
+    key = "strategy.tensor.sequence_parallel"
+    if not wanted:
+        return []
+    if spec.kind != "tokens" or not spec.seq:
+        what = f"sequence_parallel=true: {spec.name} has no sequence to cut"
+        return [Problem(what, key, f"{key}=false", kind="undefined")]
+    if spec.seq % tp == 0:
+        return []
+    what = f"model.seq={spec.seq} does not divide by tp={tp}, and sequence_parallel cuts it evenly"
+    fix = f"{either('model.seq', _multiples(spec.seq, tp))} or {key}=false"
+    return [Problem(what, "tp", fix, kind="arithmetic")]
+
+
+def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
+    """(key of the size, the size, `... does not divide`) for everything that tp does not divide."""
+    found = []
+    if spec.heads % tp:
+        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} does not divide"))
+    elif spec.kv_heads and spec.kv_heads % tp and tp % spec.kv_heads:
+        what = f"model.kv_heads={spec.kv_heads} neither divides by nor divides tp={tp}: it does not divide"
+        found.append(("model.kv_heads", spec.kv_heads, what))
+    if spec.ffn and spec.ffn % tp:
+        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide"))
+    for layer in spec.layers():
+        for size in _widths(layer):
+            if size % tp and size != spec.ffn and not spec.heads:
+                found.append((layer.name, size, f"layer {layer.name}: {size} features do not divide"))
+    return list(dict.fromkeys(found))
+
+
+def _widths(layer: LayerSpec) -> list[int]:
+    """The sizes of a layer that are cut evenly."""
+    if layer.layer_role == "row":
+        return [layer.in_features]
+    if layer.layer_role == "columns":
+        return [parameter.shape[0] for parameter in layer.parameters]
+    return []
+
+
+def _fits(spec: ModelSpec, tp: int, sequence_parallel: bool) -> bool:
+    return not _misfits(spec, tp) and not (sequence_parallel and spec.seq % tp)
+
+
+def _multiples(size: int, tp: int) -> list[int]:
+    """The multiples of tp around `size`."""
+    below = size // tp * tp
+    return [n for n in (below, below + tp) if n > 0]

@@ -1,0 +1,7 @@
+"""What Megatron's tensor way does: `place` swaps role layers for their tensor-parallel forms."""
+
+from __future__ import annotations
+
+from parallelrun.strategies.tensor.megatron.place import place
+
+__all__ = ["place"]

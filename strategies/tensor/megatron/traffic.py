@@ -1,0 +1,94 @@
+"""Collectives of the tensor way in closed form: calls and payload bytes of one step on one rank. Torch-free.
+
+Per microbatch and layer, A being the activation (rows x features) in the compute dtype:
+
+    layer            forward          backward                       forward        backward
+                     (whole sequence)                                (sequence parallel)
+    columns, head    -                all-reduce A                   all-gather A   [all-gather A] reduce-scatter A
+    row, embedding   all-reduce A     -                              reduce-scatter A   all-gather A
+    loss             all-reduce (max) n, all-reduce (sums) 2 n, in the accurate dtype; backward nothing
+
+The bracketed gather is that of the overlapped node, which keeps the slice; nodes of their own keep the whole input.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.precision import BYTES
+
+Call = tuple[str, str, int]  # operation, purpose, payload bytes
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+
+
+def overlaps(plan: Plan) -> bool:
+    """Does the input-gradient reduction share a node with the weight gradients? Never under a split backward."""
+    return plan.tensor.overlap and plan.pipeline.kind not in SPLIT_BACKWARD
+
+
+def rows(plan: Plan) -> int:
+    """Positions of one microbatch: what every layer's features are multiplied by."""
+    return plan.batch.micro_batch * prod(plan.spec.boundary_shape[:-1])
+
+
+def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+    """One rank's collectives over `tp` of one training step (all microbatches) for the blocks it holds."""
+    if plan.mesh.size("tp") == 1:
+        return []
+    calls: list[Call] = []
+    for block in blocks:
+        forward = [call for layer in block.layers for call in _forward(layer, plan)]
+        calls += forward + _again(block, forward, plan)
+        calls += [call for layer in block.layers for call in _backward(layer, plan)]
+        if block == plan.spec.blocks[-1]:
+            calls += _loss(plan)
+    counts: Counter[tuple[str, str]] = Counter()
+    payload: Counter[tuple[str, str]] = Counter()
+    for operation, purpose, size in calls:
+        counts[operation, purpose] += plan.batch.microbatches
+        payload[operation, purpose] += plan.batch.microbatches * size
+    return [Collective("tp", *key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+
+
+def _activation(operation: str, features: int, plan: Plan) -> Call:
+    return operation, "activations", rows(plan) * features * BYTES[plan.precision.compute]
+
+
+def _forward(layer: LayerSpec, plan: Plan) -> list[Call]:
+    sequence_parallel = plan.tensor.sequence_parallel
+    if layer.layer_role in ("row", "embedding"):
+        return [_activation("reduce_scatter" if sequence_parallel else "all_reduce", layer.out_features, plan)]
+    if layer.layer_role in ("columns", "head") and sequence_parallel:
+        return [_activation("all_gather", layer.in_features, plan)]
+    return []
+
+
+def _backward(layer: LayerSpec, plan: Plan) -> list[Call]:
+    sequence_parallel = plan.tensor.sequence_parallel
+    if layer.layer_role in ("row", "embedding"):
+        return [_activation("all_gather", layer.out_features, plan)] if sequence_parallel else []
+    if layer.layer_role not in ("columns", "head") or layer == plan.spec.blocks[0].layers[0]:
+        return []  # the model's own input has no gradient
+    if not sequence_parallel:
+        return [_activation("all_reduce", layer.in_features, plan)]
+    again = [_activation("all_gather", layer.in_features, plan)] if overlaps(plan) else []
+    return [*again, _activation("reduce_scatter", layer.in_features, plan)]
+
+
+def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
+    """What a recomputed block sends a second time. Recomputation stops at the last tensor that backward needs: the
+    last reduction is behind it, unless a dropout mask comes after."""
+    if plan.recompute != "full" or block.kind != "transformer":
+        return []
+    return forward if plan.dropout > 0 else forward[:-1]
+
+
+def _loss(plan: Plan) -> list[Call]:
+    """Only a split vocabulary needs any: the largest logit, then both sums at once."""
+    if not any(layer.layer_role == "head" for layer in plan.spec.blocks[-1].layers):
+        return []
+    size = plan.batch.micro_batch * plan.spec.targets_per_sample * BYTES[plan.precision.accurate]
+    return [("all_reduce", "loss", size), ("all_reduce", "loss", 2 * size)]
