@@ -1,0 +1,203 @@
+"""Planted bugs: each function breaks parallelrun in this process, the way somebody once broke such a system.
+
+`tests/ranks/test_mutants.py` runs each on every rank of a plan where it matters, and expects `verify` to notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parallelrun import comm
+
+
+def _before_all_reduce(purpose: str, change: Callable[[torch.Tensor, Any], None]) -> None:
+    """Apply `change(tensor, group)` to what is about to be summed for `purpose`."""
+    right = comm.all_reduce
+
+    def wrong(tensor: torch.Tensor, group: Any, label: str, **options: Any) -> Any:
+        if label == purpose:
+            change(tensor, group)
+        return right(tensor, group, label, **options)
+
+    comm.all_reduce = wrong
+
+
+def _without_all_reduce(purpose: str) -> None:
+    right = comm.all_reduce
+
+    def wrong(tensor: torch.Tensor, group: Any, label: str, **options: Any) -> Any:
+        return None if label == purpose else right(tensor, group, label, **options)
+
+    comm.all_reduce = wrong
+
+
+def dropped_gradient_reduce() -> None:
+    """Every replica keeps its own gradient."""
+    from parallelrun.strategies.data import bucketed
+
+    bucketed.Reducer.finish = lambda self: None
+    _without_all_reduce("gradients")
+
+
+def doubled_gradient_reduce() -> None:
+    """The sum is sent twice: gradients are dp times too large."""
+    _before_all_reduce("gradients", lambda tensor, group: tensor.mul_(group.size))
+
+
+def mean_for_sum() -> None:
+    """Divided by dp although the loss is already divided by the global count."""
+    _before_all_reduce("gradients", lambda tensor, group: tensor.div_(group.size))
+
+
+def wrong_group() -> None:
+    """Tensor-parallel sums run over the data group."""
+    from parallelrun.mesh.runtime import Mesh
+
+    right = Mesh.group
+    Mesh.group = lambda self, axis: right(self, "dp" if axis == "tp" else axis)
+
+
+def max_for_sum() -> None:
+    """Row-parallel products are combined by the maximum."""
+    right = comm.all_reduce
+
+    def wrong(tensor: torch.Tensor, group: Any, label: str, op: str = "sum", **options: Any) -> Any:
+        return right(tensor, group, label, op="max" if label == "activations" else op, **options)
+
+    comm.all_reduce = wrong
+
+
+def input_gradient_not_reduced() -> None:
+    """Megatron's f without its backward sum: the loss of the first step is exact."""
+    from parallelrun.strategies.tensor.megatron import operators
+
+    operators._start_reduce = lambda grad, ctx: lambda: grad
+
+
+def skipped_block() -> None:
+    """The last stage begins one block too late."""
+    from parallelrun.models.network import Network
+
+    right = Network.forward
+
+    def wrong(self: Network, x: torch.Tensor, sample_ids: torch.Tensor | None = None) -> torch.Tensor:
+        names = self.block_names
+        if "head" in names and "embedding" not in names:
+            self.block_names = names[1:]
+        out = right(self, x, sample_ids)
+        self.block_names = names
+        return out
+
+    Network.forward = wrong
+
+
+def untied_embedding() -> None:
+    """The two copies of the tied weight are not summed."""
+    _without_all_reduce("tied")
+
+
+def bias_added_by_every_rank() -> None:
+    """The row bias is added before the sum: tp times."""
+    from parallelrun.models import layers as one_device
+    from parallelrun.strategies.tensor.megatron import layers, operators
+
+    def wrong(self: layers.Row, x: torch.Tensor) -> torch.Tensor:
+        partial = one_device.linear(x, self.weight, self.bias, self.compute_dtype)
+        return operators.leave(partial, self.span.group, self.span.sequence_parallel)
+
+    layers.Row.forward = wrong
+
+
+def norm_counts_replicas() -> None:
+    """Replicated parameters count once per rank in the gradient norm."""
+    from parallelrun.train import gradients
+
+    gradients.owns = lambda *arguments: True
+
+
+def label_smoothing_by_shard() -> None:
+    """Smoothing spreads over the local vocabulary (Megatron-LM, until today)."""
+    from parallelrun.strategies.tensor.megatron import loss
+
+    right = loss.VocabParallelLoss.forward
+
+    def wrong(self: loss.VocabParallelLoss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.vocab = logits.size(-1)
+        return right(self, logits, targets)
+
+    loss.VocabParallelLoss.forward = wrong
+
+
+def fsdp_divides() -> None:
+    """FSDP2's own division by the number of ranks is left on."""
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+
+
+def fsdp_divides_below_the_root() -> None:
+    """The divide factor is set on the root only: it does not reach the blocks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    right = FSDPModule.set_gradient_divide_factor
+    seen: list[Any] = []
+
+    def wrong(self: Any, factor: float) -> None:
+        seen.append(self)
+        if len(seen) == 1:
+            right(self, factor)
+
+    FSDPModule.set_gradient_divide_factor = wrong
+
+
+def partial_norms() -> None:
+    """Under sequence parallel the norms' gradients stay sums over a slice of the sequence."""
+    _without_all_reduce("partial")
+
+
+def stale_weights() -> None:
+    """ZeRO-1 without the gather: a rank sees only its own shard's update."""
+    from parallelrun.strategies.data.zero1 import runtime
+
+    for value in vars(runtime).values():
+        if isinstance(value, type) and "finish_update" in vars(value):
+            value.finish_update = lambda self: None
+
+
+def local_count() -> None:
+    """The loss is divided by the replica's own count, not the global one."""
+    from parallelrun.train import step
+
+    right = step.count_valid
+
+    def wrong(training: Any, batch: Any) -> tuple[int, int]:
+        _, mine = right(training, batch)
+        return mine, mine
+
+    step.count_valid = wrong
+
+
+def same_samples_everywhere() -> None:
+    """Every replica reads the first replica's samples."""
+    from parallelrun.train import reader
+
+    right = reader.Reader.__init__
+
+    def wrong(self: reader.Reader, *arguments: Any) -> None:
+        right(self, *arguments)
+        self._replica = 0
+
+    reader.Reader.__init__ = wrong
+
+
+def initial_weights_by_rank() -> None:
+    """Each rank draws its own weights."""
+    import torch.distributed as dist
+
+    from parallelrun.models import initialise
+
+    right = initialise.materialise
+    initialise.materialise = lambda parts, plan, mesh, seed: right(parts, plan, mesh, seed + dist.get_rank())
