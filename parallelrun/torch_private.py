@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
 
 def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
     """The order of actions of torch's pipeline schedule `name`: (kind, stage, microbatch) per pp coordinate.
@@ -17,3 +21,30 @@ def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> 
          if a is not None and a.computation_type.value in kinds]
         for order in orders
     ]  # fmt: skip
+
+
+def fsdp_initialise(root: nn.Module) -> None:
+    """Do now what FSDP2 does at its root's first forward, which may move shards into padded storage.
+
+    Optimizers that hold local shards must take them after that; there is no public way to ask for it.
+    """
+    fully_shard.state(root)._lazy_init()
+
+
+def fsdp_reduce(root: nn.Module) -> None:
+    """Reduce what gradients the units under an FSDP2 root have accumulated, outside any backward pass.
+
+    As `torch.distributed.pipelining` does after a schedule. A unit without gradients does nothing.
+    """
+    state = fully_shard.state(root)
+    for one in state._state_ctx.all_states:
+        groups = getattr(one, "_fsdp_param_groups", None)  # torch 2.11 has one group per state, under another name
+        for group in groups if groups is not None else filter(None, [one._fsdp_param_group]):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply many tensors in place with one call from Python: the loop must not pay per parameter."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)

@@ -1,0 +1,78 @@
+"""What a rank holds and updates: parameters by one-device name, with the layouts that say which part. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallelrun import registry
+from parallelrun.layout import Layout
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.models.spec import ParameterSpec
+from parallelrun.plan.structure import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """One parameter that a pp coordinate holds, as its stage's module stores it before any data way.
+
+    name: its name in the module (a tied copy's own name). spec: its logical parameter. stage: index into plan.stages.
+    layout: the tensor way's layout. shared: a tied copy on another coordinate than its original, counted by that one.
+    """
+
+    name: str
+    spec: ParameterSpec
+    stage: int
+    block: str
+    layout: Layout
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """What the optimizer updates: this rank's part of one logical parameter.
+
+    tensor: local leaf whose `.grad` the data way fills; it shares storage with what the module computes with. layout:
+    which part it is (the data way's state_layout), with the axes its gradient is partial over.
+    """
+
+    name: str
+    tensor: Tensor
+    spec: ParameterSpec
+    layout: Layout
+    shared: bool = False
+
+
+def held_parameters(plan: Plan, position: int) -> tuple[HeldParameter, ...]:
+    """The parameters of pp coordinate `position`, in the order of stages, blocks and layers.
+
+    A tied copy follows its block's own parameters; where its original lies on the same coordinate it is the same
+    tensor and is not listed.
+    """
+    way = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
+    copies = {original: copy for copy, original in plan.tied_copies}
+    held = []
+    for stage in plan.stages_of(position):
+        for name in stage.blocks:
+            block = plan.spec.block(name)
+            for spec in block.parameters:
+                held.append(HeldParameter(spec.name, spec, stage.index, name, way.layout(spec, plan)))
+            for original in (layer.tied for layer in block.layers if layer.tied in copies):
+                spec = plan.spec.parameters[original]
+                layout = way.layout(spec, plan)
+                held.append(HeldParameter(copies[original], spec, stage.index, name, layout, shared=True))
+    return tuple(held)
+
+
+def owns(layout: Layout, shape: MeshShape, coordinate: Mapping[str, int]) -> bool:
+    """True on exactly one of the ranks that hold the same part of a tensor of one pipeline stage.
+
+    The rank with coordinate 0 on every leaf axis that holds copies; pp is not such an axis (other stages hold other
+    tensors), and an axis made of leaves covers all of them.
+    """
+    covered = {leaf for axis in layout.axes for leaf in shape.leaf_axes(axis)}
+    return all(coordinate.get(leaf, 0) == 0 for leaf in shape.leaf_names if leaf != "pp" and leaf not in covered)

@@ -1,0 +1,63 @@
+"""ddp at run time: gradients lie in flat buckets (`.grad` of a weight is a view), summed over dp under backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.plan.structure import Plan
+
+from ..bucketed import Bucket, Reducer, Slot
+from ..buckets import fill, reduce_bytes
+from ..local import LocalRuntime, Pair, match
+
+
+def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
+    """Nothing: every rank keeps the whole weights."""
+
+
+def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
+    """The DataRuntime over materialised weights."""
+    pairs = match(parts, plan, mesh)
+    return DdpRuntime(pairs, plan, mesh.group("dp")) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
+
+
+class DdpRuntime(LocalRuntime):
+    """The optimizer updates the weights themselves, by gradients that lie in the buckets."""
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
+        super().__init__(pairs)
+        weights = [parameter for _, parameter in pairs]
+        numels = [weight.numel() for weight in weights]
+        filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._reducer = Reducer([self._bucket([weights[i] for i in bucket], group) for bucket in filled], plan)
+
+    def begin_step(self) -> None:
+        """Gradients are empty and backward passes are counted."""
+        self._reducer.begin_step()
+
+    def finish_gradients(self) -> None:
+        """Every weight's gradient is the sum over dp (of losses already divided by the global count: no averaging)."""
+        self._reducer.finish()
+        for weight, view in self._views:
+            weight.grad = view
+
+    def _bucket(self, weights: Sequence[nn.Parameter], group: Group) -> Bucket:
+        buffer = torch.zeros(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
+        slots, start = [], 0
+        for weight in weights:
+            view = buffer[start : start + weight.numel()].view(weight.shape)
+            start += weight.numel()
+            self._views.append((weight, view))
+            slots.append(Slot(weight, partial(_whole, view)))
+        return Bucket(buffer, slots, partial(comm.all_reduce, buffer, group, "gradients", async_op=True))
+
+
+def _whole(view: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(view, gradient)]

@@ -1,0 +1,126 @@
+"""FSDP2 (torch's `fully_shard`), also as HSDP: weights, gradients and state split over dp or over an inner part of it.
+
+Layouts append the shard axis to dim 0's axes: each parameter's local tensor is split, never a flat concatenation.
+Predictions follow torch 2.13's engine as this folder's runtime drives it; tests count it, so a minor version of torch
+that sends something else fails there.
+"""
+
+from __future__ import annotations
+
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.ways import Request
+from parallelrun.precision import BYTES
+from parallelrun.train.parameters import held_parameters
+
+from .. import buckets
+from ..sharding import check_splits
+from .units import Unit, shard_axis, units
+
+ZERO_BUBBLE = ("zero_bubble", "zbv")
+ENGINE = "engine"  # the purpose of what torch's engine sends by itself
+
+
+class Way:
+    """Every rank holds its shard; a block's weights are gathered while it computes."""
+
+    def check(self, request: Request) -> list[Problem]:
+        """shard must divide dp; zero bubble needs the weights kept between microbatches."""
+        return [*check_splits(request, "fsdp"), *_check_shard(request), *_check_reshard(request)]
+
+    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        shard = request.config.strategy.data.shard or request.dp
+        if shard >= request.dp or request.dp % shard:  # what does not divide is refused by `check`
+            return (("dp", request.dp),), ()
+        parts = (("dp_replicate", request.dp // shard), ("dp_shard", shard))
+        return parts, (("dp", ("dp_replicate", "dp_shard")),)
+
+    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        return self.state_layout(tensor_layout, plan)
+
+    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        return tensor_layout.split(0, shard_axis(plan)) if plan.mesh.size("dp") > 1 else tensor_layout
+
+    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        """Split as the weights, unless gradients are accumulated: then they are whole until the last microbatch."""
+        whole = plan.batch.microbatches > 1 or plan.mesh.size("pp") > 1
+        return tensor_layout if whole else self.state_layout(tensor_layout, plan)
+
+    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Most bytes of gathered weights at once: every unit that is kept, and two of those let go (one prefetched)."""
+        if plan.mesh.size("dp") == 1:
+            return 0
+        sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in units(plan, position)]
+        kept = sum(size for unit, size in sizes if not unit.reshard)
+        return kept + sum(sorted((size for unit, size in sizes if unit.reshard), reverse=True)[:2])
+
+    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """All-gathers per use, one reduce-scatter (HSDP: and all-reduce) per unit, then the final sums."""
+        layouts = [(held, self.state_layout(held.layout, plan)) for held in held_parameters(plan, position)]
+        final = buckets.final_collectives(layouts, coordinate, plan)
+        if plan.mesh.size("dp") == 1:
+            return final
+        axis = shard_axis(plan)
+        own = units(plan, position)
+        num_gathers = [_num_gathers(unit, plan) for unit in own]
+        gathered = sum(n * _gathered_bytes(unit, coordinate, plan) for n, unit in zip(num_gathers, own))
+        reduced = buckets.reduce_bytes(plan) * sum(_padded_numel(unit, coordinate, plan) for unit in own)
+        out = [
+            Collective(axis, "all_gather", ENGINE, sum(num_gathers), gathered),
+            Collective(axis, "reduce_scatter", ENGINE, len(own), reduced),
+        ]
+        if plan.mesh.size("dp_replicate") > 1:
+            out.append(Collective("dp_replicate", "all_reduce", ENGINE, len(own), reduced // plan.data.shard))
+        return out + final
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        return Equivalence("exact")
+
+
+def _num_gathers(unit: Unit, plan: Plan) -> int:
+    """All-gathers of a unit in one step: twice a microbatch if let go after forward, once if only after backward."""
+    if unit.reshard:
+        return 2 * plan.batch.microbatches
+    alternates = plan.data.reshard_after_forward and plan.mesh.size("pp") == 1
+    return plan.batch.microbatches if alternates else 1
+
+
+def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
+    shapes = buckets.local_shapes(unit.parameters, coordinate, plan)
+    return sum(buckets.padded_numel(shape, plan.data.shard) for shape in shapes)
+
+
+def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
+    dtype = plan.precision.compute if unit.rounded else plan.precision.stored
+    return BYTES[dtype] * _padded_numel(unit, coordinate, plan)
+
+
+def _check_shard(request: Request) -> list[Problem]:
+    shard, dp = request.config.strategy.data.shard, request.dp
+    if shard is None or dp == 1:
+        return []
+    legal = [n for n in range(2, dp + 1) if dp % n == 0]
+    if shard in legal:
+        return []
+    where, nearest = "strategy.data.shard", min(legal, key=lambda n: (abs(n - shard), n))
+    if shard == 1:
+        what = "strategy.data.shard=1 splits nothing: that is ddp"
+        return [Problem(what, where, f"strategy.data.kind=ddp, or strategy.data.shard={nearest}", kind="undefined")]
+    what = f"strategy.data.shard={shard} does not divide dp={dp}"
+    return [Problem(what, where, f"strategy.data.shard={nearest}", kind="arithmetic")]
+
+
+def _check_reshard(request: Request) -> list[Problem]:
+    way, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
+    if not (way.reshard_after_forward and kind in ZERO_BUBBLE and request.pp > 1):
+        return []
+    return [
+        Problem(
+            f"strategy.data.reshard_after_forward=true under schedule={kind}: its weight gradients come after the "
+            "backward that would let the weights go",
+            where="strategy.data.reshard_after_forward",
+            suggestion="strategy.data.reshard_after_forward=false, or schedule=1f1b",
+            kind="undefined",
+        )
+    ]

@@ -1,0 +1,172 @@
+"""fsdp at run time: torch's FSDP2 wraps every block; here are its units, when it reduces, and its local tensors.
+
+FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in the
+last microbatch only: at pp=1 under that microbatch's backward, else when the schedule is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from parallelrun import torch_private
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.train.parameters import LocalParameter
+
+from ..local import LocalRuntime, match, set_gradient
+from .units import ROOT, TIED, Unit, shard_axis, units
+
+HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
+
+
+def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
+    """Wrap the units of this rank's stages, on meta: from now on a rank holds its shards only."""
+    if mesh.group("dp").size == 1:
+        return
+    device_mesh = _device_mesh(plan, mesh)
+    position = mesh.coordinate.get("pp", 0)
+    part_of = {stage.index: part for stage, part in zip(plan.stages_of(position), parts, strict=True)}
+    own = units(plan, position)
+    shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, device_mesh)
+    for stage, part in part_of.items():
+        wrapped = []
+        for unit in (u for u in own if u.stage == stage and u.kind == "block"):
+            block = part.get_submodule(unit.block)
+            _fully_shard(block, unit, plan, device_mesh, shared)
+            wrapped.append(block)
+        root = next((u for u in own if u.stage == stage and u.kind == ROOT), None)
+        root = root or Unit(ROOT, stage, "", (), reshard=False, rounded=False)
+        _fully_shard(part, root, plan, device_mesh, shared)
+        _prefetch_backward(part, wrapped)
+    for module in _wrapped(parts):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
+    """The DataRuntime over materialised weights."""
+    if mesh.group("dp").size == 1:
+        return LocalRuntime(match(parts, plan, mesh))
+    return FsdpRuntime(parts, plan, mesh)
+
+
+class FsdpRuntime(LocalRuntime):
+    """The optimizer updates local tensors that share storage with FSDP's sharded parameters."""
+
+    def __init__(self, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh):
+        self._plan = plan
+        self._modules = list(_wrapped(parts))
+        self._holders = [holder for part in parts for holder in getattr(part, HOLDERS, [])]
+        self._roots = [part for part in parts if isinstance(part, FSDPModule)] + self._holders
+        for root in self._roots:
+            torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
+        pairs = match(parts, plan, mesh)
+        self._sharded = [parameter for _, parameter in pairs]
+        axis = shard_axis(plan)
+        self.parameters = [
+            LocalParameter(held.name, parameter.detach().to_local(), held.spec, held.layout.split(0, axis), held.shared)
+            for held, parameter in pairs
+        ]
+        self._num_forwards = 0
+        self._reduces = False
+        for part in parts:
+            part.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def begin_step(self) -> None:
+        """No gradients, no weights gathered (an evaluation leaves old ones), and no reduction before its time."""
+        for module in self._modules:
+            module.reshard()
+        for parameter, sharded in zip(self.parameters, self._sharded):
+            parameter.tensor.grad = sharded.grad = None
+        self._num_forwards = 0
+        self._set_last(False)
+
+    def finish_gradients(self) -> None:
+        """Reduce what backward has not, and hand the shards' gradients over."""
+        if not self._reduces:
+            self._set_last(True)
+            for root in self._roots:
+                torch_private.fsdp_reduce(root)
+        with torch.no_grad():
+            for parameter, sharded in zip(self.parameters, self._sharded):
+                set_gradient(parameter.tensor, None if sharded.grad is None else sharded.grad.to_local())
+
+    def _before_forward(self, part: nn.Module, _: object) -> None:
+        """Before a stage's forward: a weight of two stages is gathered; at pp=1 the last microbatch will reduce."""
+        for holder in self._holders:
+            holder.unshard()
+        if torch.is_grad_enabled() and self._plan.pipeline.kind == "none":
+            self._num_forwards += 1
+            if self._num_forwards == self._plan.batch.microbatches:
+                self._set_last(True)
+
+    def _set_last(self, last: bool) -> None:
+        """Whether the backward passes from now on reduce. Weights that are kept go when it is done."""
+        self._reduces = last
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last or self._plan.data.reshard_after_forward)
+
+
+def _device_mesh(plan: Plan, mesh: Mesh) -> DeviceMesh:
+    axis = shard_axis(plan)
+    return mesh.device_mesh(axis) if axis == "dp" else mesh.device_mesh("dp_replicate", axis)
+
+
+def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data way."""
+    precision = plan.precision
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute) if unit.rounded else None,
+        reduce_dtype=getattr(torch, precision.reduce),
+        cast_forward_inputs=False,
+    )
+    fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, ignored_params=ignored or None)
+
+
+def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Wrap the weights that two stages of this rank share; return their sharded parameters.
+
+    FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
+    never called: the runtime gathers and reduces it.
+    """
+    sharded = set()
+    for unit in tied:
+        for held in unit.parameters:
+            weight = parts[held.stage].get_parameter(held.name)
+            holders = [
+                module
+                for part in parts.values()
+                for module in part.modules()
+                if any(value is weight for value in module.parameters(recurse=False))
+            ]
+            holder = nn.ModuleList(holders)
+            _fully_shard(holder, unit, plan, mesh, set())
+            part = parts[held.stage]
+            setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
+            sharded.add(part.get_parameter(held.name))
+    return sharded
+
+
+def _prefetch_backward(root: nn.Module, blocks: list[nn.Module]) -> None:
+    """In backward, gather each block while the one after it computes.
+
+    Said explicitly, because FSDP's own guess takes the block that ran before, which may be of another microbatch; the
+    first block names itself, which does nothing.
+    """
+    for index, block in enumerate(blocks):
+        block.set_modules_to_backward_prefetch([blocks[max(0, index - 1)]])
+    if blocks:
+        root.set_modules_to_backward_prefetch([blocks[-1]])
+
+
+def _wrapped(parts: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+    """Every FSDP module of the stages, those of shared weights included."""
+    for part in parts:
+        yield from (module for module in part.modules() if isinstance(module, FSDPModule))
+        yield from getattr(part, HOLDERS, [])

@@ -1,0 +1,53 @@
+"""What every data way's runtime starts from: the stage modules' parameters matched to the plan, and the case dp=1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.train.parameters import HeldParameter, LocalParameter, held_parameters
+
+Pair = tuple[HeldParameter, nn.Parameter]
+
+
+def match(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
+    """(what the plan says is held, the module's Parameter), in the plan's order. Every Parameter is in exactly one."""
+    position = mesh.coordinate.get("pp", 0)
+    part_of = {stage.index: part for stage, part in zip(plan.stages_of(position), parts, strict=True)}
+    pairs = [(held, part_of[held.stage].get_parameter(held.name)) for held in held_parameters(plan, position)]
+    known = {id(parameter) for _, parameter in pairs}
+    strangers = [name for part in parts for name, value in part.named_parameters() if id(value) not in known]
+    assert not strangers, f"not in the plan's spec: {strangers}"
+    assert len(known) == len(pairs), "two logical parameters are one tensor"
+    return pairs
+
+
+def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Give a local tensor its gradient; one that backward did not reach gets zeros, so that all plans decay alike."""
+    tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient
+
+
+class LocalRuntime:
+    """The DataRuntime of a data axis of degree 1: gradients are final as backward leaves them."""
+
+    def __init__(self, pairs: Sequence[Pair]):
+        self.parameters = [
+            LocalParameter(held.name, parameter, held.spec, held.layout, held.shared) for held, parameter in pairs
+        ]
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        for parameter in self.parameters:
+            parameter.tensor.grad = None
+
+    def finish_gradients(self) -> None:
+        """Every gradient is there, zeros included."""
+        for parameter in self.parameters:
+            set_gradient(parameter.tensor, parameter.tensor.grad)
+
+    def finish_update(self) -> None:
+        """The weights are what was updated."""

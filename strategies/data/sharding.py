@@ -1,0 +1,22 @@
+"""What the ways that split dim 0 of every parameter (zero1, fsdp) have in common. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.errors import Problem
+from parallelrun.plan.ways import Request
+
+
+def check_splits(request: Request, kind: str) -> list[Problem]:
+    """A parameter without dims has no dim 0 to split."""
+    if request.dp == 1:
+        return []
+    scalars = [p.name for p in request.spec.parameters.values() if not p.shape]
+    return [
+        Problem(
+            f"strategy.data.kind={kind} splits dim 0 of every parameter over dp={request.dp}, but {name} has no dims",
+            where="strategy.data.kind",
+            suggestion="strategy.data.kind=ddp, or give the parameter the shape (1,)",
+            kind="not_built",
+        )
+        for name in scalars[:1]
+    ]
