@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from parallelrun import comm, registry
@@ -29,7 +30,7 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return getattr(torch, plan.precision.compute)
 
 
-def input_example(plan: Plan, is_first: bool) -> torch.Tensor:
+def input_example(plan: Plan, is_first: bool) -> Tensor:
     """What a stage takes, without data: tokens or features on the first, a boundary that needs a gradient on others."""
     if not is_first:
         return torch.empty(boundary_shape(plan), dtype=compute_dtype(plan), device="meta", requires_grad=True)
@@ -37,9 +38,23 @@ def input_example(plan: Plan, is_first: bool) -> torch.Tensor:
     return torch.empty((plan.batch.micro_batch, *plan.spec.sample_shape), dtype=dtype, device="meta")
 
 
-def output_example(plan: Plan) -> torch.Tensor:
+def output_example(plan: Plan) -> Tensor:
     """What a stage gives. Nobody asks the last stage: its output goes into the loss, not over the wire."""
     return torch.empty(boundary_shape(plan), dtype=compute_dtype(plan), device="meta", requires_grad=True)
+
+
+class _Plain(nn.Module):
+    """Hides from torch's schedules that a part is wrapped by FSDP: they would gather, let go and reduce by themselves.
+
+    The data way alone decides that; under zero bubble torch's way loses gradients without a word.
+    """
+
+    def __init__(self, part: Network):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        return self.part(x, sample_ids)
 
 
 class Stage(PipelineStage):
@@ -51,7 +66,7 @@ class Stage(PipelineStage):
 
     def __init__(self, part: Network, index: int, plan: Plan, device: torch.device, group: dist.ProcessGroup):
         super().__init__(
-            part,
+            _Plain(part),
             index,
             len(plan.stages),
             device,

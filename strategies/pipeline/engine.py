@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -20,20 +18,17 @@ from .evaluation import ForwardPass
 class AccumulationEngine:
     """One stage: microbatches one after the other, gradients added up."""
 
-    def __init__(self, parts: list[Network], plan: Plan, mesh: Mesh, data: Any):
+    def __init__(self, parts: list[Network], plan: Plan, mesh: Mesh):
         (self._part,) = parts
         self._plan = plan
-        self._data = data
         self._forward = ForwardPass(parts, plan, mesh)
 
     def train(self, batch: Batch, scale: float) -> Tensor:
         """Leave the gradient of scale x the summed loss in the parameters; return the unscaled sum (fp64 scalar)."""
-        num, size = self._plan.batch.microbatches, self._plan.batch.micro_batch
         total = torch.zeros((), dtype=torch.float64, device=batch.sample_ids.device)
-        for index in range(num):
-            part = batch.microbatch(index, size)
-            self._data.before_backward(is_last=index == num - 1)
-            loss = self._part.loss(self._part(part.inputs, part.sample_ids), part.targets)
+        for index in range(self._plan.batch.microbatches):
+            samples = batch.microbatch(index, self._plan.batch.micro_batch)
+            loss = self._part.loss(self._part(samples.inputs, samples.sample_ids), samples.targets)
             total += loss.detach().double()
             (loss * scale).backward()
         return total

@@ -13,4 +13,4 @@ from ..engine import AccumulationEngine
 
 def build(parts: list[Network], plan: Plan, mesh: Mesh, data: Any) -> AccumulationEngine:
     """The engine of the one stage."""
-    return AccumulationEngine(parts, plan, mesh, data)
+    return AccumulationEngine(parts, plan, mesh)
