@@ -9,30 +9,31 @@ al. 2014); elements inside a row in 32 bits, because those passes are the cost.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-# A variable of the calling context, not of the program: each microbatch's forward sets it for the layers it calls.
-_sample_ids: ContextVar[Tensor | None] = ContextVar("parallelrun_sample_ids", default=None)
+# Each thread's own: backward runs recomputed blocks in its thread. Not a ContextVar: torch.compile cannot read those.
+_scope = threading.local()
 
 
 @contextmanager
 def scope(sample_ids: Tensor | None) -> Iterator[None]:
     """While open, Dropout layers drop for these samples. sample_ids: int64 (batch,); None leaves them unknown."""
-    token = _sample_ids.set(sample_ids)
+    outer = current_sample_ids()
+    _scope.sample_ids = sample_ids
     try:
         yield
     finally:
-        _sample_ids.reset(token)
+        _scope.sample_ids = outer
 
 
 def current_sample_ids() -> Tensor | None:
     """The sample ids of the innermost open `scope`, or None."""
-    return _sample_ids.get()
+    return getattr(_scope, "sample_ids", None)
 
 
 def site_key(seed: int, site: str) -> int:

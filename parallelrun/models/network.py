@@ -6,27 +6,31 @@ ways replace the role layers inside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from parallelrun.models import recompute
+from parallelrun.models.spec import ModelSpec
 
 
 class Network(nn.Module):
     """Chains its blocks: each maps x to x. `loss(logits, targets)` gives the SUM over valid targets.
 
-    block_names: the blocks held, in order, each a path for `get_submodule`. recomputed: those of them whose
-    activations `recompute.apply` may drop (the repeated middle; there is nothing to win at the ends).
+    block_names: the blocks held, in order, each a path for `get_submodule`; a subclass adds them, as `spec` lists them.
+    recomputed: those of them whose activations `recompute.apply` may drop. own_values: from the run's seed, the initial
+    values by name of the parameters whose initialiser is `own` (a user's module).
     """
 
-    def __init__(self, loss: nn.Module):
+    def __init__(self, spec: ModelSpec, loss: nn.Module):
         super().__init__()
-        self.block_names: tuple[str, ...] = ()
-        self.recomputed: tuple[str, ...] = ()
+        self.spec = spec
+        self.block_names: tuple[str, ...] = tuple(block.name for block in spec.blocks)
+        self.recomputed: tuple[str, ...] = tuple(block.name for block in spec.blocks if block.is_recomputed)
         self.recompute = "none"
         self.loss = loss
+        self.own_values: Callable[[int], dict[str, Tensor]] | None = None
 
     def block(self, name: str) -> nn.Module:
         """The block of that name."""
@@ -54,10 +58,8 @@ class Network(nn.Module):
         """
         stages = []
         for blocks in parts:
-            stage = Network(self.loss)
-            stage.recompute, stage.recomputed = self.recompute, self.recomputed
-            stage.block_names = self.block_names
-            stage.training = self.training
+            stage = Network(self.spec, self.loss)
+            stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
             for name in blocks:
                 _mount(stage, name, self.get_submodule(name))
             stage._hold(blocks)

@@ -14,7 +14,8 @@ from math import prod
 
 @dataclass(frozen=True)
 class Initialiser:
-    """normal(0, std), zeros, ones, or uniform(-bound, bound) with `std` as the bound."""
+    """normal(0, std), zeros, ones, uniform(-bound, bound) with `std` as the bound, or own: what a user's module makes
+    of it when it is built under the run's seed."""
 
     kind: str
     std: float = 0.0
@@ -43,8 +44,8 @@ class LayerSpec:
     """One role layer: the unit that a tensor way places.
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
-    by a tensor way), `row`, `embedding`, `position`, `head`, `norm`, `dropout`. in_features and out_features are global;
-    `columns` counts the sum of its outputs. For `head` with a tied weight, `parameters` is empty and `tied` names the
+    by a tensor way), `row`, `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own
+    layer). in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied weight, `parameters` is empty and `tied` names the
     parameter it reads.
     """
 
@@ -78,6 +79,11 @@ class BlockSpec:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Does `recompute` apply to it? Not to the ends of a model, where there is nothing to win."""
+        return self.kind not in ("embedding", "head")
 
 
 @dataclass(frozen=True)

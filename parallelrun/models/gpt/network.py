@@ -123,17 +123,15 @@ class OutputHead(nn.Module):
 class Gpt(Network):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    def __init__(self, make: Factory):
-        super().__init__(layers.TokenLoss(make.model.label_smoothing))
+    def __init__(self, make: Factory, spec: ModelSpec):
+        super().__init__(spec, layers.TokenLoss(make.model.label_smoothing))
         self.embedding = Embeddings(make)
         self.layers = nn.ModuleDict({str(i): Transformer(f"layers.{i}", make) for i in range(make.model.layers)})
         self.head = OutputHead(make, self.embedding.tokens if make.model.tied_embeddings else None)
-        self.recomputed = tuple(f"layers.{i}" for i in range(make.model.layers))
-        self.block_names = ("embedding", *self.recomputed, "head")
 
 
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     """The whole network, its parameters uninitialised: call it under `torch.device("meta")` and keep your blocks."""
-    network = Gpt(Factory(config, spec.vocab, precision))
+    network = Gpt(Factory(config, spec.vocab, precision), spec)
     store(network, precision.stored)
     return network

@@ -1,0 +1,123 @@
+"""Same initial weights under every plan and on every device (design, section 6).
+
+A logical tensor is cut into fixed blocks of whole rows of dim 0, at most 16 MiB each; a block is drawn whole on CPU, in
+fp32, from hash(seed, one-device name, block number), and a rank copies out what its Layout says. So no rank ever holds
+more than its shard and one block, and fp64, fp32 and bf16 runs start from the same numbers. The draws are numpy's
+Philox (Salmon et al., SC11), keyed with 128 bits: torch's CPU generator keeps 32 bits of its seed, too few for the
+blocks of a large model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallelrun import registry
+from parallelrun.layout import Layout
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.models.network import Network
+from parallelrun.models.spec import Initialiser, ParameterSpec
+from parallelrun.plan.structure import Plan
+
+BLOCK_BYTES = 16 * 2**20
+Ranges = tuple[tuple[int, int], ...]
+
+
+def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> None:
+    """Give every parameter of this rank's stages storage on `mesh.device` and its initial values, in place.
+
+    Call it after the data way has sharded the parts: plain Parameters keep their identity, FSDP2's DTensors get their
+    local shard only. A tied copy gets its original's values. Buffers that are still on meta have no values to be given:
+    modules compute what they need in forward or hold it on a real device.
+    """
+    tensor_way = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
+    data_way = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
+    originals = dict(plan.spec.tied)
+    own: dict[str, Tensor] = {}
+    filled: set[int] = set()
+    for part in parts:
+        _allocate(part, mesh.device)
+        if part.own_values is not None and not own:
+            own = part.own_values(seed)
+        for name, parameter in part.named_parameters():
+            if id(parameter) in filled:  # a tied weight of two stages of this rank
+                continue
+            filled.add(id(parameter))
+            spec = plan.spec.parameters[originals.get(name, name)]
+            layout: Layout = data_way.weight_layout(tensor_way.layout(spec, plan), plan)
+            local = parameter.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)
+
+
+def logical(spec: ParameterSpec, seed: int, own: dict[str, Tensor] | None = None) -> Tensor:
+    """The whole logical tensor of `spec` in fp32 on CPU: for tests, and for what is small."""
+    whole = torch.empty(spec.shape)
+    fill(whole, spec, tuple((0, size) for size in spec.shape), seed, own or {})
+    return whole
+
+
+def fill(local: Tensor, spec: ParameterSpec, ranges: Ranges, seed: int, own: dict[str, Tensor]) -> None:
+    """Write the part `ranges` ([start, stop) per dim) of `spec`'s initial values into `local`, on any device."""
+    shape = tuple(stop - start for start, stop in ranges)
+    assert tuple(local.shape) == shape, f"{spec.name}: {tuple(local.shape)} is held, its layout says {shape}"
+    kind = spec.initialiser.kind
+    if kind in ("zeros", "ones"):
+        local.fill_(0.0 if kind == "zeros" else 1.0)
+    elif kind == "own":
+        local.copy_(own[spec.name][tuple(slice(*pair) for pair in ranges)])
+    elif local.numel():
+        for start, block in _blocks(spec, ranges[0] if ranges else (0, 1), seed):
+            _copy_rows(local, block, start, ranges)
+
+
+def _copy_rows(local: Tensor, block: Tensor, start: int, ranges: Ranges) -> None:
+    """Copy what of `block` (whole rows of dim 0 from `start`) lies in `ranges` to its place in `local`."""
+    if not ranges:
+        local.copy_(block)
+        return
+    first, last = max(start, ranges[0][0]), min(start + block.size(0), ranges[0][1])
+    rest = tuple(slice(*pair) for pair in ranges[1:])
+    local[first - ranges[0][0] : last - ranges[0][0]].copy_(block[(slice(first - start, last - start), *rest)])
+
+
+def _blocks(spec: ParameterSpec, rows: tuple[int, int], seed: int) -> Iterator[tuple[int, Tensor]]:
+    """(first row, values) of every block that touches `rows`."""
+    num_rows, row_shape = (spec.shape[0], spec.shape[1:]) if spec.shape else (1, ())
+    size = max(1, BLOCK_BYTES // (4 * prod(row_shape)))
+    for number in range(rows[0] // size, -(-rows[1] // size)):
+        start = number * size
+        shape = (min(size, num_rows - start), *row_shape) if spec.shape else ()
+        yield start, torch.from_numpy(_draw(spec.initialiser, shape, f"{seed}/{spec.name}/{number}"))
+
+
+def _draw(initialiser: Initialiser, shape: tuple[int, ...], key: str) -> np.ndarray:
+    digest = hashlib.sha256(f"initialise/{key}".encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    scale = np.float32(initialiser.std)
+    if initialiser.kind == "normal":
+        return np.asarray(generator.standard_normal(shape, dtype=np.float32) * scale)
+    assert initialiser.kind == "uniform", f"no initialiser {initialiser.kind}"
+    return np.asarray((2 * generator.random(shape, dtype=np.float32) - 1) * scale)
+
+
+def _allocate(part: Network, device: torch.device) -> None:
+    """Storage on `device` for every parameter that has none there, and for buffers that have values.
+
+    Parameters are swapped in place, which keeps their identity: ties between modules and stages, and FSDP2's own
+    references, stay true (`Module.to_empty` would make a new Parameter for every name).
+    """
+    for parameter in part.parameters():
+        if parameter.device != device:
+            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, empty)
+    for module in part.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device != device and not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
