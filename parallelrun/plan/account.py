@@ -142,7 +142,7 @@ def _looks(block: BlockSpec, tied: set[str]) -> object:
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
-    """(a rank, how many ranks send the same): by class of pp coordinates, and by tensor coordinate if shards are uneven.
+    """(a rank, how many ranks send the same): by class of pp coordinates, and by tensor coordinate where uneven.
 
     The first of a class holds most (`torch.chunk` makes the first shards the largest).
     """

@@ -1,0 +1,175 @@
+"""A plan as plain data: what `plan --json` prints, `plan.json` holds and `report.plan` draws. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.plan import account, simulate
+from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.structure import Plan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most."""
+
+    simulation: simulate.Simulation
+    busiest_rank: int
+    traffic: tuple[account.Traffic, ...]
+    memories: dict[int, account.Memory]
+    cost: account.Cost
+
+    @property
+    def heaviest_position(self) -> int:
+        """pp coordinate whose ranks need most memory."""
+        return max(self.memories, key=lambda position: self.memories[position].total)
+
+
+def facts(plan: Plan, config: Config) -> Facts:
+    """Simulate the schedule and account for memory, traffic and cost."""
+    simulation = simulate.of_plan(plan, ways_of(plan).pipeline)
+    busiest, rows = account.traffic(plan)
+    flops = simulation.makespan if plan.spec.forward_flops else 0.0
+    return Facts(simulation, busiest, rows, account.memories(plan), account.cost(plan, config.cluster, rows, flops))
+
+
+def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
+    """Devices a host has, as far as the cluster says; else all ranks are on one host."""
+    return cluster.gpus_per_node or -(-world // (cluster.nodes or 1))
+
+
+def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
+    """One row of the rank table. gpu: index within the host, None on CPU."""
+    per_node = ranks_per_node(cluster, plan.world)
+    place = plan.mesh.coordinate(rank)
+    return {
+        "rank": rank,
+        "node": rank // per_node,
+        "gpu": None if plan.device == "cpu" else rank % per_node,
+        "role": "worker",
+        **{axis: place.get(axis, 0) for axis in ("pp", "dp", "tp")},
+        **{leaf: place[leaf] for leaf in plan.mesh.leaf_names if leaf not in ("pp", "dp", "tp")},
+    }
+
+
+def axis_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every axis with its degree, how many groups it makes and the first of them; slowest axis first."""
+    rows = []
+    names = list(plan.mesh.leaf_names)
+    for factored, parts in plan.mesh.factors:
+        names.insert(names.index(parts[0]), factored)
+    for axis in names:
+        size = plan.mesh.size(axis)
+        first = plan.mesh.group_of(0, axis)
+        rows.append({"axis": axis, "degree": size, "groups": plan.world // size, "first_group": list(first)})
+    return rows
+
+
+def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every stage: where it runs, its blocks, logical parameters (a tied copy counts where its original is), FLOPs."""
+    rows = []
+    flops = simulate.stage_flops(plan)
+    for stage in plan.stages:
+        parameters = sum(plan.spec.block(name).num_parameters for name in stage.blocks)
+        rows.append(
+            {
+                "stage": stage.index,
+                "position": stage.position,
+                "blocks": list(stage.blocks),
+                "parameters": parameters,
+                "forward_flops": flops[stage.index],
+            }
+        )
+    return rows
+
+
+def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
+    """The plan's own warnings, and what its costs give reason to say."""
+    cluster, texts = config.cluster, list(plan.warnings)
+    memory = found.memories[found.heaviest_position]
+    if account.fits(memory, cluster) == "no":
+        texts.append(
+            f"does not fit: a rank of pp={found.heaviest_position} needs {memory.total / 1e9:.1f} GB, "
+            f"a device has {cluster.memory_gb:g} GB; more tp or pp, recompute=full or strategy=fsdp need less"
+        )
+    per_node = ranks_per_node(cluster, plan.world)
+    if cluster.nodes and plan.world > cluster.nodes * per_node:
+        texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
+    if plan.mesh.size("tp") > 1 and not account.stays_in_node(plan, cluster, "tp"):
+        texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
+    bubble = found.simulation.bubble_of_total
+    if bubble > 0.5 and plan.pipeline.kind != "naive":
+        texts.append(
+            f"the bubble is {bubble:.0%} of a step: more microbatches (now {plan.batch.microbatches}) shrink it"
+        )
+    if config.model.attention_dropout > 0:
+        texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
+    return texts
+
+
+def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str, Any]:
+    """The whole plan, ready for JSON: every rank, every stage, every row. found: of `facts`, if already computed."""
+    found = found or facts(plan, config)
+    worst = found.memories[found.heaviest_position]
+    simulation = found.simulation
+    return {
+        "schema": 1,
+        "preset": plan.preset,
+        "model": {
+            "name": plan.spec.name,
+            "parameters": plan.spec.num_parameters,
+            "blocks": len(plan.spec.blocks),
+            "vocab": plan.spec.vocab,
+            "hidden": plan.spec.hidden,
+            "heads": plan.spec.heads,
+            "layers": plan.spec.num_layers,
+            "seq": plan.spec.seq,
+        },
+        "world": plan.world,
+        "degrees": plan.degrees,
+        "device": plan.device,
+        "precision": plan.precision.name,
+        "optimizer": plan.optimizer,
+        "recompute": plan.recompute,
+        "dropout": plan.dropout,
+        "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
+        "data": asdict(plan.data),
+        "tensor": asdict(plan.tensor),
+        "pipeline": asdict(plan.pipeline),
+        "equivalence": asdict(plan.equivalence),
+        "filled": list(plan.filled),
+        "warnings": warnings(plan, config, found),
+        "axes": axis_rows(plan),
+        "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
+        "stages": stage_rows(plan),
+        "memory": {
+            "per_position": [{"position": position, **_bytes(memory)} for position, memory in found.memories.items()],
+            "heaviest_position": found.heaviest_position,
+            "leaves_out": list(worst.leaves_out),
+            "fits": account.fits(worst, config.cluster),
+        },
+        "schedule": {
+            "kind": plan.pipeline.kind,
+            "chunks": plan.pipeline.chunks,
+            "bubble_of_total": simulation.bubble_of_total,
+            "bubble_of_ideal": simulation.bubble_of_ideal,
+        },
+        "communication": {
+            "busiest_rank": found.busiest_rank,
+            "rows": [asdict(row) for row in found.traffic if row.purpose != account.CONTROL],
+            "control": [asdict(row) for row in found.traffic if row.purpose == account.CONTROL],
+        },
+        "cost": asdict(found.cost),
+    }
+
+
+def _bytes(memory: account.Memory) -> dict[str, int]:
+    return {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "total": memory.total,
+    }

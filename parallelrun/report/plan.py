@@ -1,0 +1,260 @@
+"""`parallelrun plan` on screen: what would happen, from the plan's facts. Torch-free; no process, no device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from parallelrun.config.schema import Config
+from parallelrun.plan import account
+from parallelrun.plan.document import Facts, axis_rows, document, facts, rank_row, ranks_per_node, stage_rows, warnings
+from parallelrun.plan.structure import Plan
+from parallelrun.report.timeline import draw, shown_positions
+
+__all__ = ["document", "show"]
+
+MOST_RANK_ROWS = 200
+MOST_STAGE_ROWS = 16
+WIDEST = 120
+
+
+def show(plan: Plan, config: Config, console: Console) -> None:
+    """Print every panel of a plan. `config.ranks=all` prints every rank, as lines where a table would be too long."""
+    found = facts(plan, config)
+    width = min(console.width, WIDEST)
+    parts = [
+        ("plan", _head(plan)),
+        ("mesh", _mesh(plan)),
+        ("ranks", _ranks(plan, config)),
+        ("batch", _batch(plan)),
+        ("stages and memory", _stages(plan, config, found)),
+        ("schedule", _schedule(plan, found, width - 4)),
+        ("collectives of a step", _traffic(plan, found)),
+        ("cost of a step", _cost(plan, found)),
+    ]
+    texts = warnings(plan, config, found)
+    if texts:
+        parts.append(("warnings", Text("\n".join(f"- {text}" for text in texts), "yellow")))
+    for title, part in parts:
+        console.print(Panel(part, title=title, title_align="left", border_style="dim", width=width))
+
+
+def _table(*columns: str, **options: Any) -> Table:
+    """A table without frames; columns named with a leading `>` are right-aligned."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", **options)
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def _head(plan: Plan) -> Text:
+    text = Text()
+    ways = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
+    if plan.data.kind == "fsdp":
+        kept = "let go after forward" if plan.data.reshard_after_forward else "kept between microbatches"
+        ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept})"
+    if plan.tensor.sequence_parallel:
+        ways[1] += " with sequence parallel"
+    if plan.pipeline.chunks > 1:
+        ways[2] += f" ({plan.pipeline.chunks} stages a rank)"
+    text.append(f"{plan.spec.name}", "bold")
+    text.append(f", {plan.spec.num_parameters:,} parameters ({count_text(plan.spec.num_parameters)})")
+    text.append(f"\nstrategy {plan.preset}: {', '.join(ways)}")
+    text.append(f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}")
+    detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
+    text.append(f"\nequals one device: {plan.equivalence.kind}{detail}")
+    for sentence in plan.filled:
+        text.append(f"\n{sentence}", "cyan")
+    return text
+
+
+def _mesh(plan: Plan) -> Group:
+    product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.leaves)
+    table = _table("axis", ">degree", ">groups", "first group")
+    for row in axis_rows(plan):
+        members = ranks_text(row["first_group"]) if row["degree"] > 1 else "no communicator"
+        table.add_row(row["axis"], str(row["degree"]), f"{row['groups']:,}", members)
+    return Group(Text(f"{plan.world:,} rank{'s' * (plan.world > 1)} = {product}, slowest axis first"), table)
+
+
+def _ranks(plan: Plan, config: Config) -> Table | Group | Text:
+    """All ranks; above 200 the first and the last host, or with ranks=all a plain line per rank."""
+    per_node = ranks_per_node(config.cluster, plan.world)
+    everyone = range(plan.world)
+    if plan.world <= MOST_RANK_ROWS and (config.ranks == "all" or plan.world <= 32):
+        return _rank_table(plan, config, [*everyone])
+    if config.ranks == "all":
+        rows = [rank_row(plan, rank, config.cluster) for rank in everyone]
+        return Text("\n".join(" ".join(f"{key}={'-' if v is None else v}" for key, v in row.items()) for row in rows))
+    shown = min(per_node, 8)
+    first, last = [*everyone[:shown]], [*everyone[-shown:]]
+    left = plan.world - len(first) - len(last)
+    note = f"{left:,} ranks between are left out: ranks=all or --json prints every rank"
+    return Group(_rank_table(plan, config, first), Text(note, "dim"), _rank_table(plan, config, last, header=False))
+
+
+def _rank_table(plan: Plan, config: Config, ranks: list[int], header: bool = True) -> Table:
+    rows = [rank_row(plan, rank, config.cluster) for rank in ranks]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", show_header=header)
+    for key in rows[0]:
+        table.add_column(key, justify="left" if key == "role" else "right", min_width=len(str(plan.world)))
+    for row in rows:
+        table.add_row(*("-" if value is None else str(value) for value in row.values()))
+    return table
+
+
+def _batch(plan: Plan) -> Text:
+    batch, dp = plan.batch, plan.mesh.size("dp")
+    unit = f" of {plan.spec.seq:,} tokens" if plan.spec.kind == "tokens" and plan.spec.seq else ""
+    return Text(
+        f"{batch.global_batch:,} samples{unit} = dp {dp} x {batch.microbatches:,} microbatches x {batch.micro_batch} "
+        f"samples; {batch.replica_batch:,} samples a data replica"
+    )
+
+
+def _stages(plan: Plan, config: Config, found: Facts) -> Group:
+    """Per pp coordinate: its blocks, parameters and the bytes of its rank that holds most."""
+    table = _table("pp", "blocks", ">parameters", ">weights", ">gradients", ">optimizer", ">activations", ">total")
+    stages = stage_rows(plan)
+    heaviest = found.heaviest_position
+    positions = sorted({*shown_positions(plan.mesh.size("pp")), heaviest})
+    for position in positions:
+        mine = [stage for stage in stages if stage["position"] == position]
+        blocks = "; ".join(_block_range(stage["blocks"]) for stage in mine)
+        memory = found.memories[position]
+        sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        mark = position == heaviest and len(found.memories) > 1
+        table.add_row(
+            f"{position}{' *' if mark else ''}",
+            blocks,
+            count_text(sum(stage["parameters"] for stage in mine)),
+            *(bytes_text(size) for size in sizes),
+            style="bold" if mark else None,
+        )
+    worst = found.memories[heaviest]
+    fits = account.fits(worst, config.cluster)
+    size = config.cluster.memory_gb
+    known = f"a device has {size:g} GB" if size else "the size of a device is not known: cluster.memory_gb=..."
+    verdict = Text.assemble("fits: ", (fits, {"yes": "bold green", "no": "bold red"}.get(fits, "bold yellow")))
+    verdict.append(f" (the heaviest rank needs {bytes_text(worst.total)}; {known})")
+    notes = ["bytes are of the rank that holds most; * marks the heaviest"] if len(found.memories) > 1 else []
+    left_out = len(found.memories) - len(positions)
+    if left_out:
+        notes.append(f"{left_out} coordinates between are left out (--json has all)")
+    notes.append(f"not counted: {', '.join(worst.leaves_out)}")
+    return Group(table, verdict, Text("\n".join(notes), "dim"))
+
+
+def _block_range(blocks: list[str]) -> str:
+    """`embedding .. layers.3 (5)`."""
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
+
+
+def _schedule(plan: Plan, found: Facts, width: int) -> Group | Text:
+    if plan.mesh.size("pp") == 1:
+        count = plan.batch.microbatches
+        accumulated = (
+            f"{count} microbatches accumulate gradients one after the other" if count > 1 else "one microbatch"
+        )
+        return Text(f"no pipeline: {accumulated}, no bubble")
+    simulation = found.simulation
+    text = Text.assemble(
+        f"{plan.pipeline.kind}: bubble ",
+        (f"{simulation.bubble_of_total:.1%}", "bold"),
+        f" of the step's time, {simulation.bubble_of_ideal:.1%} of ideal time (all coordinates busy)",
+    )
+    if simulation.num_microbatches < plan.batch.microbatches:
+        text.append(
+            f"\ndrawn with {simulation.num_microbatches} of {plan.batch.microbatches} microbatches; the rest repeats"
+        )
+    text.append("\nby the stages' own FLOPs, so uneven stages idle too; messages take no time\n")
+    chunk_of_stage = [sum(1 for s in plan.stages_of(stage.position) if s.index < stage.index) for stage in plan.stages]
+    return Group(text, draw(simulation, width, chunk_of_stage))
+
+
+def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
+    if not found.traffic:
+        return Text("none: one rank")
+    table = _table("axis", "operation", "purpose", ">calls", ">payload", ">must send", ">all ranks send")
+    rows = [row for row in found.traffic if row.purpose != account.CONTROL and row.operation != "recv"]
+    for row in rows:
+        table.add_row(
+            f"{row.axis} ({row.group_size})",
+            row.operation,
+            row.purpose,
+            f"{row.calls:,}",
+            bytes_text(row.payload_bytes),
+            bytes_text(row.wire_bytes),
+            bytes_text(row.total_wire_bytes),
+        )
+    total = sum(row.wire_bytes for row in rows), sum(row.total_wire_bytes for row in rows)
+    table.add_row("sum", "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
+    control = next(row for row in found.traffic if row.purpose == account.CONTROL)
+    place = plan.mesh.coordinate(found.busiest_rank)
+    where = " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
+    note = (
+        f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
+        f"algorithms; apart from that one {control.operation} of {control.payload_bytes} bytes of control a step"
+    )
+    return Group(table, Text(note, "dim"))
+
+
+def _cost(plan: Plan, found: Facts) -> Text:
+    cost = found.cost
+    text = Text(f"{flops_text(cost.model_flops)} by the model (72-form: forward, and twice that backward)")
+    if cost.hardware_flops > cost.model_flops:
+        text.append(f", {flops_text(cost.hardware_flops)} with what recompute={plan.recompute} repeats")
+    if cost.compute_s is None:
+        return text.append("\ntime: unknown, the cluster gives no rates (try cluster=a100_80gb)")
+    text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate, bubble included")
+    if cost.communication_s is None:
+        return text.append("; communication: unknown, the cluster gives no link rates")
+    low, high = max(cost.compute_s, cost.communication_s), cost.compute_s + cost.communication_s
+    text.append(f"; communication {seconds_text(cost.communication_s)} of the busiest rank at the links' rates")
+    return text.append(
+        f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), or longer: "
+        "no kernel reaches the peak rate"
+    )
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`0 8 16 .. 504`."""
+    shown = ranks if len(ranks) <= 8 else [*ranks[:3], "..", ranks[-1]]
+    return " ".join(map(str, shown))
+
+
+def count_text(count: float) -> str:
+    """A count for people: 175.1 B."""
+    for unit in ("", " k", " M", " B"):
+        if abs(count) < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.2f} T"
+
+
+def bytes_text(count: float) -> str:
+    """A byte count for people: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def flops_text(count: float) -> str:
+    """FLOPs for people: 12.3 TFLOP."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:.3g} EFLOP"
+
+
+def seconds_text(seconds: float) -> str:
+    """3.1 ms, 12.0 s."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

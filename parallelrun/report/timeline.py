@@ -1,0 +1,114 @@
+"""A schedule as a terminal Gantt: one row per pp coordinate, legible in colour, without colour and in a log file."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from rich.text import Text
+
+from parallelrun.plan.simulate import Event, Simulation
+
+FILLERS = {"F": "-", "B": "=", "I": "=", "W": "~"}
+STYLES = {
+    "F": ("white on blue", "white on dark_blue"),
+    "B": ("black on green", "black on dark_green"),
+    "I": ("black on green", "black on dark_green"),
+    "W": ("black on yellow", "black on dark_goldenrod"),
+}
+INKS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
+SHADES = " .:=#"
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+MOST_ROWS = 16
+
+
+def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
+    """Rows of at most `width` columns; a run of one action carries its microbatch's number where that fits.
+
+    Where an action is shorter than a column, a column shows the part of its time that is busy instead. Above 16
+    coordinates, 16 of them from first to last are drawn. chunk_of_stage: shades every other chunk.
+    """
+    positions = shown_positions(len(simulation.orders))
+    label_width = len(f"pp {positions[-1]} ")
+    columns = max(20, width - label_width)
+    end = max(ends[-1] for ends in simulation.ends)
+    shortest = min(
+        t for kind in {a.kind for order in simulation.orders for a in order} for t in _positive(simulation, kind)
+    )
+    whole = end / shortest  # the step in shortest actions: whole columns for each, where they fit
+    if whole <= columns and abs(whole - round(whole)) < 1e-6:
+        columns = columns // round(whole) * round(whole)
+    dense = whole > columns
+    text = Text()
+    for position in positions:
+        text.append(f"pp {position}".ljust(label_width), "bold")
+        events = simulation.events(position)
+        text.append_text(_dense_row(events, columns, end) if dense else _row(events, columns, end, chunk_of_stage))
+        text.append("\n")
+    text.append(" " * label_width)
+    text.append_text(_dense_legend() if dense else _legend(simulation))
+    return text
+
+
+def _positive(simulation: Simulation, kind: str) -> list[float]:
+    return [time for time in simulation.times[kind] if time > 0]
+
+
+def shown_positions(count: int) -> list[int]:
+    """The coordinates that get a row: all, or 16 spread from the first to the last."""
+    if count <= MOST_ROWS:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)})
+
+
+def _row(events: list[Event], columns: int, end: float, chunk_of_stage: list[int]) -> Text:
+    """Each column shows what runs at its middle; neighbouring columns of one event make one labelled cell."""
+    begins = [event.begin for event in events]
+    cells: list[tuple[Event | None, int]] = []
+    for column in range(columns):
+        moment = (column + 0.5) * end / columns
+        index = bisect_right(begins, moment) - 1
+        event = events[index] if index >= 0 and moment < events[index].end else None
+        if cells and cells[-1][0] is event:
+            cells[-1] = event, cells[-1][1] + 1
+        else:
+            cells.append((event, 1))
+    text = Text()
+    for event, length in cells:
+        if event is None:
+            text.append(" " * length)
+            continue
+        label = str(event.microbatch)
+        cell = label if len(label) <= length else ""
+        style = STYLES[event.kind][chunk_of_stage[event.stage] % 2]
+        text.append(cell.ljust(length, FILLERS[event.kind]), style)
+    return text
+
+
+def _dense_row(events: list[Event], columns: int, end: float) -> Text:
+    """Per column the busy part of its time as a shade, in the colour of what takes most of it."""
+    spent: list[dict[str, float]] = [{} for _ in range(columns)]
+    for event in events:
+        begin, stop = event.begin * columns / end, event.end * columns / end
+        for column in range(int(begin), min(columns, int(stop) + 1)):
+            part = min(stop, column + 1) - max(begin, column)
+            if part > 0:
+                spent[column][event.kind] = spent[column].get(event.kind, 0.0) + part
+    text = Text()
+    for kinds in spent:
+        shade = SHADES[min(len(SHADES) - 1, round(sum(kinds.values()) * (len(SHADES) - 1)))]
+        text.append(shade, INKS[max(kinds, key=lambda kind: kinds[kind])] if kinds else "")
+    return text
+
+
+def _dense_legend() -> Text:
+    return Text(f"busy part of the time: {', '.join(f'{s!r} {i * 25} %' for i, s in enumerate(SHADES))}")
+
+
+def _legend(simulation: Simulation) -> Text:
+    kinds = sorted({action.kind for order in simulation.orders for action in order}, key="FBIW".index)
+    text = Text("microbatch number, then ")
+    for index, kind in enumerate(kinds):
+        text.append(", " if index else "")
+        text.append(FILLERS[kind] * 2, STYLES[kind][0])
+        text.append(f" {NAMES[kind]}")
+    return text.append(", blank idle")
