@@ -33,13 +33,13 @@ class CommandLine:
     trust: bool = False
     multirun: bool = False
 
-    @property
-    def composes_only(self) -> bool:
-        """Whether Hydra answers by itself (`--cfg`, `--info`, ...) and no task is run."""
-        return any(flag.split("=")[0] in _ANSWERING for flag in self.flags)
-
 
 _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+
+
+def starts_ranks(argv: list[str]) -> bool:
+    """Whether `argv` means a run at all: Hydra answers some flags (`--cfg`, `--info`, ...) by itself."""
+    return not any(word.partition("=")[0] in _ANSWERING for word in argv)
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -174,4 +174,3 @@ def _ranks_and_hosts(ranks: str | None, hosts: str | None, problems: list[Proble
         problems.append(Problem(f"-np {ranks} is more than the {slots} slots of -H {hosts}", COMMAND_LINE))
         return []
     return [f"world={ranks}"]
-

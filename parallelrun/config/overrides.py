@@ -139,6 +139,8 @@ def _check(override: Override, where: str) -> list[Problem]:
         if problems:
             return problems
     problems = []
+    if known_keys()[key].kind not in ("list", "dict") and override.value[:1] in ("[", "{"):
+        return [Problem(f"{text}: one value, not a list", where)]
     for value in override.values:
         problem = None if _is_left_to_hydra(value) else trap(known_keys()[key], unquoted(value).strip(), where)
         if problem is not None:
@@ -151,7 +153,9 @@ def _several(override: Override, where: str) -> list[Problem]:
     value = override.value
     if override.multirun or len(split(value)) == 1 or value[0] in "[{":
         return []
-    return [Problem(f"{override.text}: several values are a sweep", where, command=f"parallelrun -m ... {override.text}")]
+    return [
+        Problem(f"{override.text}: several values are a sweep", where, command=f"parallelrun -m ... {override.text}")
+    ]
 
 
 def _group(override: Override, where: str) -> list[Problem]:

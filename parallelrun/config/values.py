@@ -59,7 +59,9 @@ def _integer(key: Key, text: str, where: str) -> Problem | None:
     ambiguous = _ambiguous_number(text)
     if ambiguous is not None:
         parsed, choices = ambiguous
-        return Problem(f"{shape}: parsed as {parsed} from {text}; write {' or '.join(choices)}", where, f"{key.name}={choices[0]}")
+        return Problem(
+            f"{shape}: parsed as {parsed} from {text}; write {' or '.join(choices)}", where, f"{key.name}={choices[0]}"
+        )
     if text.lower() in _BOOLEANS:
         return Problem(f"{shape}: a truth value, but {key.name} is a whole number", where)
     try:
@@ -79,7 +81,9 @@ def _float(key: Key, text: str, where: str) -> Problem | None:
     ambiguous = _ambiguous_number(text)
     if ambiguous is not None:
         parsed, choices = ambiguous
-        return Problem(f"{shape}: parsed as {parsed} from {text}; write {' or '.join(choices)}", where, f"{key.name}={choices[0]}")
+        return Problem(
+            f"{shape}: parsed as {parsed} from {text}; write {' or '.join(choices)}", where, f"{key.name}={choices[0]}"
+        )
     if text.lower() in _BOOLEANS:
         return Problem(f"{shape}: a truth value, but {key.name} is a number", where)
     try:

@@ -1,0 +1,153 @@
+"""What goes wrong, on screen: the one shape of every message, and Hydra's errors brought into it.
+
+error: tp=3: 64 hidden do not divide by it
+  where: tp
+  did you mean: tp=2 or tp=4
+  try: parallelrun plan tp=2
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+
+from parallelrun.config.keys import GROUPS, nearest, nearest_keys
+from parallelrun.errors import ConfigError, ParallelrunError, Problem
+
+_SHOWN = 20
+
+
+def render(problems: Sequence[Problem], color: bool = False) -> str:
+    """The text of `problems`, all of them, first line first; without a trailing newline."""
+    red, plain = ("\x1b[1;31m", "\x1b[0m") if color else ("", "")
+    lines = []
+    for problem in problems[:_SHOWN]:
+        lines.append(f"{red}error:{plain} {_one_line(problem.what)}")
+        for label, text in (
+            ("where", problem.where),
+            ("did you mean", problem.suggestion),
+            ("try", problem.command),
+        ):
+            if text:
+                lines.append(f"  {label}: {_one_line(text)}")
+    if len(problems) > _SHOWN:
+        lines.append(f"... and {len(problems) - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def report(error: BaseException, verbose: bool) -> int:
+    """Write `error` to stderr (with its traceback if `verbose`); the exit code it stands for."""
+    known = error if isinstance(error, ParallelrunError) else None
+    if known is None:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        hint = "" if verbose else "the same command with -v, for the traceback"
+        problems: tuple[Problem, ...] = (Problem(f"unexpected: {what}", command=hint),)
+    else:
+        problems = known.problems
+    if verbose:
+        traceback.print_exception(error, file=sys.stderr)
+    color = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(render(problems, color), file=sys.stderr, flush=True)
+    return known.exit_code if known is not None else 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(str(text).split())[:2000]
+
+
+def translate(error: Exception) -> ParallelrunError | None:
+    """A ConfigError for what Hydra or OmegaConf raise while composing, None for any other exception.
+
+    Told by name and attributes instead of isinstance: importing Hydra costs a quarter of a second.
+    """
+    if isinstance(error, ParallelrunError):
+        return error
+    chain = _chain(error)
+    for link in chain:
+        if isinstance(link, ParallelrunError):
+            return link
+    names = {name for link in chain for name in (base.__name__ for base in type(link).__mro__)}
+    if "MissingConfigException" in names:
+        return _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
+    from_hydra = any(type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4") for link in chain)
+    if not from_hydra and "RecursionError" not in names:
+        return _of_hydra_frames(error)
+    texts = [_first_lines(str(link)) for link in chain]
+    if "RecursionError" in names or "recursi" in " ".join(texts).lower():
+        return ConfigError(Problem("a ${...} leads back to itself", _full_key(chain) or "an interpolation"))
+    return _composition(chain, texts)
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _missing(error: BaseException) -> ConfigError:
+    """An unknown option of a group, or an unknown file."""
+    wanted = str(getattr(error, "missing_cfg_file", "") or "")
+    group, _, name = wanted.rpartition("/")
+    options = list(getattr(error, "options", None) or [])
+    if group.split("/")[0] not in GROUPS:
+        return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration"))
+    if group == "recipe":
+        from parallelrun.config import recipes
+
+        options = list(recipes.find())
+    close = nearest(name, options) or options[:8]
+    suggestion = ", ".join(f"{group}={option}" for option in close)
+    return ConfigError(Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}"))
+
+
+def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
+    first, cause = texts[0], texts[-1]
+    override = getattr(chain[0], "override", None)
+    if override:
+        return ConfigError(Problem(f"{override}: {first}", "command line", command="parallelrun --help"))
+    key = _full_key(chain)
+    unknown = re.search(r"Key '([^']+)'|Could not override '([^']+)'", f"{cause} {first}")
+    if unknown and ("not in" in cause or "Could not override" in first):
+        name = key or unknown[1] or unknown[2]
+        suggestion = ", ".join(nearest_keys(name))
+        return ConfigError(Problem(f"{name}: no such key", "configuration", suggestion, "parallelrun --help"))
+    what = cause if "merging override" not in first else f"{first.replace('Error merging override ', '')}: {cause}"
+    return ConfigError(Problem(what, key or "configuration"))
+
+
+def _full_key(chain: list[BaseException]) -> str:
+    for link in reversed(chain):
+        key = getattr(link, "full_key", None)
+        if key:
+            return str(key)
+    return ""
+
+
+def _of_hydra_frames(error: Exception) -> ConfigError | None:
+    """A plain ValueError or OSError that Hydra itself raised (`--resolve` alone, a config folder that is missing)."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    if raised_in.split(".")[0] in ("hydra", "omegaconf") and isinstance(error, (ValueError, OSError)):
+        return ConfigError(Problem(_first_lines(str(error)), "command line", command="parallelrun --hydra-help"))
+    return None
+
+
+def _first_lines(text: str) -> str:
+    """The part of a message of Hydra's that says what is wrong: up to its details, hints and links."""
+    lines = []
+    for line in text.strip().splitlines():
+        if re.match(
+            r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)", line
+        ):
+            break
+        if not line.strip() and lines:
+            break
+        lines.append(line.strip())
+    return " ".join(lines)

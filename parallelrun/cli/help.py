@@ -1,0 +1,68 @@
+"""The help texts. The examples are planned by a test, so that none of them is ever wrong."""
+
+from __future__ import annotations
+
+from parallelrun.cli.words import TOOLS, VERBS
+from parallelrun.config import presets
+from parallelrun.config.keys import GROUPS
+
+EXAMPLES = (
+    ("parallelrun model=gpt strategy=ptdp tp=2 pp=2", "train a small GPT on 4 ranks of this machine"),
+    ("parallelrun plan model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6", "what 3072 GPUs would do, before they do it"),
+    ("parallelrun verify model=gpt strategy=ptdp dp=2 tp=2 pp=2", "prove it equal to one device"),
+    ("parallelrun bench model=gpt strategy=ddp dp=2", "time it"),
+    ("parallelrun -m model=gpt strategy=ddp,tp,gpipe,ptdp world=4 steps=20", "strategies side by side"),
+    ("parallelrun plan recipe=gpt3_oneflow_3072", "a complete run from a shared recipe"),
+)
+
+SHORT = """parallelrun: one command composes a model, a dataset and a parallelism plan, and trains.
+
+  parallelrun model=gpt strategy=ptdp tp=2 pp=2     train a small GPT on 4 ranks of this machine
+  parallelrun recipe=quickstart                     the shortest complete run
+  parallelrun plan model=gpt3_175b tp=8 pp=64 dp=6  what would happen, before it does
+  parallelrun ls                                    what there is
+  parallelrun --help                                everything else"""
+
+_FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
+  --json                plan, ls, show, doctor: one JSON document on stdout and nothing else
+  -v, --verbose         tracebacks
+  --trust               let a recipe name code
+  -np N, -H localhost   as mpirun's: N ranks on this host
+  --cfg job, --info, -p, --config-dir, -sc install=bash, ...
+                        Hydra's flags; --hydra-help explains them
+  --version, -h, --help"""
+
+_KEYS = """  degrees     world dp tp pp ep
+  batch       global_batch local_batch micro_batch microbatches
+  schedule    schedule chunks layout strategy.data.* strategy.tensor.* strategy.pipeline.*
+  model       model.layers hidden heads kv_heads ffn vocab seq ...
+  optimizer   optimizer.lr schedule warmup weight_decay clip ...
+  run         steps seed dropout recompute compile device name resume path runs
+  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker"""
+
+
+def full() -> str:
+    """The text of `parallelrun --help`."""
+    width = max(len(word) for word in (*VERBS, *TOOLS))
+    lines = ["parallelrun [verb] key=value ...", "", "Verbs (all take the same overrides):"]
+    lines += [f"  {word:<{width}}  {text}" for word, text in VERBS.items()]
+    lines += ["", "Tools:"] + [f"  {word:<{width}}  {text}" for word, text in TOOLS.items()]
+    lines += ["", "Groups (group=option; parallelrun ls tells more):"]
+    lines += [f"  {group:<9}  {_wrapped(presets.options(group))}" for group in GROUPS]
+    lines += ["", "Keys (key=value):", _KEYS, "", "Flags:", _FLAGS, "", "Examples:"]
+    lines += [f"  {command}\n      {text}" for command, text in EXAMPLES]
+    lines += [
+        "",
+        "Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad",
+    ]
+    lines += ["checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."]
+    return "\n".join(lines)
+
+
+def _wrapped(words: list[str], width: int = 105) -> str:
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += word + " "
+    return ("\n" + " " * 13).join(line.rstrip() for line in lines)

@@ -1,0 +1,182 @@
+"""Overrides -> Config, through Hydra, once. The only module that imports Hydra."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from parallelrun.config import recipes
+from parallelrun.config.overrides import Override, unquoted
+from parallelrun.config.recipes import Recipe
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration and how it came about. given: the keys that the user or a recipe set; overrides: as typed."""
+
+    config: Config
+    given: frozenset[str]
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """argv for Hydra, and what is needed to tell afterwards what was given."""
+
+    argv: tuple[str, ...]
+    recipe_keys: Mapping[str, frozenset[str]]
+    shown: Mapping[str, str]  # the name that a recipe file got -> the path that the user typed
+
+
+def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
+    """Register the schema and the recipes with Hydra, and write its argv. Raises ConfigError for a bad recipe."""
+    store = ConfigStore.instance()
+    store.store(name="base_schema", node=Config)
+    files = recipes.find()
+    shown: dict[str, str] = {}
+    chosen: list[str] = []
+    argv = [*flags, f"verb={verb}"]
+    for override in overrides:
+        if override.key != "recipe":
+            argv.append(override.hydra())
+            continue
+        names = []
+        for value in map(unquoted, override.values):
+            if recipes.is_path(value):
+                file = recipes.at_path(value)
+                files[file.name] = file
+                shown[file.name] = value
+                value = file.name
+            names.append(value)
+        chosen += names
+        argv.append(f"{override.sign}recipe={','.join(names)}")
+    loaded = _load_all(files, chosen, trust)
+    for recipe in loaded.values():
+        node = OmegaConf.create(recipe.text)
+        store.store(group="recipe", name=recipe.file.name, node=node, package="_global_", provider="parallelrun")
+    keys = {name: _keys(name, loaded, ()) for name in loaded}
+    return Prepared(tuple(argv), keys, shown)
+
+
+def prepare_completion(flags: Sequence[str]) -> Prepared:
+    """For the shell's TAB: every recipe has a name, and none is opened."""
+    store = ConfigStore.instance()
+    store.store(name="base_schema", node=Config)
+    for name in recipes.find():
+        store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
+    return Prepared(tuple(flags), {}, {})
+
+
+def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
+    """Let Hydra answer its flags, or compose and call `task`, once for every point of a sweep. Raises what Hydra does.
+
+    Hydra's own errors come up as exceptions (HYDRA_FULL_ERROR), so that `cli.errors` can word them.
+    """
+    base = "1.3" if hydra.__version__.startswith("1.3") else None
+    options = {"version_base": base} if base else {}
+    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **options)
+    with _process_state(prepared.argv):
+        main(task)()
+
+
+def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
+    """The Config of the task that Hydra has just started, checked against the schema."""
+    config = OmegaConf.to_object(task_config)
+    if not isinstance(config, Config):
+        raise ConfigError(
+            Problem("the primary configuration must have base_schema first in its defaults", "config.yaml")
+        )
+    task = HydraConfig.get().overrides.task
+    given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
+    given |= prepared.recipe_keys.get(str(recipe), frozenset())
+    config, given = _fold_path(config, given)
+    return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
+
+
+def sweeping() -> bool:
+    """Whether the running task is a point of a sweep."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def point_number() -> int:
+    """The number of the running point of a sweep, from 0."""
+    return int(HydraConfig.get().job.num)
+
+
+def point_overrides(prepared: Prepared) -> list[str]:
+    """The running point's overrides, as the user would type them."""
+    return [_as_typed(text, prepared.shown) for text in HydraConfig.get().overrides.task if text[:5] != "verb="]
+
+
+def run_directory() -> str | None:
+    """The directory a user asked for with `hydra.run.dir=...`, else None."""
+    directory = str(HydraConfig.get().run.dir)
+    return None if directory == "." else directory
+
+
+def _as_typed(text: str, shown: Mapping[str, str]) -> str:
+    key, _, value = text.partition("=")
+    if key == "recipe":
+        return f"recipe={shown.get(value, value)}"
+    return f"{key.removeprefix('++')}={unquoted(value)}"
+
+
+def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
+    """`path` is a short name of dataset.path; a recipe may use it too."""
+    if config.path is None:
+        return config, given
+    if config.dataset.path not in (None, config.path):
+        what = f"path={config.path} contradicts dataset.path={config.dataset.path}"
+        raise ConfigError(Problem(what, "path", "one of the two", kind="contradiction"))
+    dataset = replace(config.dataset, path=os.path.expanduser(config.path))
+    return replace(config, path=None, dataset=dataset), (given - {"path"}) | {"dataset.path"}
+
+
+def _load_all(files: Mapping[str, recipes.RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
+    """The built-in recipes, the chosen ones and those they build on; a user's other files are not even opened."""
+    loaded: dict[str, Recipe] = {}
+    wanted = [name for name, file in files.items() if file.source == "built-in"] + list(chosen)
+    while wanted:
+        name = wanted.pop()
+        if name in files and name not in loaded:
+            loaded[name] = recipes.load(files[name], trust)
+            wanted += loaded[name].parents
+    return loaded
+
+
+def _keys(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...]) -> frozenset[str]:
+    if name in above:
+        raise ConfigError(Problem(f"recipes build on each other in a circle: {' -> '.join((*above, name))}", "recipe"))
+    recipe = loaded.get(name)
+    if recipe is None:
+        return frozenset()
+    return recipe.keys.union(*(_keys(parent, loaded, (*above, name)) for parent in recipe.parents))
+
+
+@contextmanager
+def _process_state(argv: Sequence[str]) -> Iterator[None]:
+    """Hydra reads sys.argv and one environment variable; both are given back as they were."""
+    old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["parallelrun", *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        if old_full is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = old_full

@@ -1,0 +1,109 @@
+"""The frozen configuration of a run: `config.yaml` in its directory, the only thing ranks are told. No Hydra, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import typing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from parallelrun.plan.structure import Plan
+
+# What does not change what a run computes: two configs that differ only here are the same point of a sweep.
+_VOLATILE = ("name", "runs", "ranks", "verb", "tracker", "sweep", "timeout_s")
+
+
+def freeze(config: Config, plan: Plan | None = None) -> str:
+    """YAML text of `config`; with `plan`, what `resolve` filled in stands there as numbers.
+
+    Resolving the frozen config gives the same plan again, anywhere.
+    """
+    if plan is not None:
+        config = _filled(config, plan)
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_frozen(text: str) -> Config:
+    """The Config that `freeze` wrote. Raises ConfigError naming the key when the text is not one."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(f"the frozen configuration is not YAML: {error}", "config.yaml")) from error
+    return _build(Config, values, "")
+
+
+def digest(text: str) -> str:
+    """sha256 of a frozen configuration, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identity(config: Config) -> str:
+    """sha256 of what a run computes: its config without names, places and the sweep it belongs to."""
+    values = dataclasses.asdict(config)
+    for key in _VOLATILE:
+        values.pop(key)
+    return digest(yaml.safe_dump(values, sort_keys=True))
+
+
+def _filled(config: Config, plan: Plan) -> Config:
+    from parallelrun.plan import shorthands
+
+    folded, problems = shorthands.fold(config, frozenset())
+    assert not problems, "only a config that was resolved is frozen with its plan"
+    # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
+    unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
+    clear = {key: None for key in ("layout", "schedule", "chunks", *unread) if hasattr(folded, key)}
+    degrees = {axis: plan.mesh.size(axis) for axis in ("dp", "tp", "pp")}
+    return replace(
+        folded,
+        **clear,
+        **degrees,
+        world=plan.world,
+        global_batch=plan.batch.global_batch,
+        local_batch=None,
+        micro_batch=plan.batch.micro_batch,
+        microbatches=None,
+        device=plan.device,
+    )
+
+
+def _build(kind: Any, values: Any, where: str) -> Any:
+    """`values` as `kind`: a dataclass, an optional, a list, a mapping or a plain type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(kind, values, where)
+    if origin is typing.Union:
+        return None if values is None else _build(arguments[0], values, where)
+    if origin is list and isinstance(values, list):
+        return [_build(arguments[0], value, where) for value in values]
+    if origin is dict and isinstance(values, dict):
+        return {key: _build(arguments[1], value, where) for key, value in values.items()}
+    if kind is Any:
+        return values
+    if kind is float and type(values) is int:
+        return float(values)
+    if origin is None and type(values) is kind:
+        return values
+    raise _wrong(where, f"{values!r} is no {getattr(origin or kind, '__name__', kind)}")
+
+
+def _build_dataclass(kind: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise _wrong(where, "not a mapping")
+    hints = typing.get_type_hints(kind)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        raise _wrong(f"{where}{unknown[0]}", "no such key")
+    return kind(**{key: _build(hints[key], value, f"{where}{key}.") for key, value in values.items()})
+
+
+def _wrong(where: str, what: str) -> ConfigError:
+    key = where.rstrip(".") or "the whole"
+    return ConfigError(Problem(f"the frozen configuration is not valid: {key}: {what}", "config.yaml"))
