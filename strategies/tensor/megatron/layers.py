@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from parallelrun.mesh.runtime import Group
 from parallelrun.models import layers as one_device
-from parallelrun.strategies.tensor.megatron import operators
+
+from . import operators
 
 
 @dataclass(frozen=True)

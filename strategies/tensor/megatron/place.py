@@ -10,10 +10,11 @@ from parallelrun.models import layers as one_device
 from parallelrun.models.network import Network
 from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.tensor.megatron import layers
-from parallelrun.strategies.tensor.megatron.loss import VocabParallelLoss
-from parallelrun.strategies.tensor.megatron.plan import Way
-from parallelrun.strategies.tensor.megatron.traffic import overlaps
+
+from . import layers
+from .loss import VocabParallelLoss
+from .plan import Way
+from .traffic import overlaps
 
 
 def place(network: Network, plan: Plan, mesh: Mesh) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from parallelrun.strategies.tensor.megatron.place import place
+from .place import place
 
 __all__ = ["place"]
