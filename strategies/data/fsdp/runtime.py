@@ -1,7 +1,7 @@
 """fsdp at run time: torch's FSDP2 wraps every block; here are its units, when it reduces, and its local tensors.
 
 FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in the
-last microbatch only: at pp=1 under that microbatch's backward, else when the schedule is done.
+last microbatch only: at pp=1 under that microbatch's backward, else when the schedule is done with the stage.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
             _fully_shard(block, unit, plan, device_mesh, shared)
             wrapped.append(block)
         root = next((u for u in own if u.stage == stage and u.kind == ROOT), None)
-        root = root or Unit(ROOT, stage, "", (), reshard=False, rounded=False)
-        _fully_shard(part, root, plan, device_mesh, shared)
+        _fully_shard(part, root or Unit(ROOT, stage, "", (), False, False), plan, device_mesh, shared)
         _prefetch_backward(part, wrapped)
     for module in _wrapped(parts):
         module.set_gradient_divide_factor(1.0)
@@ -62,20 +61,23 @@ class FsdpRuntime(LocalRuntime):
         self._plan = plan
         self._modules = list(_wrapped(parts))
         self._holders = [holder for part in parts for holder in getattr(part, HOLDERS, [])]
-        self._roots = [part for part in parts if isinstance(part, FSDPModule)] + self._holders
+        self._roots = [*parts, *self._holders]
+        for holder in self._holders:
+            _tie_again(holder)
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
         self._sharded = [parameter for _, parameter in pairs]
         axis = shard_axis(plan)
-        self.parameters = [
-            LocalParameter(held.name, parameter.detach().to_local(), held.spec, held.layout.split(0, axis), held.shared)
-            for held, parameter in pairs
-        ]
-        self._num_forwards = 0
+        with torch.no_grad():
+            self.parameters = [
+                LocalParameter(held.name, weight.to_local(), held.spec, held.layout.split(0, axis), held.shared)
+                for held, weight in pairs
+            ]
         self._reduces = False
-        for part in parts:
-            part.register_forward_pre_hook(self._before_forward, prepend=True)
+        if self._holders:
+            for part in parts:
+                part.register_forward_pre_hook(self._gather_tied, prepend=True)
 
     def begin_step(self) -> None:
         """No gradients, no weights gathered (an evaluation leaves old ones), and no reduction before its time."""
@@ -83,8 +85,11 @@ class FsdpRuntime(LocalRuntime):
             module.reshard()
         for parameter, sharded in zip(self.parameters, self._sharded):
             parameter.tensor.grad = sharded.grad = None
-        self._num_forwards = 0
         self._set_last(False)
+
+    def before_backward(self, is_last: bool) -> None:
+        """The last microbatch's backward reduces while it goes on."""
+        self._set_last(is_last)
 
     def finish_gradients(self) -> None:
         """Reduce what backward has not, and hand the shards' gradients over."""
@@ -96,14 +101,9 @@ class FsdpRuntime(LocalRuntime):
             for parameter, sharded in zip(self.parameters, self._sharded):
                 set_gradient(parameter.tensor, None if sharded.grad is None else sharded.grad.to_local())
 
-    def _before_forward(self, part: nn.Module, _: object) -> None:
-        """Before a stage's forward: a weight of two stages is gathered; at pp=1 the last microbatch will reduce."""
+    def _gather_tied(self, part: nn.Module, _: object) -> None:
         for holder in self._holders:
             holder.unshard()
-        if torch.is_grad_enabled() and self._plan.pipeline.kind == "none":
-            self._num_forwards += 1
-            if self._num_forwards == self._plan.batch.microbatches:
-                self._set_last(True)
 
     def _set_last(self, last: bool) -> None:
         """Whether the backward passes from now on reduce. Weights that are kept go when it is done."""
@@ -129,6 +129,15 @@ def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ig
     fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, ignored_params=ignored or None)
 
 
+class _Holder(nn.Module):
+    """Keeps the layers of several stages that share one weight. Never called."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__()
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+
+
 def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Wrap the weights that two stages of this rank share; return their sharded parameters.
 
@@ -145,12 +154,20 @@ def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, mesh:
                 for module in part.modules()
                 if any(value is weight for value in module.parameters(recurse=False))
             ]
-            holder = nn.ModuleList(holders)
+            holder = _Holder(holders)
             _fully_shard(holder, unit, plan, mesh, set())
             part = parts[held.stage]
             setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
             sharded.add(part.get_parameter(held.name))
     return sharded
+
+
+def _tie_again(holder: nn.Module) -> None:
+    """Materialising gave each stage its own copy of a weight that two stages share."""
+    first, *others = holder.children()
+    ((name, weight),) = first.named_parameters(recurse=False)
+    for module in others:
+        setattr(module, name, weight)
 
 
 def _prefetch_backward(root: nn.Module, blocks: list[nn.Module]) -> None:
