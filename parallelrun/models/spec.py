@@ -45,8 +45,8 @@ class LayerSpec:
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
     by a tensor way), `row`, `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own
-    layer). in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied weight, `parameters` is empty and `tied` names the
-    parameter it reads.
+    layer). in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
+    weight, `parameters` is empty and `tied` names the parameter it reads.
     """
 
     name: str
@@ -109,6 +109,8 @@ class ModelSpec:
     seq: int = 0
     num_layers: int = 0
     activation: str = "gelu"
+    norm: str = "layernorm"
+    attention_dropout: float = 0.0
     tied: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = field(default=())
 

@@ -93,6 +93,8 @@ def make(config: Config, vocab: int) -> ModelSpec:
         seq=model.seq,
         num_layers=model.layers,
         activation=model.activation,
+        norm=model.norm,
+        attention_dropout=model.attention_dropout,
         tied=(TIED,) if model.tied_embeddings else (),
     )
 
