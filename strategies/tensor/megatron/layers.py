@@ -35,12 +35,12 @@ class Columns(one_device.Columns):
             super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
         self.span = span
         for name, part in parts.items():
-            setattr(self, name, part)
+            self.hold(name, part)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> Any:
         parts = (self.get_submodule(name) for name in self.outputs)
         weights = [(part.weight, part.bias) for part in parts]
-        return _columns(x.to(self.compute_dtype), weights, self.span)
+        return self.give(_columns(x.to(self.compute_dtype), weights, self.span))
 
 
 class Row(one_device.Row):
