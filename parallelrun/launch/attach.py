@@ -1,0 +1,208 @@
+"""Running as a rank that torchrun, srun or mpirun has started.
+
+Rank 0 composes and resolves, then `lead`s: config, hash and run directory go through the store. The others `follow`:
+they check that code, torch and config are the same everywhere, and run the same worker. If rank 0 cannot compose, it
+`abandon`s and all leave with its code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from parallelrun.config.freeze import digest, load_frozen
+from parallelrun.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EnvironmentProblem,
+    ParallelrunError,
+    Problem,
+)
+from parallelrun.launch import directory, environment, failure, meeting, output, rank
+from parallelrun.launch.board import Board
+from parallelrun.launch.environment import Attached
+from parallelrun.launch.failure import Failure
+from parallelrun.launch.processes import Job
+from parallelrun.launch.status import Status
+from parallelrun.launch.watchdog import Watchdog
+from parallelrun.records import write_json
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+GRACE_S = 1.0  # after a failure: time for other ranks to write theirs
+
+
+@dataclass(frozen=True)
+class Voice:
+    """How an attached rank talks to the user."""
+
+    overrides: tuple[str, ...] = ()
+    verbose: bool = False
+
+
+def abandon(attached: Attached, exit_code: int) -> None:
+    """Rank 0 could not make a run: the others leave with its code, at once. Never raises."""
+    if attached.rank or attached.world == 1:
+        return
+    try:
+        store = meeting.connect(attached, 30.0)
+        meeting.put(store, "run", {"failed": exit_code})
+        deadline = time.monotonic() + meeting.JOIN_S  # we serve the store: stay until they have read it
+        while store.add("told", 0) < attached.world - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        meeting.forget_port(attached)
+    except (ParallelrunError, RuntimeError, OSError):
+        return  # the launcher will end the others
+
+
+def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: bool = False) -> int:
+    """Rank 0's part: publish the run, see that all have come and agree, run the worker. Returns the exit code.
+
+    When ranks are missing or disagree, that is said here and to the others, and nothing is raised: nobody is left who
+    would have to be told.
+    """
+    store = meeting.connect(attached)
+    text = (job.directory / "config.yaml").read_text()
+    status = Status(job.directory)
+    status.running()
+    run = {"config": text, "sha256": digest(text), "directory": str(job.directory), "worker": job.worker}
+    meeting.put(store, "run", run)
+    meeting.put(store, "joined/0", _member(attached, text, job.directory))
+    try:
+        members = meeting.gather(store, attached.world)
+        problems = meeting.disagreement(members)
+        if problems:
+            raise EnvironmentProblem(*problems)
+    except EnvironmentProblem as error:
+        meeting.put(store, "go", {"failed": error.exit_code})
+        status.ended(error.exit_code, str(error))
+        print("\n".join(failure.problem_lines(error.problems)), file=sys.stderr, flush=True)
+        time.sleep(GRACE_S)  # we serve the store
+        return error.exit_code
+    finally:
+        meeting.forget_port(attached)
+    hosts = [member.host for member in members]
+    _complete_manifest(job.directory, sorted(set(hosts)))
+    meeting.put(store, "go", {"hosts": hosts})
+    return _serve(attached, job, store, hosts, Voice(tuple(overrides), verbose))
+
+
+def follow(argv: Sequence[str]) -> int:
+    """Every other rank's part: wait for rank 0's run, join, run the worker. Returns the exit code.
+
+    argv is not read: rank 0's counts. Raises EnvironmentProblem when rank 0 does not come.
+    """
+    attached = environment.detect(os.environ)
+    assert attached is not None and attached.rank > 0, "follow() is for ranks that another launcher has started"
+    store = meeting.connect(attached)
+    run = meeting.get(store, "run", meeting.COMPOSE_S)
+    if run is None:
+        problem = Problem(f"rank {attached.rank} has waited {meeting.COMPOSE_S:g} s for rank 0 to compose", "rank 0")
+        raise EnvironmentProblem(problem, exit_code=EXIT_HANG)
+    if "failed" in run:
+        store.add("told", 1)
+        return int(run["failed"])
+    folder = Path(run["directory"])
+    meeting.put(store, f"joined/{attached.rank}", _member(attached, run["config"], folder))
+    go = meeting.get(store, "go", meeting.JOIN_S + 30)
+    if go is None or "failed" in go:
+        return int(go["failed"]) if go else EXIT_HANG
+    config = load_frozen(run["config"])
+    from parallelrun.plan.resolve import resolve
+
+    job = Job(config, resolve(config), folder, run["worker"])
+    return _serve(attached, job, store, go["hosts"], Voice())
+
+
+def _member(attached: Attached, config: str, folder: Path) -> dict:
+    from importlib.metadata import version
+
+    return {
+        "rank": attached.rank,
+        "host": os.uname().nodename,
+        "code": directory.code_fingerprint(),
+        "torch": version("torch"),
+        "config": digest(config),
+        "directory_seen": (folder / "config.yaml").exists(),
+    }
+
+
+def _complete_manifest(folder: Path, hosts: list[str]) -> None:
+    """The manifest, written before the others came, gets all hosts."""
+    import json
+
+    fields = json.loads((folder / "manifest.json").read_text())
+    write_json(folder / "manifest.json", {**fields, "hosts": hosts})
+
+
+def _serve(attached: Attached, job: Job, store: Store, hosts: list[str], voice: Voice) -> int:
+    """Run this rank's worker, watched; a failure is told on the screen by the rank that caused it."""
+    local_world = hosts.count(hosts[attached.rank])
+    if len(set(hosts)) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.loopback_interface())
+    threads = environment.threads_per_rank(os.environ, local_world)
+    place = rank.Place(
+        attached.rank, attached.world, attached.local_rank, 0, job.directory, job.worker, threads, attached.rank == 0
+    )
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    output.redirect(job.directory, attached.rank, place.keeps_terminal)
+    board = Board.fresh(1)
+    _take_signals(board)
+    tell = _teller(attached, job, voice, terminal)
+    status = Status(job.directory) if attached.rank == 0 else None
+    with Watchdog(board, attached.rank, job.config.timeout_s, sys.stderr, tell, status):
+        code = rank.serve(place, job.config, job.plan, board, lambda: store)
+    if code in (EXIT_OK, EXIT_PREEMPTED) or board.returned(0) == code:
+        if status is not None:
+            status.step = board.read(0).step
+            status.ended(code)
+        if status is not None and code == EXIT_PREEMPTED:
+            print("\n".join(["preempted", *failure.how_to_resume(job.directory, voice.overrides)]), file=terminal)
+        return code
+    if code == EXIT_INTERRUPTED:
+        if status is not None:
+            status.ended(code, "interrupted")
+    elif (cause := failure.read(job.directory, attached.rank)) is not None:
+        code = tell(cause)
+    terminal.flush()
+    rank.end(code)
+    raise AssertionError("unreachable")
+
+
+def _teller(attached: Attached, job: Job, voice: Voice, terminal: TextIO) -> Callable[[Failure], int]:
+    """What a failing rank does: the cause tells the user; rank 0 writes the status, after the others have spoken."""
+
+    def tell(own: Failure) -> int:
+        if attached.rank and own.order == 0:
+            print("\n".join(failure.block(own, job.plan, job.directory, voice.overrides, voice.verbose)), file=terminal)
+        if attached.rank:
+            return own.exit_code
+        if own.order:
+            time.sleep(GRACE_S)
+        said = [found for r in range(attached.world) if (found := failure.read(job.directory, r))]
+        cause = failure.root_cause([own, *said])
+        status = Status(job.directory, cause.step)
+        status.ended(cause.exit_code, cause.what, cause.rank)
+        lines = failure.block(cause, job.plan, job.directory, voice.overrides, voice.verbose)
+        print("\n".join(lines), file=terminal, flush=True)
+        return cause.exit_code
+
+    return tell
+
+
+def _take_signals(board: Board) -> None:
+    """As under our own launcher; Slurm may announce preemption to every rank by SIGUSR1 as well."""
+    rank.take_signals(board)
+    import faulthandler
+
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda *_: board.request_stop())

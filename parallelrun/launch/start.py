@@ -1,0 +1,150 @@
+"""The door from the command line: a composed config and its plan become a run, launched, inline or attached."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
+from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor
+from parallelrun.launch.board import Board
+from parallelrun.launch.failure import Failure
+from parallelrun.launch.processes import Job
+from parallelrun.launch.status import Status
+from parallelrun.launch.supervisor import Outcome
+from parallelrun.launch.watchdog import Watchdog
+from parallelrun.plan.structure import Plan
+
+
+@dataclass(frozen=True)
+class Command:
+    """How the user asked for the run. argv: for the manifest; overrides: for the resume line."""
+
+    argv: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    @property
+    def verbose(self) -> bool:
+        return "-v" in self.argv or "--verbose" in self.argv
+
+
+def start(
+    config: Config,
+    plan: Plan,
+    argv: Sequence[str],
+    overrides: Sequence[str],
+    run_root: Path | None = None,
+    worker: str = rank.WORKER,
+    method: str = "",
+) -> int:
+    """Make the run directory and run `plan` to its end; the exit code.
+
+    run_root: the very directory to use (`hydra.run.dir`, a sweep's point). worker: the worker door, `module:function`.
+    method: fork | exec, empty for whichever fits. Raises ConfigError and EnvironmentProblem before any process exists.
+    """
+    command = Command(tuple(argv), tuple(overrides))
+    attached = environment.detect(os.environ)
+    job = _prepare(config, plan, command, attached, run_root, worker, method)
+    if attached:
+        return attach.lead(attached, job, command.overrides, command.verbose)
+    status = Status(job.directory)
+    status.running()
+    try:
+        outcome = supervisor.supervise(job) if plan.world > 1 else _inline(job, command)
+    except KeyboardInterrupt:
+        outcome = Outcome(EXIT_INTERRUPTED, note="interrupted")
+    except BaseException as error:
+        status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
+        raise
+    conclude(outcome, job, command.overrides, command.verbose)
+    return outcome.exit_code
+
+
+def conclude(outcome: Outcome, job: Job, overrides: Sequence[str], verbose: bool) -> None:
+    """The last status, and on a failure the last words on the screen."""
+    status, cause = Status(job.directory), outcome.cause
+    status.step = max(outcome.step, cause.step if cause else 0)
+    status.ended(outcome.exit_code, cause.what if cause else outcome.note or None, cause.rank if cause else None)
+    if cause:
+        say(failure.block(cause, job.plan, job.directory, overrides, verbose))
+    elif outcome.note:
+        saved = failure.last_checkpoint(job.directory)
+        say([f"{outcome.note}; last good checkpoint: {f'step {saved[0]}' if saved else 'none'}; {job.directory}"])
+    elif outcome.exit_code == EXIT_PREEMPTED:
+        say(["preempted", *failure.how_to_resume(job.directory, overrides)])
+
+
+def say(lines: Sequence[str]) -> None:
+    """Lines for the user, below whatever progress line is on the screen."""
+    lead = "\n" if sys.stderr.isatty() else ""
+    print(lead + "\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _prepare(
+    config: Config,
+    plan: Plan,
+    command: Command,
+    attached: environment.Attached | None,
+    run_root: Path | None,
+    worker: str,
+    method: str,
+) -> Job:
+    """Everything that can be refused, refused; then the run directory with what is known before the first step."""
+    name = directory.name_of(config, plan)
+    for note in preflight.check(config, plan, attached):
+        print(f"note: {note}", file=sys.stderr)
+    os.umask(0o077)
+    place = directory.create(Path(config.runs), name, run_root)
+    directory.describe(place, config, plan, command.argv, command.overrides)
+    return Job(config, plan, place, worker, method)
+
+
+def _inline(job: Job, command: Command) -> Outcome:
+    """One rank: the worker runs in this process, watched by a thread."""
+    board = Board.fresh(1)
+    place = rank.Place(0, 1, 0, 0, job.directory, job.worker, keeps_terminal=True)
+    terminal = sys.stderr
+    with _stopping(board), output.copied(job.directory, 0) as log:
+
+        def on_hang(cause: Failure) -> None:
+            sys.stderr = terminal
+            conclude(Outcome(cause.exit_code, cause, step=cause.step), job, command.overrides, command.verbose)
+
+        with Watchdog(board, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
+            code = rank.serve(place, job.config, job.plan, board, None)
+    step = board.read(0).step
+    if code == EXIT_INTERRUPTED:
+        code = EXIT_TERMINATED if board.stop_requested() else code
+        return Outcome(
+            code, note=f"{'terminated' if board.stop_requested() else 'interrupted'} at step {step}", step=step
+        )
+    return Outcome(code, failure.read(job.directory, 0), step=step)
+
+
+@contextmanager
+def _stopping(board: Board):
+    """SIGTERM, SIGHUP and SIGUSR1 ask the inline worker to stop after its step; the handlers are put back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+    def stop(number: int, _frame: object) -> None:
+        if board.stop_requested():
+            signal.signal(number, signal.SIG_DFL)
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        board.request_stop()
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,88 @@
+"""Small workers for launch tests, in place of training: `worker="tests.cli.workers:..."`. Each meets its ranks in an
+all-reduce per step, as training does. What a worker should do comes by environment variable PARALLELRUN_TEST."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
+from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.structure import Plan
+
+
+def wish() -> dict:
+    """What the test asks for."""
+    return json.loads(os.environ.get("PARALLELRUN_TEST", "{}"))
+
+
+def train(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """`wish()["steps"]` steps of an all-reduce; at `step` the rank `rank` does `do`."""
+    wanted = {"steps": 5, "pause": 0.01, "rank": -1, "step": 3, **wish()}
+    print(f"rank {context.rank} speaks")
+    note(context, "started", os.getpid())
+    for step in range(1, wanted["steps"] + 1):
+        context.heartbeat(step, "step")
+        note(context, "at", step)
+        if step == wanted["step"] and context.rank == wanted["rank"]:
+            misbehave(wanted["do"])
+        stop = torch.tensor([float(context.stop_requested())])
+        if wanted.get("skips") != [context.rank, step] and context.world > 1:
+            dist.all_reduce(stop)
+        time.sleep(wanted["pause"])
+        if stop.item():
+            (context.directory / "checkpoints" / f"step_{step}").mkdir(parents=True, exist_ok=True)
+            return EXIT_PREEMPTED
+    return EXIT_OK
+
+
+def note(context: WorkerContext, what: str, value: int) -> None:
+    """Leave a fact of this rank for the test to read."""
+    (context.directory / f"{what}_{context.rank}").write_text(str(value))
+
+
+def misbehave(how: str) -> None:
+    """What the test asked of this rank."""
+    if how == "raise":
+        raise ValueError("the culprit speaks")
+    if how == "numerics":
+        raise NumericsError(Problem("loss is nan", where="optimizer.lr", command="lower optimizer.lr"))
+    if how == "exit":
+        os._exit(3)
+    if how == "sys.exit":
+        raise SystemExit(0)
+    if how == "sleep":
+        time.sleep(1000)
+    if how == "hold the GIL":
+        ctypes.PyDLL(None).sleep(1000)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "abort":
+        os.abort()
+    if how == "shape":
+        dist.all_reduce(torch.zeros(7))
+
+
+def disagree(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """A worker whose ranks all return 4, as `verify` does on a mismatch."""
+    return 4
+
+
+def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """Rank by rank: variables, threads, random numbers, addresses that are listened on."""
+    facts = {
+        "environ": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "random": torch.rand(1).item(),
+        "pid": os.getpid(),
+        "group": os.getpgid(0),
+    }
+    (context.directory / f"facts_{context.rank}.json").write_text(json.dumps(facts))
+    dist.barrier()
+    return EXIT_OK
