@@ -7,7 +7,7 @@ norms, softmax and loss compute in at least fp32 (design, section 6).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,8 @@ class Weights(nn.Module):
 class Columns(RoleLayer):
     """One input, several named outputs: linear layers whose outputs a tensor way may split.
 
-    outputs: name -> features. Parameters `<name>.weight` (out, in) and `<name>.bias` (out): never fused.
+    outputs: name -> features. Parameters `<name>.weight` (out, in) and `<name>.bias` (out): never fused. A single
+    output without a name (`{"": features}`) keeps plain `weight` and `bias`, as a linear layer of a user's module does.
     """
 
     layer_role = "columns"
@@ -129,12 +130,23 @@ class Columns(RoleLayer):
         super().__init__(compute_dtype)
         self.in_features, self.outputs, self.has_bias = in_features, dict(outputs), bias
         for name, size in outputs.items():
-            self.add_module(name, Weights(in_features, size, bias))
+            self.hold(name, Weights(in_features, size, bias))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (..., in) -> one (..., out) per output, in the order given."""
+    def hold(self, name: str, part: nn.Module) -> None:
+        """Take over the weight and bias of one output."""
+        if name:
+            setattr(self, name, part)
+        else:
+            self.weight, self.bias = part.weight, part.bias
+
+    def give(self, results: tuple[Tensor, ...]) -> Any:
+        """What forward returns: one result per output in their order; the single one without a name alone."""
+        return results[0] if "" in self.outputs else results
+
+    def forward(self, x: Tensor) -> Any:
+        """x (..., in) -> one (..., out) per output, see `give`."""
         parts = (self.get_submodule(name) for name in self.outputs)
-        return tuple(linear(x, part.weight, part.bias, self.compute_dtype) for part in parts)
+        return self.give(tuple(linear(x, part.weight, part.bias, self.compute_dtype) for part in parts))
 
 
 class Row(RoleLayer):

@@ -12,6 +12,7 @@ its dispatch mode slows every operation of the forward. A compiled block chooses
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelrun.models import dropout
 
 MODES = ("none", "selective", "full")
+KEPT = "kept"  # full, for engines that come back to a block's backward more than once: see `_Kept`
 CHEAP_ROLES = ("norm", "activation")
 
 
@@ -43,6 +45,10 @@ def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Te
         return _run(block, x, sample_ids)
     if mode == "full":
         return checkpoint(_run, block, x, sample_ids, use_reentrant=False)
+    if mode == KEPT:
+        kept = _Kept(block, x, sample_ids)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            return _run(block, x, sample_ids)
     outputs = _CheapOutputs()
     token = _current.set(outputs)
     try:
@@ -55,6 +61,46 @@ def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Te
 def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None) -> Tensor:
     with dropout.scope(sample_ids):
         return block(x)
+
+
+class _Enough(Exception):
+    """Raised out of a second forward once it has computed the last tensor that backward needs."""
+
+
+class _Kept:
+    """A block's forward, run again once: what it saves then stays for every backward pass that follows.
+
+    Zero bubble goes through a block's backward once for its input and once for every weight, each time as a graph task
+    of its own, and torch's checkpoint would run the block again in each. Freed with the block's graph.
+    """
+
+    def __init__(self, block: nn.Module, x: Tensor, sample_ids: Tensor | None):
+        self._block, self._x, self._sample_ids = block, x.detach(), sample_ids
+        self._needs_gradient = x.requires_grad
+        self._num_saved = 0
+        self._saved: list[Tensor] = []
+
+    def pack(self, saved: Tensor) -> int:
+        """What autograd keeps in place of `saved`: its number."""
+        self._num_saved += 1
+        return self._num_saved - 1
+
+    def unpack(self, number: int) -> Tensor:
+        if not self._saved:
+            self._run_again()
+        return self._saved[number]
+
+    def _run_again(self) -> None:
+        def collect(saved: Tensor) -> None:
+            self._saved.append(saved.detach())
+            if len(self._saved) == self._num_saved:
+                raise _Enough
+
+        x = self._x.detach().requires_grad_(self._needs_gradient)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(collect, lambda _: None):
+            with suppress(_Enough):
+                _run(self._block, x, self._sample_ids)
+        assert len(self._saved) == self._num_saved, "the second forward saved other tensors than the first"
 
 
 class _Again:

@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from parallelrun.errors import Problem
+
+
+def too_small(sizes: dict[str, int]) -> list[Problem]:
+    """A problem for each of the model's sizes (by key of `model`) that is below 1."""
+    small = {key: size for key, size in sizes.items() if size < 1}
+    return [Problem(f"model.{key}={size} must be at least 1", f"model.{key}", "1") for key, size in small.items()]
+
 
 @dataclass(frozen=True)
 class Initialiser:

@@ -1,0 +1,73 @@
+"""The lesson on real ranks: each cut of Y = X W is computed by ranks that hold only their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun import comm
+from parallelrun.errors import VerificationError
+from parallelrun.mesh.runtime import build_mesh
+from parallelrun.models.matmul import lesson
+from tests.plans import tiny_plan
+from tests.pool import RanksFailed, run_ranks
+
+MATMUL = {"model.name": "matmul", "model.preset": "matmul"}
+
+
+def lines(overrides: dict[str, Any]) -> list[str]:
+    plan = tiny_plan({**MATMUL, **overrides})
+    return lesson.run(plan, build_mesh(plan, torch.device("cpu")))
+
+
+def lines_without_reduce(overrides: dict[str, Any]) -> list[str]:
+    comm.all_reduce = lambda *_, **__: None
+    return lines(overrides)
+
+
+def test_one_rank_multiplies_alone() -> None:
+    told = "\n".join(lines({}))
+    assert "X[0:4, 0:5]" in told and "W[0:5, 0:8]" in told and "Equal to X W" in told
+
+
+def test_data_parallelism_cuts_rows_of_x_and_sums_gradients_of_w() -> None:
+    told = "\n".join(run_ranks(2, lines, {"dp": 2})[0])
+    assert "X[0:2, 0:5]" in told and "X[2:4, 0:5]" in told
+    assert told.count("W[0:5, 0:8]") == 2
+    assert told.count("forward: sends nothing") == 2
+    assert told.count("backward: all-reduce of the partial dW (5x8 = 40 numbers) over dp, with ranks [0, 1]") == 2
+    assert "Equal to X W, dX and dW" in told
+
+
+def test_tensor_parallelism_cuts_columns_then_rows_of_w() -> None:
+    told = "\n".join(run_ranks(2, lines, {"tp": 2})[0])
+    columns, rows = told.split("tensor parallel, rows of W")
+    assert "W[0:5, 0:4]" in columns and "W[0:5, 4:8]" in columns and columns.count("forward: sends nothing") == 2
+    assert "all-reduce of the partial dX (4x5 = 20 numbers) over tp" in columns
+    assert "W[0:3, 0:8]" in rows and "W[3:5, 0:8]" in rows
+    assert rows.count("forward: all-reduce of the partial Y (4x8 = 32 numbers) over tp") == 2
+    assert rows.count("backward: sends nothing") == 2
+
+
+def test_numbers_shown_are_those_of_the_product() -> None:
+    told = run_ranks(2, lines, {"tp": 2})[0]
+    summed = next(i for i, line in enumerate(told) if "Y summed" in line)
+    first_row = [float(number) for number in told[summed + 1].split()]
+    x, w = lesson.matrix_x(4, 5), lesson.matrix_w(5, 8)
+    assert first_row == [sum(x[0][j] * w[j][k] for j in range(5)) for k in range(8)]
+
+
+@pytest.mark.parametrize("overrides", [{"dp": 2, "tp": 2}, {"dp": 8, "model.rows": 4}, {"tp": 4, "model.inner": 3}])
+def test_any_mesh_gives_the_same_product_even_with_empty_blocks(overrides: dict[str, Any]) -> None:
+    world = overrides.get("dp", 1) * overrides.get("tp", 1)
+    told = "\n".join(run_ranks(world, lines, overrides)[0])
+    assert "NOT equal" not in told and "Equal to X W" in told
+
+
+def test_a_forgotten_reduce_is_found() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, lines_without_reduce, {"tp": 2})
+    assert isinstance(failure.value.failures[0].exception, VerificationError)
+    assert "rank 0 (tensor parallel, columns of W)" in str(failure.value)
