@@ -55,16 +55,17 @@ def resolve(
     started, None when we start them. gpus: GPUs of this host. sweep: keys that the chosen ways do not read are noted
     in `plan.warnings` instead of refused. Raises ConfigError with every violation.
     """
-    problems = rules.check(config)
-    config, found = shorthands.fold(config, given)
-    problems += found
-    known_kinds = not found
+    config, problems = shorthands.fold(config, given)
+    problems += rules.check(config)
+    known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
     degrees = degree_rules.fill(config, world, gpus, problems)
     unread = shorthands.unread(config, given, degrees.pp)
     if not sweep:
         problems += unread
     spec = _spec(config, problems)
-    if spec is None or not degrees.sound or not known_kinds:
+    if spec is None or not degrees.sound or not known_ways:
+        if degrees.sound:
+            batches.fill(config, degrees.dp, degrees.pp, lambda batch: [], degrees.filled, problems)
         raise ConfigError(*_distinct(problems))
     ways = Ways(
         load_way("data", config.strategy.data.kind),
@@ -112,8 +113,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
 
 def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, problems: list[Problem]) -> Request:
     """The filled request, with the ways' violations appended."""
-    chunked = degrees.pp > 1 and config.strategy.pipeline.kind in shorthands.CHUNKED
-    chunks = (config.strategy.pipeline.chunks or 2) if chunked else 1
+    chunks = _chunks(config, spec, degrees)
     request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None)
     standing = ways.pipeline.check(request)
     problems += ways.tensor.check(request) + ways.data.check(request) + standing
@@ -129,6 +129,18 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
         for way in (ways.tensor, ways.data):
             problems += way.check(request)
     return request
+
+
+def _chunks(config: Config, spec: ModelSpec, degrees: Degrees) -> int:
+    """Stages per rank: as given, else 2 for the ways of several (1 for zero bubble where 2 would be too many)."""
+    kind, asked = config.strategy.pipeline.kind, config.strategy.pipeline.chunks
+    if degrees.pp == 1 or kind not in shorthands.CHUNKED:
+        return 1
+    if asked is not None:
+        return asked
+    chunks = 1 if kind == "zero_bubble" and partition.num_cuttable(spec) < 2 * degrees.pp else 2
+    degrees.filled.append(f"chunks={chunks} (filled: stages a rank under {kind})")
+    return chunks
 
 
 def _depth(request: Request) -> list[Problem]:

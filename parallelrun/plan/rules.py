@@ -8,7 +8,7 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.plan.names import did_you_mean, divisors, either, nearest
+from parallelrun.plan.names import did_you_mean
 from parallelrun.precision import TABLE
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -22,11 +22,6 @@ CHOICES = {
     "verify.optimizer": ("sgd", "same"),
     "verify.precision": ("fp64", "fp32"),
     "strategy.pipeline.partition": ("cost", "uniform"),
-}
-GPT_CHOICES = {
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "swiglu"),
-    "model.position": ("learned", "rope"),
 }
 # key: the least whole number allowed
 WHOLE = {
@@ -85,8 +80,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = []
-    choices = {**CHOICES, **(GPT_CHOICES if config.model.name == "gpt" else {})}
-    for key, known in choices.items():
+    for key, known in CHOICES.items():
         value = _get(config, key)
         if value not in known:
             short = key.removesuffix(".name")
@@ -107,33 +101,9 @@ def check(config: Config) -> list[Problem]:
 
 
 def model(config: Config) -> list[Problem]:
-    """Sizes of the model, by themselves."""
-    sizes = config.model
-    problems = []
-    for size in MODEL_WHOLE.get(sizes.name, ()):
-        problems += _whole(f"model.{size}", getattr(sizes, size), 1)
-    if problems or sizes.name != "gpt":
-        return problems
-    if sizes.hidden % sizes.heads:
-        what = f"model.hidden={sizes.hidden} does not divide by model.heads={sizes.heads}"
-        around = sorted({max(1, sizes.hidden // sizes.heads), sizes.hidden // sizes.heads + 1})
-        fix = either("model.heads", nearest(sizes.heads, divisors(sizes.hidden)))
-        problems.append(
-            Problem(
-                what,
-                "model.heads",
-                f"{fix} or {either('model.hidden', [n * sizes.heads for n in around])}",
-                kind="arithmetic",
-            )
-        )
-    elif sizes.position == "rope" and sizes.hidden // sizes.heads % 2:
-        what = f"model.position=rope turns pairs, and a head has {sizes.hidden // sizes.heads} elements"
-        problems.append(Problem(what, "model.heads", f"model.hidden={2 * sizes.hidden}", kind="arithmetic"))
-    if sizes.kv_heads is not None and sizes.heads % sizes.kv_heads:
-        what = f"model.heads={sizes.heads} does not divide by model.kv_heads={sizes.kv_heads}"
-        fix = either("model.kv_heads", nearest(sizes.kv_heads, divisors(sizes.heads)))
-        problems.append(Problem(what, "model.kv_heads", fix, kind="arithmetic"))
-    return problems
+    """Sizes of the model, each by itself: what its spec cannot be made without (how they divide, the spec checks)."""
+    sizes = MODEL_WHOLE.get(config.model.name, ())
+    return [p for size in sizes for p in _whole(f"model.{size}", getattr(config.model, size), 1)]
 
 
 def _get(config: Config, key: str) -> Any:

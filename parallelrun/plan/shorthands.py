@@ -11,6 +11,7 @@ from parallelrun.registry import names
 
 # The tensor way of every layout; None where the layout has a meaning but no way yet.
 LAYOUTS = {"1d": "megatron", "2d": None, "2.5d": None, "3d": None}
+OF_WAYS = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
 CHUNKED = ("interleaved", "zero_bubble", "zbv")
 
 

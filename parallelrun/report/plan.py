@@ -24,7 +24,10 @@ WIDEST = 120
 
 
 def show(plan: Plan, config: Config, console: Console) -> None:
-    """Print every panel of a plan. `config.ranks=all` prints every rank, as lines where a table would be too long."""
+    """Print a plan: panels on a terminal, plain lines elsewhere.
+
+    `config.ranks=all` prints every rank, as lines where a table would be too long.
+    """
     found = facts(plan, config)
     width = min(console.width, WIDEST)
     parts = [
@@ -41,7 +44,10 @@ def show(plan: Plan, config: Config, console: Console) -> None:
     if texts:
         parts.append(("warnings", Text("\n".join(f"- {text}" for text in texts), "yellow")))
     for title, part in parts:
-        console.print(Panel(part, title=title, title_align="left", border_style="dim", width=width))
+        if console.is_terminal:
+            console.print(Panel(part, title=title, title_align="left", border_style="dim", width=width))
+        else:
+            console.print(Text(f"{title}:"), part, "")
 
 
 def _table(*columns: str, **options: Any) -> Table:
