@@ -16,10 +16,12 @@ from parallelrun.cli.gpus import visible_gpus
 from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
 from parallelrun.launch.environment import Attached, detect
 
+_INDENTED = 2**16  # characters; Python indents JSON at a tenth of the speed, and nobody reads the ranks of a cluster
+
 
 @dataclass
 class _Caught:
-    """What Hydra's task left for us: the task only catches, so that a run never lies inside Hydra's frames."""
+    """What Hydra's task leaves behind: it only catches, so that a run never lies inside Hydra's frames."""
 
     composed: Any = None
     run_root: Path | None = None
@@ -43,6 +45,7 @@ def run(words: list[str]) -> int:
 
 
 def _lead(words: list[str], attached: Attached | None) -> int:
+    """Rank 0, or the only process: compose, resolve, hand over."""
     line = command_lines.read(words)
     if line.multirun and attached is not None:
         what = f"a sweep (-m) cannot run inside {attached.source}: its ranks are there already"
@@ -54,6 +57,19 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         from parallelrun.cli import sweep
 
         return sweep.run(line, words, prepared)
+    if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
+        composed, run_root = compose.compose_plainly(prepared)
+    else:
+        caught = _through_hydra(prepared)
+        if caught.composed is None:
+            return EXIT_OK  # Hydra has answered one of its own flags
+        composed, run_root = caught.composed, caught.run_root
+    return _dispatch(line, words, composed, run_root, attached)
+
+
+def _through_hydra(prepared: Any) -> _Caught:
+    from parallelrun.config import compose
+
     caught = _Caught()
 
     def task(task_config: Any) -> None:
@@ -63,21 +79,19 @@ def _lead(words: list[str], attached: Attached | None) -> int:
             caught.composed = compose.composed(task_config, prepared)
         except Exception as error:  # raised inside the task, Hydra would print a line of its own
             caught.error = error
-        directory = compose.run_directory()
-        caught.run_root = Path(directory) if directory is not None else None
+        caught.run_root = compose.run_directory()
 
     compose.run_hydra(prepared, task)
     if caught.error is not None:
         raise caught.error
-    if caught.composed is None:
-        return EXIT_OK  # Hydra has answered one of its own flags
-    return _dispatch(line, words, caught, attached)
+    return caught
 
 
-def _dispatch(line: CommandLine, words: list[str], caught: _Caught, attached: Attached | None) -> int:
+def _dispatch(
+    line: CommandLine, words: list[str], composed: Any, run_root: Path | None, attached: Attached | None
+) -> int:
     from parallelrun.plan.resolve import resolve
 
-    composed = caught.composed
     world = attached.world if attached is not None else None
     plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
     if line.verb == "plan":
@@ -85,7 +99,7 @@ def _dispatch(line: CommandLine, words: list[str], caught: _Caught, attached: At
         return EXIT_OK
     from parallelrun.launch.start import start
 
-    return start(composed.config, plan, words, composed.overrides, caught.run_root)
+    return start(composed.config, plan, words, composed.overrides, run_root)
 
 
 def show_plan(plan: Any, config: Any, as_json: bool) -> None:
@@ -104,8 +118,11 @@ def print_json(fields: dict[str, Any]) -> None:
     """One JSON document on stdout, with `schema` and without NaN."""
     from parallelrun.records import document
 
-    json.dump(document(fields), sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    plain = document(fields)
+    text = json.dumps(plain, allow_nan=False)
+    if len(text) < _INDENTED:
+        text = json.dumps(plain, allow_nan=False, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def _follow(words: list[str]) -> int:

@@ -18,6 +18,7 @@ from parallelrun.config.keys import GROUPS, nearest, nearest_keys
 from parallelrun.errors import ConfigError, ParallelrunError, Problem
 
 _SHOWN = 20
+_DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
 def render(problems: Sequence[Problem], color: bool = False) -> str:

@@ -40,6 +40,9 @@ _KEYS = """  degrees     world dp tp pp ep
   run         steps seed dropout recompute compile device name resume path runs
   records     eval.every eval.batches checkpoint.every checkpoint.keep tracker"""
 
+_EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
+checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."""
+
 
 def full() -> str:
     """The text of `parallelrun --help`."""
@@ -51,11 +54,7 @@ def full() -> str:
     lines += [f"  {group:<9}  {_wrapped(presets.options(group))}" for group in GROUPS]
     lines += ["", "Keys (key=value):", _KEYS, "", "Flags:", _FLAGS, "", "Examples:"]
     lines += [f"  {command}\n      {text}" for command, text in EXAMPLES]
-    lines += [
-        "",
-        "Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad",
-    ]
-    lines += ["checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."]
+    lines += ["", _EXIT_CODES]
     return "\n".join(lines)
 
 

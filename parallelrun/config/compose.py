@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from parallelrun.config import recipes
+from parallelrun.config.keys import nearest
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
+
+_SWEEP = re.compile(r"^(choice|glob|sort|shuffle)\(|[*?]")
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Prepared:
 
 
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
-    """Register the schema and the recipes with Hydra, and write its argv. Raises ConfigError for a bad recipe."""
+    """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
     files = recipes.find()
@@ -66,6 +71,9 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     for recipe in loaded.values():
         node = OmegaConf.create(recipe.text)
         store.store(group="recipe", name=recipe.file.name, node=node, package="_global_", provider="parallelrun")
+    if flags:  # Hydra may be asked what there is
+        for name in files.keys() - loaded.keys():
+            store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
     keys = {name: _keys(name, loaded, ()) for name in loaded}
     return Prepared(tuple(argv), keys, shown)
 
@@ -84,20 +92,39 @@ def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
 
     Hydra's own errors come up as exceptions (HYDRA_FULL_ERROR), so that `cli.errors` can word them.
     """
-    base = "1.3" if hydra.__version__.startswith("1.3") else None
-    options = {"version_base": base} if base else {}
-    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **options)
+    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **_version_base())
     with _process_state(prepared.argv):
         main(task)()
+
+
+def compose_plainly(prepared: Prepared) -> tuple[Composed, Path | None]:
+    """(what `run_hydra` composes in a single run without flags of Hydra's, the run directory asked for).
+
+    Half the time, and no directory made: `hydra.main` composes twice, once only to learn whether it is a sweep.
+    """
+    with hydra.initialize_config_module("parallelrun.conf", **_version_base()):
+        task_config = hydra.compose("config", list(prepared.argv), return_hydra_config=True)
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(task_config)
+    try:
+        with read_write(task_config), open_dict(task_config):
+            del task_config["hydra"]
+        return composed(task_config, prepared), run_directory()
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def _version_base() -> dict[str, Any]:
+    """Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told."""
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
 
 def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     """The Config of the task that Hydra has just started, checked against the schema."""
     config = OmegaConf.to_object(task_config)
     if not isinstance(config, Config):
-        raise ConfigError(
-            Problem("the primary configuration must have base_schema first in its defaults", "config.yaml")
-        )
+        what = "the primary configuration must have base_schema first in its defaults"
+        raise ConfigError(Problem(what, "config.yaml"))
     task = HydraConfig.get().overrides.task
     given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
     recipe = HydraConfig.get().runtime.choices.get("recipe")
@@ -121,10 +148,10 @@ def point_overrides(prepared: Prepared) -> list[str]:
     return [_as_typed(text, prepared.shown) for text in HydraConfig.get().overrides.task if text[:5] != "verb="]
 
 
-def run_directory() -> str | None:
+def run_directory() -> Path | None:
     """The directory a user asked for with `hydra.run.dir=...`, else None."""
     directory = str(HydraConfig.get().run.dir)
-    return None if directory == "." else directory
+    return None if directory == "." else Path(directory).expanduser()
 
 
 def _as_typed(text: str, shown: Mapping[str, str]) -> str:
@@ -146,14 +173,19 @@ def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
 
 
 def _load_all(files: Mapping[str, recipes.RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
-    """The built-in recipes, the chosen ones and those they build on; a user's other files are not even opened."""
+    """The chosen recipes and those they build on; the others are not even opened."""
     loaded: dict[str, Recipe] = {}
-    wanted = [name for name, file in files.items() if file.source == "built-in"] + list(chosen)
+    wanted = [name for name in chosen if name.lower() != "null" and not _SWEEP.search(name)]
     while wanted:
         name = wanted.pop()
-        if name in files and name not in loaded:
-            loaded[name] = recipes.load(files[name], trust)
-            wanted += loaded[name].parents
+        if name in loaded:
+            continue
+        if name not in files:
+            close = nearest(name, files) or list(files)[:6]
+            suggestion = ", ".join(f"recipe={option}" for option in close)
+            raise ConfigError(Problem(f"recipe={name}: no such recipe", "recipe", suggestion, "parallelrun ls recipes"))
+        loaded[name] = recipes.load(files[name], trust)
+        wanted += loaded[name].parents
     return loaded
 
 

@@ -1,9 +1,10 @@
-"""The frozen configuration of a run: `config.yaml` in its directory, the only thing ranks are told. No Hydra, no torch."""
+"""The frozen configuration of a run: `config.yaml` in its directory, all that ranks are told. No Hydra, no torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import types
 import typing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ def _build(kind: Any, values: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, values, where)
-    if origin is typing.Union:
+    if origin in (typing.Union, types.UnionType):
         return None if values is None else _build(arguments[0], values, where)
     if origin is list and isinstance(values, list):
         return [_build(arguments[0], value, where) for value in values]

@@ -87,7 +87,7 @@ def in_mapping(name: str) -> bool:
 
 
 def nearest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `word`, best first; a full match of a key's last part (`lr` of `optimizer.lr`) first."""
+    """The known names most like `word`, best first; an equal last part (`lr` of `optimizer.lr`) counts most."""
     names = list(names)
     last_part = [name for name in names if name.rpartition(".")[2] == word.rpartition(".")[2] and name != word]
     similar = difflib.get_close_matches(word, names, n=count, cutoff=0.6)

@@ -8,7 +8,7 @@ the nearest legal value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 
 @dataclass
@@ -21,9 +21,9 @@ class ModelConfig:
     layers: int = 8
     hidden: int = 64
     heads: int = 8
-    kv_heads: Optional[int] = None  # None: as many as heads
-    ffn: Optional[int] = None  # None: 4 x hidden
-    vocab: Optional[int] = None  # None: the dataset's
+    kv_heads: int | None = None  # None: as many as heads
+    ffn: int | None = None  # None: 4 x hidden
+    vocab: int | None = None  # None: the dataset's
     seq: int = 64
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float = 1e-5
@@ -40,7 +40,7 @@ class ModelConfig:
     inner: int = 5
     columns: int = 8
     # a user's own module: source=./net.py:build, roles and blocks by module name (fnmatch patterns)
-    source: Optional[str] = None
+    source: str | None = None
     roles: dict[str, str] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class DatasetConfig:
 
     name: str = "pystdlib"
     description: str = ""
-    path: Optional[str] = None
+    path: str | None = None
     val_fraction: float = 0.05
-    max_bytes: Optional[int] = None
+    max_bytes: int | None = None
     samples: int = 4096  # synthetic only
-    vocab: Optional[int] = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
+    vocab: int | None = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
 
 
 @dataclass
@@ -64,8 +64,8 @@ class DataWayConfig:
     """The way of the data axis: ddp | zero1 | fsdp."""
 
     kind: str = "ddp"
-    shard: Optional[int] = None  # fsdp: ranks that share one copy (HSDP); None: the whole dp axis
-    reshard_after_forward: Optional[bool] = None  # fsdp; None: true at pp=1, false otherwise
+    shard: int | None = None  # fsdp: ranks that share one copy (HSDP); None: the whole dp axis
+    reshard_after_forward: bool | None = None  # fsdp; None: true at pp=1, false otherwise
     bucket_mb: float = 25.0
 
 
@@ -83,14 +83,14 @@ class PipelineWayConfig:
     """The way of the pipeline axis: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
     kind: str = "1f1b"
-    chunks: Optional[int] = None  # stages per rank; None: 2 for interleaved, zero_bubble and zbv, else 1
+    chunks: int | None = None  # stages per rank; None: 2 for interleaved, zero_bubble and zbv, else 1
     partition: str = "cost"  # cost (exact min-max) | uniform
     split: list[str] = field(default_factory=list)  # manual: the first block of every stage but the first
 
 
 @dataclass
 class StrategyConfig:
-    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is the world used when nothing is given."""
+    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given."""
 
     name: str = "ptdp"
     description: str = ""
@@ -116,7 +116,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     momentum: float = 0.0
     clip: float = 1.0  # 0: no clipping
-    lr_scale: Optional[float] = None
+    lr_scale: float | None = None
 
 
 @dataclass
@@ -135,13 +135,13 @@ class ClusterConfig:
 
     name: str = "local"
     description: str = ""
-    nodes: Optional[int] = None
-    gpus_per_node: Optional[int] = None
-    memory_gb: Optional[float] = None
-    peak_tflops: Optional[float] = None
-    intra_gb_s: Optional[float] = None
-    inter_gb_s: Optional[float] = None
-    latency_us: Optional[float] = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    memory_gb: float | None = None
+    peak_tflops: float | None = None
+    intra_gb_s: float | None = None
+    inter_gb_s: float | None = None
+    latency_us: float | None = None
 
 
 @dataclass
@@ -162,7 +162,7 @@ class VerifyConfig:
     steps: int = 3
     optimizer: str = "sgd"  # sgd: without momentum, checked; same: the run's own, reported only
     precision: str = "fp64"  # fp64 | fp32
-    tolerance: Optional[float] = None
+    tolerance: float | None = None
 
 
 @dataclass
@@ -173,8 +173,8 @@ class BenchConfig:
 
 @dataclass
 class SweepConfig:
-    directory: Optional[str] = None  # where the sweep's files go; None: <runs>/sweep-<utc>-<random>
-    resume: Optional[str] = None  # a sweep directory whose finished points are not run again
+    directory: str | None = None  # where the sweep's files go; None: <runs>/sweep-<utc>-<random>
+    resume: str | None = None  # a sweep directory whose finished points are not run again
     fail_fast: bool = False
 
 
@@ -189,36 +189,36 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
-    world: Optional[int] = None
-    dp: Optional[int] = None
-    tp: Optional[int] = None
-    pp: Optional[int] = None
-    ep: Optional[int] = None
+    world: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
 
-    layout: Optional[str] = None
-    grid: Optional[str] = None
-    depth: Optional[int] = None
-    schedule: Optional[str] = None
-    chunks: Optional[int] = None
-    microbatches: Optional[int] = None
-    servers: Optional[int] = None
-    consistency: Optional[str] = None
-    staleness: Optional[int] = None
-    backup_workers: Optional[int] = None
+    layout: str | None = None
+    grid: str | None = None
+    depth: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    microbatches: int | None = None
+    servers: int | None = None
+    consistency: str | None = None
+    staleness: int | None = None
+    backup_workers: int | None = None
 
     steps: int = 60
-    global_batch: Optional[int] = None  # None: 48, unless local_batch is given
-    local_batch: Optional[int] = None
-    micro_batch: Optional[int] = None
+    global_batch: int | None = None  # None: 48, unless local_batch is given
+    local_batch: int | None = None
+    micro_batch: int | None = None
     seed: int = 1234
     dropout: float = 0.0
     recompute: str = "none"  # none | selective | full
     compile: bool = False
     device: str = "auto"  # auto | cpu | cuda
-    name: Optional[str] = None
-    resume: Optional[str] = None  # latest | a run directory | a checkpoint directory
+    name: str | None = None
+    resume: str | None = None  # latest | a run directory | a checkpoint directory
     runs: str = "runs"  # where run directories are made
-    path: Optional[str] = None  # shorthand of dataset.path
+    path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
     tracker: str = "none"  # none | tensorboard
     timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7

@@ -100,6 +100,15 @@ def _boolean(key: Key, text: str, where: str) -> Problem | None:
     return Problem(f"{key.name}={text}: {read_as}write true or false", where)
 
 
+def _ambiguous(key: Key, text: str, where: str) -> Problem | None:
+    found = _ambiguous_number(text)
+    if found is None:
+        return None
+    parsed, choices = found
+    what = f"{key.name}={text}: parsed as {parsed} from {text}; write {' or '.join(choices)}"
+    return Problem(what, where, " or ".join(f"{key.name}={choice}" for choice in choices))
+
+
 def _ambiguous_number(text: str) -> tuple[int, list[str]] | None:
     """(what YAML reads, what to write instead) of a number that does not mean what it looks like, else None."""
     if len(text) > _LONGEST:
