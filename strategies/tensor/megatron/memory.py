@@ -1,10 +1,152 @@
-"""Bytes that a microbatch of a block keeps for backward. Torch-free."""
+"""Bytes that one microbatch of a block keeps for backward, from what our layers save. Torch-free.
+
+Counted per storage, as autograd keeps them: once, however many nodes save it. R are the rows of a microbatch
+(samples x sequence), r those of a slice under sequence parallel (else R); features of split tensors are local ones.
+
+    norm           its input r h, its statistics; its output is kept by the columns behind it. RMSNorm written out in
+                   torch keeps the scaled input too
+    columns, head  its input r h (nodes of their own under sequence parallel: the gathered R h), and the weights rounded
+                   to the compute dtype, where that is not the stored one, unless the overlapped node rounds them again
+    attention      q, k, v and one statistic per row and head (written out, with dropout: probabilities, mask, product)
+    activation     what it reads; swiglu also silu(gate)
+    row            its input R in, its rounded weights
+    dropout        a byte per element
+    loss           the logits and two numbers a row (one device: log-probabilities in the accurate dtype)
+
+Recompute `selective` leaves out what norms and activations give; `full` keeps a block's input and nothing else.
+"""
 
 from __future__ import annotations
 
-from parallelrun.models.spec import BlockSpec
+from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+
+from .layouts import AXIS, largest, vocabulary
+from .traffic import overlaps, rows
+
+INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 
 
 def saved_bytes(block: BlockSpec, plan: Plan) -> int:
+    """Bytes on the rank that keeps most, for one microbatch of `block` under plan.recompute.
+
+    What a model without role layers says of itself (`saved_elements`) is taken instead where it has none.
+    """
+    compute = BYTES[plan.precision.compute]
+    if not any(layer.layer_role for layer in block.layers):
+        return round((block.saved_elements or 0) * plan.batch.micro_batch * compute)
+    if plan.recompute == "full" and block.is_recomputed:
+        return _local_rows(plan) * plan.spec.hidden * compute
+    total = sum(_layer(layer, block, plan) for layer in block.layers)
+    return total + (_loss(plan) if block == plan.spec.blocks[-1] else 0)
+
+
+def _local_rows(plan: Plan) -> int:
+    return rows(plan) // (plan.mesh.size(AXIS) if plan.tensor.sequence_parallel else 1)
+
+
+def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    compute = BYTES[plan.precision.compute]
+    if layer.layer_role == "norm":
+        again = plan.recompute == "selective" and block.is_recomputed
+        return _norm(layer, plan) + (_norm_input(layer, plan) if again else 0)
+    if layer.layer_role in ("columns", "head"):
+        attends = any(parameter.heads for parameter in layer.parameters)
+        inside = _attention(layer, plan) if attends else _activation(layer, plan)
+        return _columns_input(layer, block, plan) + _rounded(layer, plan) + inside
+    if layer.layer_role == "row":
+        activated = not _follows_attention(layer, block)
+        dropped = activated and plan.recompute == "selective" and block.is_recomputed
+        held = 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
+        return held + _rounded(layer, plan)
+    if layer.layer_role == "dropout":
+        return _local_rows(plan) * layer.out_features * MASK if plan.dropout > 0 else 0
+    if layer.layer_role == "embedding":
+        return rows(plan) * (INDEX + (MASK if plan.mesh.size(AXIS) > 1 else 0))
     return 0
+
+
+def _norm(layer: LayerSpec, plan: Plan) -> int:
+    """Input and statistics; the weights where they are rounded. On CPU layer_norm keeps both statistics in the dtype
+    of its input; RMSNorm keeps one, its input and the scaled input, all in the accurate dtype."""
+    compute, accurate, num_rows = BYTES[plan.precision.compute], BYTES[plan.precision.accurate], _local_rows(plan)
+    rounded = _cast(plan) * sum(parameter.numel for parameter in layer.parameters)
+    if plan.spec.norm == "rmsnorm":
+        return num_rows * (2 * layer.in_features + 1) * accurate + rounded
+    return num_rows * (layer.in_features + 2) * compute + rounded
+
+
+def _norm_input(layer: LayerSpec, plan: Plan) -> int:
+    """What computing a norm again needs besides what its backward keeps: the input, where only a wider copy is kept."""
+    widened = plan.spec.norm == "rmsnorm" and plan.precision.compute != plan.precision.accurate
+    return _local_rows(plan) * layer.in_features * BYTES[plan.precision.compute] if widened else 0
+
+
+def _columns_input(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    """The norm's output, unless it is computed again; gathered by a node of its own, it is another tensor."""
+    compute = BYTES[plan.precision.compute]
+    if plan.tensor.sequence_parallel and not overlaps(plan):
+        return rows(plan) * layer.in_features * compute
+    if plan.recompute == "selective" and block.is_recomputed:
+        return 0
+    return _local_rows(plan) * layer.in_features * compute
+
+
+def _cast(plan: Plan) -> int:
+    """Bytes per weight of the copy in the compute dtype: none where weights are stored so."""
+    return BYTES[plan.precision.compute] if plan.precision.compute != plan.precision.stored else 0
+
+
+def _rounded(layer: LayerSpec, plan: Plan) -> int:
+    overlapped = layer.layer_role in ("columns", "head") and plan.mesh.size(AXIS) > 1 and overlaps(plan)
+    if overlapped:
+        return 0
+    known = plan.spec.parameters
+    weights = layer.parameters or ((known[layer.tied],) if layer.tied else ())
+    return _cast(plan) * sum(largest(weight, plan) for weight in weights if len(weight.shape) == 2)
+
+
+def _local_outputs(layer: LayerSpec, plan: Plan) -> int:
+    """Features of all outputs together, on one rank."""
+    return sum(largest(weight, plan) // weight.shape[1] for weight in layer.parameters if len(weight.shape) == 2)
+
+
+def _attention(layer: LayerSpec, plan: Plan) -> int:
+    spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    heads, num_rows = spec.heads // plan.mesh.size(AXIS), rows(plan)
+    turned = any(layer.layer_role == "position" for layer in spec.layers())
+    angles = 0 if turned else 4 * spec.seq * (spec.hidden // spec.heads // 2) * compute
+    own = heads * (spec.hidden // spec.heads)  # features of q, and of what attention gives
+    if not spec.attention_dropout:
+        # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
+        copied = own if plan.device == "cpu" and _local_outputs(layer, plan) != 3 * own else 0
+        return num_rows * ((_local_outputs(layer, plan) + copied) * compute + heads * accurate) + angles
+    outputs = 3 * own  # k and v are repeated for every query head
+    probabilities = num_rows * heads * spec.seq
+    kept = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
+    return num_rows * outputs * compute + kept + angles
+
+
+def _activation(layer: LayerSpec, plan: Plan) -> int:
+    """What stands between a column and a row layer; nothing does behind a head."""
+    if layer.layer_role == "head":
+        return 0
+    features = _local_outputs(layer, plan)
+    if plan.spec.activation == "swiglu" and len(layer.parameters) > 1:
+        features += features // 2
+    return rows(plan) * features * BYTES[plan.precision.compute]
+
+
+def _follows_attention(layer: LayerSpec, block: BlockSpec) -> bool:
+    """Is the column layer in front of this row layer the one that gives q, k and v?"""
+    before = [x for x in block.layers[: block.layers.index(layer)] if x.layer_role == "columns"]
+    return bool(before) and any(parameter.heads for parameter in before[-1].parameters)
+
+
+def _loss(plan: Plan) -> int:
+    targets, accurate = plan.batch.micro_batch * plan.spec.targets_per_sample, BYTES[plan.precision.accurate]
+    if plan.mesh.size(AXIS) == 1:
+        return targets * (plan.spec.vocab * accurate + INDEX)
+    start, stop = vocabulary(plan, {})
+    return targets * ((stop - start) * BYTES[plan.precision.compute] + accurate + INDEX)

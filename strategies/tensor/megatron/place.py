@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from parallelrun.layout import chunk_range
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
 from parallelrun.models.network import Network
 from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
-from . import layers
+from . import layers, layouts
 from .loss import VocabParallelLoss
-from .plan import Way
 from .traffic import overlaps
 
 
@@ -27,21 +25,12 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
         return
     _cut_parameters(network, plan, mesh)
     span = layers.Span(group, plan.tensor.sequence_parallel, overlaps(plan))
-    start = vocab_start(plan, mesh)
+    start, _ = layouts.vocabulary(plan, mesh.coordinate)
     for name, layer in list(network.named_modules()):
         if isinstance(layer, one_device.RoleLayer):
             _put(network, name, _replacement(layer, span, start))
     if isinstance(network.loss, one_device.TokenLoss) and _splits_vocabulary(plan):
         network.loss = VocabParallelLoss(network.loss.label_smoothing, group, start, plan.spec.vocab)
-
-
-def vocab_start(plan: Plan, mesh: Mesh) -> int:
-    """The global id of this rank's first row of the vocabulary."""
-    length, start = plan.spec.vocab, 0
-    for axis in plan.mesh.leaf_axes("tp"):
-        first, last = chunk_range(length, plan.mesh.size(axis), mesh.coordinate.get(axis, 0))
-        start, length = start + first, last - first
-    return start
 
 
 def _splits_vocabulary(plan: Plan) -> bool:
@@ -50,13 +39,12 @@ def _splits_vocabulary(plan: Plan) -> bool:
 
 def _cut_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Give every Parameter its local shape (uninitialised); one that several modules share stays shared."""
-    way = Way()
     originals = {copy: plan.spec.parameters[original] for copy, original in plan.spec.tied}
     known: dict[str, ParameterSpec] = {**plan.spec.parameters, **originals}
     local: dict[int, nn.Parameter] = {}
     for name, parameter in list(network.named_parameters(remove_duplicate=False)):
         if id(parameter) not in local:
-            layout = way.layout(known[name], plan)
+            layout = layouts.layout(known[name], plan)
             shape = layout.local_shape(tuple(parameter.shape), plan.mesh.sizes, mesh.coordinate)
             cut = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
             local[id(parameter)] = cut

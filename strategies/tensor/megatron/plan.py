@@ -14,10 +14,10 @@ from parallelrun.plan.names import either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 
-from . import memory, traffic
+from . import layouts, memory, traffic
+from .layouts import AXIS, COPY_AXIS, KV_AXIS
 
 SPLIT_ROLES = ("columns", "row", "embedding", "head")
-AXIS, KV_AXIS, COPY_AXIS = "tp", "tp_kv", "tp_copy"
 
 
 class Way:
@@ -47,21 +47,8 @@ class Way:
         return ((KV_AXIS, kv_heads), (COPY_AXIS, request.tp // kv_heads)), ((AXIS, (KV_AXIS, COPY_AXIS)),)
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """Columns, embedding and head by rows of dim 0; row weights by dim 1; the rest whole on every rank.
-
-        Partial over tp: gradients that come from a slice of the sequence. Partial over tp_copy: copies of a kv head,
-        each of which serves its own query heads.
-        """
-        whole = Layout.replicated(len(parameter.shape))
-        axes = plan.mesh.leaf_axes(AXIS)
-        num_copies = plan.mesh.size(COPY_AXIS)
-        if parameter.layer_role == "row" and len(parameter.shape) == 2:
-            return Layout(((), axes))
-        if parameter.layer_role in ("columns", "embedding", "head"):
-            shared = num_copies > 1 and parameter.heads == plan.mesh.size(KV_AXIS)
-            split = Layout((((KV_AXIS,) if shared else axes), *whole.dims[1:]))
-            return Layout(split.dims, (COPY_AXIS,)) if shared else split
-        return Layout(whole.dims, (AXIS,)) if plan.tensor.sequence_parallel else whole
+        """See `layouts`."""
+        return layouts.layout(parameter, plan)
 
     def boundary_elements(self, plan: Plan) -> int:
         """Elements that pass between blocks for one microbatch: the slice of the sequence under sequence parallel."""

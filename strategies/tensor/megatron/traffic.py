@@ -81,7 +81,7 @@ def _backward(layer: LayerSpec, plan: Plan) -> list[Call]:
 def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
     """What a recomputed block sends a second time. Recomputation stops at the last tensor that backward needs: the
     last reduction is behind it, unless a dropout mask comes after."""
-    if plan.recompute != "full" or block.kind != "transformer":
+    if plan.recompute != "full" or not block.is_recomputed:
         return []
     return forward if plan.dropout > 0 else forward[:-1]
 

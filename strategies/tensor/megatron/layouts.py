@@ -1,0 +1,36 @@
+"""Where each logical parameter lies on the tensor axes. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.layout import Layout
+from parallelrun.models.spec import ParameterSpec
+from parallelrun.plan.structure import Plan
+
+AXIS, KV_AXIS, COPY_AXIS = "tp", "tp_kv", "tp_copy"
+
+
+def layout(parameter: ParameterSpec, plan: Plan) -> Layout:
+    """Columns, embedding and head by rows of dim 0; row weights by dim 1; the rest whole on every rank.
+
+    Partial over tp: gradients that come from a slice of the sequence. Partial over tp_copy: copies of a kv head, each
+    of which serves its own query heads.
+    """
+    whole = Layout.replicated(len(parameter.shape))
+    axes = plan.mesh.leaf_axes(AXIS)
+    if parameter.layer_role == "row" and len(parameter.shape) == 2:
+        return Layout(((), axes))
+    if parameter.layer_role in ("columns", "embedding", "head"):
+        if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
+            return Layout(((KV_AXIS,), *whole.dims[1:]), (COPY_AXIS,))
+        return Layout((axes, *whole.dims[1:]))
+    return Layout(whole.dims, (AXIS,)) if plan.tensor.sequence_parallel else whole
+
+
+def largest(parameter: ParameterSpec, plan: Plan) -> int:
+    """Elements of the largest part of a parameter that a rank holds: `torch.chunk` makes the first parts largest."""
+    return layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
+
+
+def vocabulary(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int]:
+    """[start, stop) of the token ids at `coordinate`: the rows of embedding and head."""
+    return Layout((plan.mesh.leaf_axes(AXIS),)).ranges((plan.spec.vocab,), plan.mesh.sizes, coordinate)[0]
