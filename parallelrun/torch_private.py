@@ -48,3 +48,10 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
     """Multiply many tensors in place with one call from Python: the loop must not pay per parameter."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def keep_compiled_buffers() -> None:
+    """Let compiled backwards run more than once, as zero bubble does; by default they give their buffers away."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from parallelrun.models import dropout
 
+if TYPE_CHECKING:
+    from parallelrun.models.network import Network
+
 MODES = ("none", "selective", "full")
 KEPT = "kept"  # full, for engines that come back to a block's backward more than once: see `_Kept`
 CHEAP_ROLES = ("norm", "activation")
 
 
-def apply(network: nn.Module, mode: str) -> None:
+def apply(network: Network, mode: str) -> None:
     """Set how the blocks of `network` (see `Network.recomputed`) run. mode: none | selective | full."""
     if mode not in MODES:
         raise ValueError(f"recompute={mode} is unknown; use one of {', '.join(MODES)}")
@@ -97,7 +100,7 @@ class _Kept:
                 raise _Enough
 
         x = self._x.detach().requires_grad_(self._needs_gradient)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(collect, lambda _: None):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(collect, lambda packed: packed):
             with suppress(_Enough):
                 _run(self._block, x, self._sample_ids)
         assert len(self._saved) == self._num_saved, "the second forward saved other tensors than the first"
@@ -129,7 +132,9 @@ class _CheapOutputs:
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], _Again]] = {}
 
     def remember(self, output: Tensor, again: _Again) -> None:
-        self._by_storage[output.untyped_storage().data_ptr()] = (weakref.ref(output), again)
+        address = output.untyped_storage().data_ptr()
+        if address:  # meta and empty tensors share address 0
+            self._by_storage[address] = (weakref.ref(output), again)
 
     def pack(self, saved: Tensor) -> Any:
         """What autograd keeps in place of `saved`: itself, or how to compute it and its geometry."""

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from parallelrun import torch_private
 from parallelrun.mesh.runtime import Mesh
+from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 from parallelrun.train.batch import Batch
@@ -36,6 +38,17 @@ class AccumulationEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The summed loss (fp64 scalar), without gradients."""
         return self._forward.loss_sum(batch)
+
+
+def prepare_for_split_backward(parts: list[Network]) -> None:
+    """Make the parts fit for a schedule that goes through a stage's backward twice, for inputs and for weights.
+
+    Recomputation in full keeps what it has computed for the second pass; compiled backwards keep their buffers.
+    """
+    for part in parts:
+        if part.recompute == "full":
+            part.recompute = recompute.KEPT
+    torch_private.keep_compiled_buffers()
 
 
 class ScheduleEngine:

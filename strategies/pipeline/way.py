@@ -125,22 +125,6 @@ def _nearest_in_rounds(request: Request, way: PipelineWay) -> int:
     return min(legal, key=lambda m: (abs(m - given), m))
 
 
-def check_split_backward(request: Request, kind: str) -> list[Problem]:
-    """What a schedule that splits backward cannot be combined with."""
-    config = request.config
-    problems = []
-    if config.compile:
-        problems.append(
-            Problem(
-                f"compile=true: the compiled backward of a block cannot be split into the two passes of {kind}",
-                where="compile",
-                suggestion="compile=false, or schedule=1f1b",
-                kind="not_built",
-            )
-        )
-    return problems
-
-
 def boundary_bytes(plan: Plan) -> int:
     """Bytes of what one rank passes to the next stage for one microbatch."""
     tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()

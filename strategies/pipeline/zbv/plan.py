@@ -6,7 +6,7 @@ from parallelrun.errors import Problem
 from parallelrun.plan.ways import Request
 
 from .. import schedules
-from ..way import ChunkedWay, check_split_backward
+from ..way import ChunkedWay
 
 
 class Way(ChunkedWay):
@@ -16,7 +16,7 @@ class Way(ChunkedWay):
     splits_backward = True
 
     def check(self, request: Request) -> list[Problem]:
-        problems = super().check(request) + check_split_backward(request, self.kind)
+        problems = super().check(request)
         if request.chunks != 2:
             problems.append(
                 Problem(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from parallelrun.errors import Problem
-from parallelrun.plan.ways import Request
-
 from .. import schedules
-from ..way import ChunkedWay, check_split_backward
+from ..way import ChunkedWay
 
 
 class Way(ChunkedWay):
@@ -14,9 +11,6 @@ class Way(ChunkedWay):
 
     kind = "zero_bubble"
     splits_backward = True
-
-    def check(self, request: Request) -> list[Problem]:
-        return super().check(request) + check_split_backward(request, self.kind)
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.zero_bubble(pp, chunks, num_microbatches)
