@@ -1,0 +1,156 @@
+"""Which checkpoint is meant, and which old ones may go. Torch-free.
+
+A step's directory is made under a hidden name and renamed when it is whole, so a visible `step_<n>` is complete unless
+somebody damaged it. A replaced step is moved to a hidden name first; it counts for as long as no other holds its step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from parallelrun.checkpoint.files import remove_tree
+from parallelrun.checkpoint.index import INDEX_FILE, Index, missing_files, read_index
+from parallelrun.errors import CheckpointError, Problem
+
+LATEST = "latest"
+FOLDER = "checkpoints"
+_STEP = re.compile(r"step_(\d+)")
+_REPLACED = re.compile(r"\.step_(\d+)\.old-[0-9a-f]+")
+_LEFT_OVER = re.compile(r"\.step_\d+\.(tmp|old|gone)-[0-9a-f]+")
+_PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".distcp"}
+_log = logging.getLogger(__name__)
+
+
+class HasRank(Protocol):
+    rank: int
+
+
+def step_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def open_complete(path: Path) -> Index:
+    """The index of a checkpoint whose files are all there in full size. Raises CheckpointError saying what is not."""
+    refuse_pickle(path)
+    index = read_index(path)
+    if wrong := missing_files(index, path):
+        raise CheckpointError(Problem(f"{path} is incomplete: {'; '.join(wrong[:5])} ({len(wrong)} files)"))
+    return index
+
+
+def complete_steps(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints of a `checkpoints` folder or of the run directory above it, by step, ascending.
+
+    Half-written or damaged ones are left out, each with a warning in the log.
+    """
+    folder = directory / FOLDER if (directory / FOLDER).is_dir() else directory
+    found: dict[int, Path] = {}
+    try:
+        names = sorted(os.listdir(folder))  # hidden ones come first, so that a visible step wins
+    except OSError:
+        return {}
+    for name in names:
+        match = _STEP.fullmatch(name) or _REPLACED.fullmatch(name)
+        if match and (folder / name).is_dir():
+            try:
+                open_complete(folder / name)
+            except CheckpointError as error:
+                _log.warning("skipped: %s", error)
+            else:
+                found[int(match.group(1))] = folder / name
+    return dict(sorted(found.items()))
+
+
+def latest(directory: Path) -> Path | None:
+    """The complete checkpoint of the highest step in a run directory or `checkpoints` folder; None if there is none."""
+    return next(reversed(complete_steps(directory).values()), None)
+
+
+def resolve_resume(resume: str, runs: str) -> Path:
+    """The checkpoint that `resume` means: `latest` (written last under `runs`), a run directory, or a checkpoint.
+
+    Raises CheckpointError (exit 4) with the steps that are available, and for pickle files.
+    """
+    if resume == LATEST:
+        return _latest_of_all(Path(runs).expanduser())
+    path = Path(os.path.abspath(Path(resume).expanduser()))
+    refuse_pickle(path)
+    if (path / INDEX_FILE).exists():
+        open_complete(path)
+        return path
+    is_step = _STEP.fullmatch(path.name) is not None
+    if path.is_dir() and not is_step:
+        found = latest(path)
+        if found is None:
+            raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume"))
+        return found
+    what = f"{path} is half-written: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
+    raise CheckpointError(Problem(what, where="resume", suggestion=_available(path)))
+
+
+def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:
+    """Delete the checkpoints older than the newest `keep` complete ones, and what crashed saves left behind.
+
+    Rank 0 does it, after a save has succeeded on all ranks; the others do nothing. keep < 1 keeps all. There are never
+    fewer than `keep` complete ones on disk: each goes under a hidden name before its files are deleted.
+    """
+    if mesh.rank != 0:
+        return
+    steps = complete_steps(directory)
+    kept = set(list(steps.values())[-keep:]) if keep > 0 else set(steps.values())
+    for step, path in steps.items():
+        if path not in kept:
+            hidden = directory / f".{step_name(step)}.gone-{os.getpid():x}"
+            os.rename(path, hidden)
+    for name in os.listdir(directory):
+        if _LEFT_OVER.fullmatch(name) and directory / name not in kept:
+            remove_tree(directory / name)
+
+
+def _latest_of_all(runs: Path) -> Path:
+    newest: tuple[int, int] | None = None
+    chosen = None
+    for folder in _checkpoint_folders(runs):
+        for step, path in complete_steps(folder).items():
+            order = ((path / INDEX_FILE).stat().st_mtime_ns, step)
+            if newest is None or order > newest:
+                newest, chosen = order, path
+    if chosen is None:
+        problem = f"no complete checkpoint under {os.path.abspath(runs)}"
+        raise CheckpointError(Problem(problem, where="resume", command="parallelrun checkpoint.every=10"))
+    return chosen
+
+
+def _checkpoint_folders(runs: Path) -> Iterator[Path]:
+    for parent, folders, _ in os.walk(runs):
+        if FOLDER in folders:
+            yield Path(parent, FOLDER)
+        folders[:] = sorted(name for name in folders if name != FOLDER and not name.startswith("."))
+
+
+def _available(path: Path) -> str:
+    steps = complete_steps(path.parent)
+    if not steps:
+        return f"{path.parent} holds no complete checkpoint"
+    return f"complete there: {', '.join(step_name(step) for step in steps)}"
+
+
+def refuse_pickle(path: Path) -> None:
+    """Files that are Python programs in disguise are not opened, whoever made them."""
+    names = [path.name] if path.is_file() else []
+    if path.is_dir() and not (path / INDEX_FILE).exists():
+        names = os.listdir(path)
+    pickled = [name for name in names if name == ".metadata" or Path(name).suffix in _PICKLES]
+    if pickled:
+        raise CheckpointError(
+            Problem(
+                f"{path} holds pickle ({pickled[0]}), which can run code when it is read: refused",
+                where="resume",
+                suggestion="load it in a program you trust and save its tensors with parallelrun.checkpoint",
+            )
+        )

@@ -1,0 +1,252 @@
+"""`index.json`: what a checkpoint holds, where each part lies, and the checksums of everything, itself included.
+
+Torch-free, so that a checkpoint can be found, checked against a model and described before any process is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from parallelrun.checkpoint.files import sha256_of, size_of
+from parallelrun.errors import CheckpointError, Problem
+from parallelrun.plan.structure import Plan
+
+INDEX_FILE = "index.json"
+SCHEMA = 1
+FORMAT = "parallelrun checkpoint"
+DATA_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+_PREFIX = b'{"sha256": "'
+_HASH_SPAN = slice(len(_PREFIX), len(_PREFIX) + 64)
+_NO_HASH = b"0" * 64
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a logical tensor: [offset, offset + size) per dim, stored under the tensor's key in `file`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One logical tensor: dtype as torch spells it, global shape, and the parts that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Everything but the numbers themselves.
+
+    tensors: by key, see `weight_key` and `state_key`. files: (bytes, sha256) by name. extra: the caller's JSON. plan:
+    degrees and ways it was saved under, for people. digest: sha256 of the index file (not part of its own content).
+    """
+
+    step: int
+    optimizer: str
+    plan: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, tuple[int, str]]
+    digest: str = field(default="", compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all data files."""
+        return sum(size for size, _ in self.files.values())
+
+    def weights(self) -> dict[str, StoredTensor]:
+        """The stored parameters by one-device name."""
+        return {key[len("model/") :]: value for key, value in self.tensors.items() if key.startswith("model/")}
+
+    @cached_property
+    def state_kinds(self) -> dict[str, list[str]]:
+        """What optimizer state is stored (`exp_avg`, `step`, ...), by parameter name; none before the first step."""
+        kinds: dict[str, list[str]] = {}
+        for _, kind, name in (key.split("/", 2) for key in self.tensors if key.startswith("optimizer/")):
+            kinds.setdefault(name, []).append(kind)
+        return kinds
+
+
+def weight_key(name: str) -> str:
+    return f"model/{name}"
+
+
+def state_key(kind: str, name: str) -> str:
+    return f"optimizer/{kind}/{name}"
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """The plan in a few plain values, for people and for `reshard_note`."""
+    return {
+        "world": plan.world,
+        "degrees": plan.degrees,
+        "data": plan.data.kind,
+        "shard": plan.data.shard,
+        "tensor": plan.tensor.kind,
+        "pipeline": plan.pipeline.kind,
+        "chunks": plan.pipeline.chunks,
+        "precision": plan.precision.name,
+    }
+
+
+def reshard_note(index: Index, plan: Plan) -> str | None:
+    """One sentence when a checkpoint is about to be loaded under another plan than it was saved under, else None."""
+    before, now = dict(index.plan), describe_plan(plan)
+    if before == now:
+        return None
+
+    def words(described: Mapping[str, Any]) -> str:
+        degrees = " ".join(f"{axis}={degree}" for axis, degree in described.get("degrees", {}).items() if degree > 1)
+        return f"{degrees or 'one device'} ({described.get('data')}, {described.get('pipeline')})"
+
+    return f"resharding the checkpoint of step {index.step}: {words(before)} -> {words(now)}"
+
+
+def encode(index: Index) -> bytes:
+    """The file's content: one JSON object that begins with the sha256 of the whole content with that hash zeroed."""
+    body: dict[str, Any] = {"sha256": _NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
+    body |= {key: value for key, value in asdict(index).items() if key != "digest"}
+    raw = json.dumps(body, allow_nan=False).encode()
+    assert raw.startswith(_PREFIX + _NO_HASH)
+    return raw[: _HASH_SPAN.start] + hashlib.sha256(raw).hexdigest().encode() + raw[_HASH_SPAN.stop :]
+
+
+def decode(raw: bytes, path: Path) -> Index:
+    """The index in a file's content. Raises CheckpointError when a single bit of it is not as it was written."""
+    if not raw.startswith(_PREFIX):
+        raise _broken(path, "it is no index of a parallelrun checkpoint")
+    expected = raw[_HASH_SPAN]
+    found = hashlib.sha256(raw[: _HASH_SPAN.start] + _NO_HASH + raw[_HASH_SPAN.stop :]).hexdigest()
+    if expected != found.encode():
+        raise _broken(path, f"its sha256 is {found}, expected {expected.decode(errors='replace')}")
+    try:
+        return _from_json(json.loads(raw), found)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # written by something else, yet with a good hash
+        raise _broken(path, f"its content is not understood ({error})") from error
+
+
+def _from_json(body: dict[str, Any], digest: str) -> Index:
+    if body["schema"] != SCHEMA or body["format"] != FORMAT:
+        raise ValueError(f"schema {body['schema']} of {body['format']!r}, known is {SCHEMA}")
+    tensors = {
+        key: StoredTensor(
+            value["dtype"],
+            tuple(value["shape"]),
+            tuple(Part(tuple(p["offsets"]), tuple(p["sizes"]), p["file"]) for p in value["parts"]),
+        )
+        for key, value in body["tensors"].items()
+    }
+    files = {name: (int(size), str(sha256)) for name, (size, sha256) in body["files"].items()}
+    for name in [*files, *(part.file for tensor in tensors.values() for part in tensor.parts)]:
+        if not DATA_FILE.fullmatch(name) or name not in files:
+            raise ValueError(f"a data file is called {name!r}")
+    for key, tensor in tensors.items():
+        _check_parts(key, tensor)
+    return Index(body["step"], body["optimizer"], body["plan"], body["extra"], tensors, files, digest)
+
+
+def _check_parts(key: str, tensor: StoredTensor) -> None:
+    volume = sum(prod(part.sizes) for part in tensor.parts)
+    inside = all(
+        len(part.offsets) == len(part.sizes) == len(tensor.shape)
+        and all(o >= 0 and n >= 0 and o + n <= length for o, n, length in zip(part.offsets, part.sizes, tensor.shape))
+        for part in tensor.parts
+    )
+    if not inside or volume != prod(tensor.shape) or len({part.offsets for part in tensor.parts}) != len(tensor.parts):
+        raise ValueError(f"the parts of {key} do not make up its shape {tensor.shape}")
+
+
+def read_index(path: Path) -> Index:
+    """The checked index of a checkpoint directory. Raises CheckpointError when it is missing or damaged."""
+    file = path / INDEX_FILE
+    try:
+        return decode(file.read_bytes(), file)
+    except FileNotFoundError as error:
+        raise CheckpointError(Problem(f"{path} is half-written or no checkpoint: it has no {INDEX_FILE}")) from error
+    except OSError as error:
+        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
+
+
+def missing_files(index: Index, path: Path) -> list[str]:
+    """What is wrong with the data files at a glance: absent ones and ones of another size."""
+    wrong = []
+    for name, (expected, _) in index.files.items():
+        found = size_of(path / name)
+        if found is None:
+            wrong.append(f"{path / name} is missing")
+        elif found != expected:
+            wrong.append(f"{path / name} has {found} bytes, expected {expected}")
+    return wrong
+
+
+def verify_file(index: Index, path: Path, name: str) -> None:
+    """Raise CheckpointError unless a data file is, bit by bit, what was written."""
+    expected_bytes, expected = index.files[name]
+    file = path / name
+    found_bytes = size_of(file)
+    if found_bytes != expected_bytes:
+        what = "is missing" if found_bytes is None else f"has {found_bytes} bytes, expected {expected_bytes}"
+        raise _broken(file, what, is_sentence=True)
+    try:
+        found = sha256_of(file)
+    except OSError as error:
+        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
+    if found != expected:
+        raise _broken(file, f"its sha256 is {found}, expected {expected}")
+
+
+def check_model(index: Index, plan: Plan, path: Path) -> None:
+    """Raise CheckpointError with the first differences and their counts unless the checkpoint is of the plan's model.
+
+    Degrees, ways and world may differ; parameter names, shapes, dtype and the optimizer may not.
+    """
+    stored = index.weights()
+    wanted = plan.spec.parameters
+    dtype = plan.precision.stored
+    missing = [f"{name} {list(p.shape)} is not in the checkpoint" for name, p in wanted.items() if name not in stored]
+    surplus = [f"{name} {list(t.shape)} is not in the model" for name, t in stored.items() if name not in wanted]
+    both = [(name, tensor, wanted[name]) for name, tensor in stored.items() if name in wanted]
+    shapes = [
+        f"{name} is {list(tensor.shape)} in the checkpoint, {list(parameter.shape)} in the model"
+        for name, tensor, parameter in both
+        if tensor.shape != tuple(parameter.shape)
+    ]
+    dtypes = [
+        f"{name} is {tensor.dtype} in the checkpoint, {dtype} under precision={plan.precision.name}"
+        for name, tensor, _ in both
+        if tensor.dtype != dtype
+    ]
+    differences = [*missing, *surplus, *shapes, *dtypes]
+    if differences:
+        counts = f"{len(missing)} missing, {len(surplus)} unknown, {len(shapes)} of another shape"
+        counts += f", {len(dtypes)} of another dtype; {len(stored)} stored, {len(wanted)} wanted"
+        first = "".join(f"\n  {text}" for text in differences[:_SHOWN])
+        raise CheckpointError(Problem(f"{path} is a checkpoint of another model ({counts}):{first}", where="resume"))
+    if index.optimizer != plan.optimizer:
+        what = f"{path} was saved with optimizer={index.optimizer}, this run has optimizer={plan.optimizer}"
+        raise CheckpointError(Problem(what, where="optimizer", suggestion=f"optimizer={index.optimizer}"))
+
+
+def _broken(path: Path, what: str, is_sentence: bool = False) -> CheckpointError:
+    said = f"{path} {what}" if is_sentence else f"{path} is damaged: {what}"
+    earlier = "resume=<an earlier step of the same run>; nothing was loaded"
+    return CheckpointError(Problem(said, where="resume", suggestion=earlier))

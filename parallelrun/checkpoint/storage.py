@@ -1,0 +1,253 @@
+"""Storage for torch.distributed.checkpoint: safetensors per rank, one JSON index, no pickle read or written.
+
+Works with torch's own planners too: `dcp.load(state, storage_reader=SafetensorsReader(path))`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from parallelrun.checkpoint.files import Entry, Written, remove_tree, sync_directory, write_bytes, write_safetensors
+from parallelrun.checkpoint.find import refuse_pickle, step_name
+from parallelrun.checkpoint.index import (
+    INDEX_FILE,
+    Index,
+    Part,
+    StoredTensor,
+    encode,
+    missing_files,
+    read_index,
+    verify_file,
+)
+from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
+
+_FORMAT_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes `<directory>/step_<n>`: aside under a hidden name, index last, renamed when every rank has finished.
+
+    A crash or an error at any moment leaves the older checkpoints as they were. All hosts must share the file system.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], step: int, optimizer: str, plan: Mapping[str, Any], extra: Mapping
+    ):
+        self.directory = Path(os.path.abspath(directory))
+        self.target = self.directory / step_name(step)
+        self._index = Index(step, optimizer, plan, extra, {}, {})
+        self._aside: Path | None = None  # known on the coordinator
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP's hook: the directory is given to the constructor, so there is nothing to reset."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP's hook: all ranks write alike."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                raise TypeError(f"{item.index.fqn} is no tensor; only tensors are stored, other values go into `extra`")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: make the hidden directory, and say to each rank where it writes."""
+        self._aside = self.directory / f".{self.target.name}.tmp-{secrets.token_hex(4)}"
+        self._aside.mkdir(parents=True)
+        return [
+            replace(plan, storage_data=str(self._aside / f"rank_{rank:05d}.safetensors"))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        if not plan.items:
+            done.set_result([])
+            return done
+        path = Path(plan.storage_data)
+        path.parent.mkdir(exist_ok=True)  # on a shared file system another host may not see it yet
+        # Wide elements first: every tensor then starts at a multiple of its element size.
+        items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
+        entries = [_entry(item) for item in items]
+        if len({entry.key for entry in entries}) != len(entries):
+            raise ValueError("a rank writes two parts of one tensor")
+        written = write_safetensors(path, entries, (_bytes(planner.resolve_data(item)) for item in items))
+        note = (path.name, written)
+        done.set_result([WriteResult(item.index, entry.num_bytes, note) for item, entry in zip(items, entries)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: index, then rename. Only the rename makes the checkpoint visible."""
+        assert self._aside is not None, "finish before prepare_global_plan"
+        file_of: dict[MetadataIndex, str] = {}
+        written: dict[str, Written] = {}
+        for result in (result for rank_results in results for result in rank_results):
+            name, written[name] = result.storage_data
+            file_of[result.index] = name
+        files = {name: (file.num_bytes, file.sha256) for name, file in sorted(written.items())}
+        index = replace(self._index, tensors=_stored_tensors(metadata, file_of), files=files)
+        if wrong := missing_files(index, self._aside):
+            raise EnvironmentProblem(
+                Problem(f"{wrong[0]}: checkpoints must lie on a file system that all hosts share", where="runs")
+            )
+        write_bytes(self._aside / INDEX_FILE, encode(index))
+        sync_directory(self._aside)
+        self._publish(self._aside)
+
+    def _publish(self, aside: Path) -> None:
+        replaced = None
+        if self.target.exists():
+            replaced = self.directory / f".{self.target.name}.old-{secrets.token_hex(4)}"
+            os.rename(self.target, replaced)
+        os.rename(aside, self.target)
+        sync_directory(self.directory)
+        if replaced is not None:
+            remove_tree(replaced)
+
+    def discard(self) -> None:
+        """Coordinator, after a failed save: give back the space of what was written aside."""
+        if self._aside is not None:
+            remove_tree(self._aside)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class SafetensorsReader(StorageReader):
+    """Reads a checkpoint. Every file's sha256 is checked, each by one rank, before any rank reads a number."""
+
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0, world: int = 1):
+        self.path = Path(os.path.abspath(path))
+        self._rank, self._world = rank, world
+        self._index: Index | None = None
+        self._failure: CheckpointError | None = None
+        self._file_of: dict[MetadataIndex, str] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP's hook: the directory is given to the constructor, so there is nothing to reset."""
+
+    @property
+    def index(self) -> Index:
+        """The checked index. Raises CheckpointError."""
+        if self._index is None:
+            refuse_pickle(self.path)
+            self._index = read_index(self.path)
+        return self._index
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """DCP's view of the index. A failure is kept until `set_up_storage_reader`: DCP would log tracebacks here."""
+        try:
+            tensors = self.index.tensors
+        except CheckpointError as error:
+            self._failure, tensors = error, {}
+        state: dict[str, Any] = {}
+        for key, tensor in tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.parts]
+            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            state[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            self._file_of |= {MetadataIndex(key, part.offsets): part.file for part in tensor.parts}
+        return Metadata(state_dict_metadata=state)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verify this rank's share of the files; DCP reads nothing until all ranks have passed here."""
+        for name in sorted(self.index.files)[self._rank :: self._world]:
+            verify_file(self.index, self.path, name)
+        return replace(plan, storage_data=self.index.digest)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise CheckpointError(Problem(f"ranks see different checkpoints under {self.path}", where="resume"))
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file = defaultdict(list)
+        for item in plan.items:
+            offset = item.storage_index.offset
+            by_file[self._file_of[MetadataIndex(item.storage_index.fqn, offset or ())]].append(item)
+        for name, items in by_file.items():
+            with safe_open(self.path / name, framework="pt", device="cpu") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    source = _read(file, item.storage_index.fqn, item.storage_offsets, item.lengths)
+                    target.copy_(source.reshape(target.shape))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _read(file: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """A box of a stored tensor; only its bytes are read."""
+    if not len(lengths):
+        return file.get_tensor(key)
+    return file.get_slice(key)[tuple(slice(start, start + size) for start, size in zip(offsets, lengths))]
+
+
+def _stored_tensors(metadata: Metadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
+    tensors = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        parts = []
+        for chunk in stored.chunks:
+            name = file_of.get(MetadataIndex(key, chunk.offsets)) or file_of[MetadataIndex(key)]
+            parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), name))
+        tensors[key] = StoredTensor(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(parts))
+    return tensors
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
+def _entry(item: WriteItem) -> Entry:
+    assert item.tensor_data is not None
+    dtype, sizes = _dtype(item), item.tensor_data.chunk.sizes
+    if dtype not in _FORMAT_NAMES:
+        raise TypeError(f"{item.index.fqn} has dtype {dtype}, which safetensors files do not hold")
+    return Entry(item.index.fqn, _FORMAT_NAMES[dtype], tuple(sizes), sizes.numel() * dtype.itemsize)
+
+
+def _bytes(tensor: Any) -> memoryview:
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -1,0 +1,151 @@
+"""Save and load a training's weights and optimizer state under any plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from parallelrun.checkpoint.index import Index, check_model, describe_plan, reshard_note, state_key, weight_key
+from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
+from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from parallelrun.errors import CheckpointError, EnvironmentProblem, ParallelrunError, Problem
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.train.optimizer import Optimizer
+from parallelrun.train.parameters import LocalParameter, owns
+
+
+def save(
+    directory: Path,
+    step: int,
+    parameters: Sequence[LocalParameter],
+    optimizer: Optimizer,
+    extra: Mapping[str, Any],
+    plan: Plan,
+    mesh: Mesh,
+) -> Path:
+    """Write `directory/step_<step>`; see `parallelrun.checkpoint.save`."""
+    writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
+    parts = [part for parameter in parameters for part in _parts_to_save(parameter, optimizer, mesh)]
+    planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
+    try:
+        with _one_process_is_fine():
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=mesh.shape.num_ranks == 1)
+    except dcp.CheckpointException as error:
+        writer.discard()
+        _raise_for_user(error, f"the checkpoint of step {step} could not be written to {writer.directory}")
+    return writer.target
+
+
+def load(path: Path, parameters: Sequence[LocalParameter], optimizer: Optimizer, plan: Plan, mesh: Mesh) -> dict:
+    """Fill weights and optimizer state from a checkpoint; see `parallelrun.checkpoint.load`."""
+    reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
+    planner = _TrainingPlanner(reader, parameters, plan, mesh)
+    try:
+        with _one_process_is_fine():
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=mesh.shape.num_ranks == 1)
+    except dcp.CheckpointException as error:
+        _raise_for_user(error, f"{path} could not be loaded")
+    for parameter, state in planner.states:
+        optimizer.load_state(parameter.name, state)
+    if mesh.rank == 0 and (note := reshard_note(reader.index, plan)):
+        print(note, flush=True)
+    return dict(reader.index.extra)
+
+
+class _TrainingPlanner(PartLoadPlanner):
+    """Knows which parts a rank's training needs as soon as the index has been read and found to be of its model."""
+
+    def __init__(self, reader: SafetensorsReader, parameters: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
+        super().__init__([])
+        self._reader, self._parameters, self._plan, self._mesh = reader, parameters, plan, mesh
+        self.states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
+
+    def create_local_plan(self):
+        check_model(self._reader.index, self._plan, self._reader.path)
+        for parameter in self._parameters:
+            parts, state = _parts_to_load(parameter, self._reader.index, self._mesh)
+            self._parts += parts
+            self.states.append((parameter, state))
+        return super().create_local_plan()
+
+
+def _parts_to_save(parameter: LocalParameter, optimizer: Optimizer, mesh: Mesh) -> list[LocalPart]:
+    """The parts of a parameter's weight and state that this rank writes: none of what another rank writes too."""
+    if parameter.shared or not owns(parameter.layout, mesh.shape, mesh.coordinate):
+        return []
+    parts = [_part(weight_key(parameter.spec.name), parameter.tensor, parameter, mesh)]
+    is_first = not any(parts[0].offsets)
+    for kind, value in optimizer.state(parameter.name).items():
+        key = state_key(kind, parameter.spec.name)
+        if value.dim():
+            parts.append(_part(key, value, parameter, mesh))
+        elif is_first:  # one number for the whole tensor: written by the rank of its first part
+            parts.append(LocalPart(key, value, (), ()))
+    return parts
+
+
+def _parts_to_load(parameter: LocalParameter, index: Index, mesh: Mesh) -> tuple[list[LocalPart], dict[str, Tensor]]:
+    """The parts of a parameter that are to be filled, and the state dict some of them will make up."""
+    name, tensor = parameter.spec.name, parameter.tensor
+    parts = [_part(weight_key(name), tensor, parameter, mesh)]
+    state: dict[str, Tensor] = {}
+    for kind in index.state_kinds.get(name, ()):
+        stored = index.tensors[state_key(kind, name)]
+        dtype = getattr(torch, stored.dtype)
+        if stored.shape:
+            state[kind] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+            parts.append(_part(state_key(kind, name), state[kind], parameter, mesh))
+        else:
+            state[kind] = torch.zeros((), dtype=dtype)
+            parts.append(LocalPart(state_key(kind, name), state[kind], (), ()))
+    return parts, state
+
+
+def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> LocalPart:
+    """This rank's box of a logical tensor; local padding beyond the logical range is cut off."""
+    shape = tuple(parameter.spec.shape)
+    ranges = parameter.layout.ranges(shape, mesh.shape.sizes, mesh.coordinate)
+    view = tensor.detach()
+    for dim, (start, stop) in enumerate(ranges):
+        assert view.shape[dim] >= stop - start, f"{key} holds {tuple(tensor.shape)}, its layout says {ranges}"
+        view = view.narrow(dim, 0, stop - start)
+    return LocalPart(key, view, shape, tuple(start for start, _ in ranges))
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _raise_for_user(error: dcp.CheckpointException, what: str) -> NoReturn:
+    """What went wrong on which rank, as the same error on every rank."""
+    failures = sorted(error.failures.items())
+    for _, (cause, _) in failures:
+        if isinstance(cause, (KeyboardInterrupt, SystemExit, AssertionError)):
+            raise cause from None
+    for _, (cause, _) in failures:
+        if isinstance(cause, ParallelrunError):
+            raise cause from None
+    rank, (cause, _) = failures[0]
+    said = f"{what}: rank {rank}: {_words(cause)}"
+    if len(failures) > 1:
+        said += f" (and {len(failures) - 1} more ranks)"
+    if isinstance(cause, OSError):
+        raise EnvironmentProblem(Problem(f"{said}; earlier checkpoints are untouched", where="runs")) from cause
+    raise CheckpointError(Problem(said)) from cause
+
+
+def _words(cause: BaseException) -> str:
+    if isinstance(cause, OSError) and cause.strerror:
+        return f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}"
+    return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
