@@ -144,11 +144,15 @@ def _join(place: Place, config: Config, device: torch.device, store: Store) -> N
 
 
 def _leave(place: Place, store: Store) -> None:
-    """All ranks are through: a barrier, the group taken down, and rank 0, which holds the store, leaves last."""
-    import torch
+    """All ranks are through, then the group is taken down, and rank 0, which serves the store, leaves last.
+
+    They meet in the store, not in a collective: that could pair with one that a rank has left out before.
+    """
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1))
+    if store.add("through", 1) == place.world:
+        store.set("all through", "yes")
+    store.wait(["all through"], timedelta(days=1))  # the watchers end it when a rank does not come
     dist.destroy_process_group()
     store.add("left", 1)
     deadline = time.monotonic() + 5

@@ -1,31 +1,212 @@
-"""A launcher for tests: `python -m tests.cli.launcher <json>`; runs `start` on the tiny plan with a worker of
-`tests.cli.workers` and exits with its code."""
+"""Warm launchers for tests: `run_launcher` costs a fork instead of four seconds of imports.
+
+One helper process has imported torch and parallelrun (one thread, no operation); for each request it forks a process
+that is a launcher from then on, in a session of its own: it calls `start` on the tiny plan, with a worker of
+`tests.cli.workers`, and exits with its code.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
+import subprocess
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0  # on a machine that others use too
 
 
-def main(text: str) -> int:
+@dataclass(frozen=True)
+class Launched:
+    """A running launcher. `folder` holds its pid, exit code, output, and `runs/` (or `point/`)."""
+
+    folder: Path
+    world: int
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, once it is there."""
+        return wait_for(lambda: next((self.folder / "runs").glob("*/*/config.yaml"), None), "run directory").parent
+
+    @property
+    def pid(self) -> int:
+        return int(wait_for(lambda: read(self.folder / "pid"), "launcher's pid"))
+
+    def rank_pids(self) -> list[int]:
+        """Pids of all ranks, once their workers run."""
+        return [int(self.fact("started", rank)) for rank in range(self.world)]
+
+    def fact(self, what: str, rank: int) -> str:
+        """What a rank's worker has noted (`tests.cli.workers.note`), once it has."""
+        return wait_for(lambda: read(self.directory / f"{what}_{rank}"), f"{what} of rank {rank}\n{self.stderr}")
+
+    def reaches(self, step: int) -> None:
+        """Wait until rank 0 is at `step`."""
+        wait_for(lambda: int(read(self.directory / "at_0") or 0) >= step, f"step {step}\n{self.stderr}")
+
+    def wait(self) -> int:
+        """The exit code; minus the signal's number if one ended the launcher."""
+        return int(wait_for(lambda: read(self.folder / "code"), f"end of the launcher\n{self.stderr}"))
+
+    @property
+    def stdout(self) -> str:
+        return read(self.folder / "stdout")
+
+    @property
+    def stderr(self) -> str:
+        return read(self.folder / "stderr")
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.directory / "status.json").read_text())
+
+    def log(self, rank: int) -> str:
+        return read(self.directory / "logs" / f"rank_{rank}.log")
+
+
+def run_launcher(
+    folder: Path,
+    wish: dict[str, Any] | None = None,
+    *,
+    overrides: dict[str, Any] | None = None,
+    worker: str = "train",
+    timeout_s: float = 60.0,
+    method: str = "fork",
+    run_root: Path | None = None,
+    environ: dict[str, str] | None = None,
+) -> Launched:
+    """Start a launcher of 4 ranks (dp=2 tp=2), or of `overrides`, whose worker does `wish`."""
+    overrides = {"dp": 2, "tp": 2} if overrides is None else overrides
+    request = {
+        "folder": str(folder),
+        "overrides": overrides,
+        "worker": f"tests.cli.workers:{worker}",
+        "timeout_s": timeout_s,
+        "method": method,
+        "run_root": str(run_root) if run_root else None,
+        "environ": {"PARALLELRUN_TEST": json.dumps(wish or {}), **(environ or {})},
+    }
+    folder.mkdir(exist_ok=True)
+    helper = _helper()
+    assert helper.stdin is not None
+    helper.stdin.write(json.dumps(request) + "\n")
+    helper.stdin.flush()
+    world = 1
+    for axis in ("dp", "tp", "pp"):
+        world *= overrides.get(axis, 1)
+    return Launched(folder, world)
+
+
+def wait_for(look: Callable[[], Any], what: str) -> Any:
+    """Poll until `look()` is true; its value."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if value := look():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"waited {PATIENCE_S:g} s for {what}")
+
+
+def read(path: Path) -> str:
+    """A file's text, empty while it is not there."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone or only waits to be reaped."""
+    state = read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1]
+    return bool(state) and state != ["Z"]
+
+
+def survivors(pids: list[int], within_s: float) -> list[int]:
+    """Those of `pids` still running after `within_s` seconds; returns as soon as there are none."""
+    deadline = time.monotonic() + within_s
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+_current: subprocess.Popen | None = None
+
+
+def _helper() -> subprocess.Popen:
+    global _current  # one per session: this is what makes it cheap
+    if _current is None or _current.poll() is not None:
+        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.cli.launcher"]
+        _current = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
+        atexit.register(_current.communicate)
+    return _current
+
+
+def _serve() -> None:
+    """The helper: fork a launcher per line of stdin."""
+    from parallelrun.launch import processes
+    from parallelrun.launch.processes import Job
+    from tests.plans import tiny_config, tiny_plan
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    processes.preload(Job(tiny_config(), tiny_plan(), Path(), "tests.cli.workers:train"))
+    for line in sys.stdin:
+        if os.fork() == 0:
+            _keep(json.loads(line))
+
+
+def _keep(request: dict[str, Any]) -> None:
+    """Fork the launcher, wait for it, write down how it ended."""
+    folder = Path(request["folder"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        os.environ.update(request["environ"])
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        code = 99
+        try:
+            code = _launch(request)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _put(folder / "pid", str(pid))
+    _put(folder / "code", str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    os._exit(0)
+
+
+def _put(path: Path, text: str) -> None:
+    aside = path.with_suffix(".aside")
+    aside.write_text(text)
+    aside.rename(path)
+
+
+def _launch(request: dict[str, Any]) -> int:
     from parallelrun.cli import errors
     from parallelrun.launch.start import start
     from tests.plans import tiny_config, tiny_plan
 
-    wanted = json.loads(text)
-    overrides = wanted["overrides"]
-    config = replace(tiny_config(overrides), runs=wanted["runs"], timeout_s=wanted["timeout_s"])
+    overrides = request["overrides"]
+    config = replace(tiny_config(overrides), runs=f"{request['folder']}/runs", timeout_s=request["timeout_s"])
     words = [f"{key}={value}" for key, value in overrides.items()]
-    root = Path(wanted["run_root"]) if wanted.get("run_root") else None
+    root = Path(request["run_root"]) if request["run_root"] else None
     try:
-        return start(config, tiny_plan(overrides), words, words, root, wanted["worker"], wanted["method"])
+        return start(config, tiny_plan(overrides), words, words, root, request["worker"], request["method"])
     except Exception as error:
         return errors.report(error, False)
 
 
 if __name__ == "__main__":
-    os.chdir(Path(__file__).parents[2])
-    sys.exit(main(sys.argv[1]))
+    _serve()

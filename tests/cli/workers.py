@@ -60,7 +60,8 @@ def misbehave(how: str) -> None:
     if how == "sleep":
         time.sleep(1000)
     if how == "hold the GIL":
-        ctypes.PyDLL(None).sleep(1000)
+        while True:  # a signal ends the sleep
+            ctypes.PyDLL(None).sleep(1000)
     if how == "segfault":
         ctypes.string_at(0)
     if how == "abort":
