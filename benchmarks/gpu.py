@@ -59,7 +59,12 @@ def config_of(name: str, compiled: bool, precision: str, extra: list[str]):
     overrides |= {"model.tied_embeddings": False, "global_batch": batch, "precision.name": precision}
     overrides |= {"dataset.vocab": sizes["vocab"], "dataset.samples": 256, "compile": compiled, "microbatches": 1}
     if "ffn" in sizes:
-        overrides |= {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.bias": False}
+        overrides |= {
+            "model.norm": "rmsnorm",
+            "model.activation": "swiglu",
+            "model.position": "rope",
+            "model.bias": False,
+        }
     for pair in extra:
         key, _, value = pair.partition("=")
         overrides[key] = int(value) if value.isdigit() else value
@@ -153,7 +158,11 @@ def main() -> None:
     parser.add_argument("--name", default="gpu", help="results/<date>-NAME.json; empty: do not write")
     parser.add_argument("--strategy", dest="overrides", nargs="*", default=[], help="overrides, for example tp=2")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device, int(os.environ.get("LOCAL_RANK", 0))) if arguments.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(arguments.device, int(os.environ.get("LOCAL_RANK", 0)))
+        if arguments.device == "cuda"
+        else torch.device("cpu")
+    )
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rows = []

@@ -192,7 +192,9 @@ def main() -> None:
                 flush=True,
             )
     if arguments.name:
-        command = f"python -m benchmarks.native --case {arguments.case} --size {arguments.size} --pairs {arguments.pairs}"
+        command = (
+            f"python -m benchmarks.native --case {arguments.case} --size {arguments.size} --pairs {arguments.pairs}"
+        )
         print("written to", write(arguments.name, {**environment(), "command": command, "rows": rows}))
 
 

@@ -40,9 +40,7 @@ def current_label() -> tuple[str, str] | None:
     return _LABEL.get()
 
 
-def all_reduce(
-    tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False
-) -> dist.Work | None:
+def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False) -> dist.Work | None:
     """Reduce `tensor` over the group, in place. With async_op the Work to wait for (None on a group of one)."""
     if group.size == 1:
         return None

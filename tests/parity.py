@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def _settings(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((k, v) for k, v in overrides.items() if k not in _PLACEMENT and not k.startswith("strategy.")))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
     config = checked_config(tiny_config(dict(settings)))
     alone, plan = one_device(config, resolve(config))

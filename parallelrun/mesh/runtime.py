@@ -99,9 +99,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Pairs of ranks that hold the two copies of a tied weight: first and last stage, same other coordinates."""
     first, last = plan.stages[0].position, plan.stages[-1].position
-    return [
-        tuple(sorted((ranks[first], ranks[last]))) for ranks in plan.mesh.groups("pp")
-    ]
+    return [tuple(sorted((ranks[first], ranks[last]))) for ranks in plan.mesh.groups("pp")]
 
 
 def _enumerate(mesh: Mesh, axis: str, groups: list[tuple[int, ...]]) -> None:

@@ -34,7 +34,9 @@ class Progress:
         )
         if self._console.is_terminal:
             done = int(20 * row["step"] / self._steps)
-            self._console.print(f"[green]{'━' * done}[/][dim]{'━' * (20 - done)}[/] {text}", end="\r", overflow="crop", no_wrap=True)
+            self._console.print(
+                f"[green]{'━' * done}[/][dim]{'━' * (20 - done)}[/] {text}", end="\r", overflow="crop", no_wrap=True
+            )
         elif "val_loss" in row or time.monotonic() - self._last_plain > PLAIN_LINE_EVERY_S:
             self._last_plain = time.monotonic()
             self._console.print(text, soft_wrap=True)

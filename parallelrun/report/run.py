@@ -55,20 +55,26 @@ def show(directory: Path, console: Console | None = None) -> None:
 
 def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Text:
     losses = [row["loss"] for row in metrics]
-    text = Text.assemble(("loss      ", "bold"), f"{losses[0]:.4f} ", (sparkline(losses), "green"), f" {losses[-1]:.4f}")
+    text = Text.assemble(
+        ("loss      ", "bold"), f"{losses[0]:.4f} ", (sparkline(losses), "green"), f" {losses[-1]:.4f}"
+    )
     evaluated = [row["val_loss"] for row in metrics if "val_loss" in row]
     if evaluated:
         text.append("\nval_loss  ", "bold")
         text.append(f"{evaluated[0]:.4f} ")
         text.append(sparkline(evaluated), "cyan")
         text.append(f" {evaluated[-1]:.4f}")
-    text.append(f"\n{summary['steps']} steps of {summary['global_batch']} samples, {summary['parameters']:,} parameters")
+    text.append(
+        f"\n{summary['steps']} steps of {summary['global_batch']} samples, {summary['parameters']:,} parameters"
+    )
     return text
 
 
 def _speed(summary: dict[str, Any]) -> Text:
     median = summary["step_time_median_s"]
-    text = Text.assemble(("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {summary['tokens_per_s']:,.0f} tokens/s")
+    text = Text.assemble(
+        ("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {summary['tokens_per_s']:,.0f} tokens/s"
+    )
     text.append(f", peak memory {bytes_text(summary['peak_memory_bytes'])} a rank at most")
     crowd = summary["ranks_per_core"]
     if crowd and crowd > 1:
@@ -92,14 +98,20 @@ def communication_table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left")
     for (axis, operation, purpose), (calls, said_calls, payload, said_payload, wire) in sorted(merged.items()):
         equal = calls == said_calls and payload == said_payload
-        mark = "[green]as predicted[/]" if equal else f"[red]predicted {said_calls:,} calls, {bytes_text(said_payload)}[/]"
+        mark = (
+            "[green]as predicted[/]" if equal else f"[red]predicted {said_calls:,} calls, {bytes_text(said_payload)}[/]"
+        )
         table.add_row(axis, operation, purpose, f"{calls:,}", bytes_text(payload), bytes_text(wire), mark)
     return table
 
 
 def _files(directory: Path) -> Text:
     text = Text.assemble(("run       ", "bold"), str(directory))
-    names = [name for name in ("config.yaml", "plan.json", "metrics.jsonl", "comm.json", "summary.json", "logs") if (directory / name).exists()]
+    names = [
+        name
+        for name in ("config.yaml", "plan.json", "metrics.jsonl", "comm.json", "summary.json", "logs")
+        if (directory / name).exists()
+    ]
     text.append("\n          " + "  ".join(names), "dim")
     checkpoints = sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     if checkpoints:

@@ -75,7 +75,11 @@ def _check(training: Training, result: StepResult, scaler: LossScaler, step: int
     what = "loss" if not isfinite(result.loss) else "gradient"
     bad = [p.name for p in training.parameters if p.tensor.grad is not None and not p.tensor.grad.isfinite().all()]
     value = result.loss if what == "loss" else result.grad_norm
-    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value if value == value else nan}"
+    reason = (
+        f"{skips} overflowing steps in a row"
+        if overflow_is_expected
+        else f"{what} is {value if value == value else nan}"
+    )
     place = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
     raise NumericsError(
         Problem(

@@ -13,6 +13,7 @@ import torch
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan import account, simulate
+from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Collective
 from parallelrun.records import append_jsonl, write_json
 from parallelrun.report.progress import Progress
@@ -132,7 +133,7 @@ class Recorder:
                 row["calls"] == row["predicted_calls"] and row["payload_bytes"] == row["predicted_payload_bytes"]
                 for row in rows
             ),
-            "bubble_predicted": simulate.simulate(plan).bubble_fraction,
+            "bubble_predicted": simulate.of_plan(plan, ways_of(plan).pipeline).bubble_of_total,
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
         }
@@ -147,17 +148,17 @@ def communication_rows(measured: list[list[dict]], training: Training) -> list[d
         seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
         for key in sorted(predicted.keys() | seen.keys()):
             axis, operation, purpose = key
-            was, said = seen.get(key), predicted.get(key)
-            payload = was["payload_bytes"] if was else 0
+            said = predicted.get(key)
+            was = Collective(**seen[key]) if key in seen else None
             rows.append(
                 {
                     "rank": rank,
                     "axis": axis,
                     "operation": operation,
                     "purpose": purpose,
-                    "calls": was["calls"] if was else 0,
-                    "payload_bytes": payload,
-                    "wire_bytes": account.wire_bytes(operation, payload, plan, axis),
+                    "calls": was.calls if was else 0,
+                    "payload_bytes": was.payload_bytes if was else 0,
+                    "wire_bytes": account.wire_bytes(was, account.group_size(plan, axis)) if was else 0,
                     "predicted_calls": said.calls if said else 0,
                     "predicted_payload_bytes": said.payload_bytes if said else 0,
                 }

@@ -71,9 +71,7 @@ def train_step(
         observe(training)
     squares = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
     counted = training.counts_loss
-    totals = control.agree(
-        loss_sum if counted else 0.0, num_valid if counted else 0, squares, stop, training.mesh
-    )
+    totals = control.agree(loss_sum if counted else 0.0, num_valid if counted else 0, squares, stop, training.mesh)
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:

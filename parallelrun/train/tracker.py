@@ -23,7 +23,9 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise EnvironmentProblem(
-                Problem("tracker=tensorboard needs the tensorboard package", command="pip install parallelrun[tensorboard]")
+                Problem(
+                    "tracker=tensorboard needs the tensorboard package", command="pip install parallelrun[tensorboard]"
+                )
             ) from error
         self._writer = SummaryWriter(str(context.directory / "tensorboard"))
 

@@ -107,7 +107,9 @@ def test_a_mesh_smaller_than_the_world_is_refused() -> None:
 
 
 def exchange() -> list[dict]:
-    return gather_json({"rank": dist.get_rank(), "text": "é" * (3 * dist.get_rank() + 1)}, mesh_of(dp=3, global_batch=9))
+    return gather_json(
+        {"rank": dist.get_rank(), "text": "é" * (3 * dist.get_rank() + 1)}, mesh_of(dp=3, global_batch=9)
+    )
 
 
 def test_json_of_different_lengths_reaches_every_rank() -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from tests.parity import assert_equal, parity
 
-BASE = {"model.vocab": 37, "dataset.vocab": 37, "model.label_smoothing": 0.1, "global_batch": 16, "optimizer.clip": 0.05}
+BASE = {
+    "model.vocab": 37,
+    "dataset.vocab": 37,
+    "model.label_smoothing": 0.1,
+    "global_batch": 16,
+    "optimizer.clip": 0.05,
+}
 DP = {"dp": 2}
 TP = {"tp": 2}
 PP = {"pp": 2}

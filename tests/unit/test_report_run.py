@@ -50,6 +50,15 @@ def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Pa
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(tmp_path, console)
     text = console.export_text()
-    for expected in ("5.5000", "4.2500", "4.5000", "tp=2 pp=2", "50 ms a step", str(tmp_path), "step_2", "as predicted"):
+    for expected in (
+        "5.5000",
+        "4.2500",
+        "4.5000",
+        "tp=2 pp=2",
+        "50 ms a step",
+        str(tmp_path),
+        "step_2",
+        "as predicted",
+    ):
         assert expected in text, expected
     assert "no scaling measurement: 4 ranks on 2 cores" in text
