@@ -27,7 +27,7 @@ _PLACEMENT = ("dp", "tp", "pp", "schedule", "chunks", "microbatches", "micro_bat
 
 
 def parity(overrides: dict[str, Any], mutant: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
-    """The verdict (the document of verify.json) of one plan. `mutant`: "module:function" that breaks it on every rank."""
+    """The verdict (verify.json's document) of one plan. mutant: a function of `tests.mutants`, called on every rank."""
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     return run_ranks(plan.world, _cell, overrides, str(_reference(_settings(overrides))), mutant, timeout=timeout)[0]

@@ -73,7 +73,7 @@ class MeshShape:
         return number
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
-        """The rank groups that vary over `axes` (in mesh order) with every other leaf fixed: they partition the mesh."""
+        """The rank groups that vary over `axes` (in mesh order), every other leaf fixed: they partition the mesh."""
         varying = {leaf for axis in axes for leaf in self.leaf_axes(axis)}
         fixed = [[(name, i) for i in range(degree)] for name, degree in self.leaves if name not in varying]
         moving = [[(name, i) for i in range(degree)] for name, degree in self.leaves if name in varying]

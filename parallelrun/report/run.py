@@ -75,7 +75,7 @@ def _speed(summary: dict[str, Any]) -> Text:
     text = Text.assemble(
         ("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {summary['tokens_per_s']:,.0f} tokens/s"
     )
-    text.append(f", peak memory {bytes_text(summary['peak_memory_bytes'])} a rank at most")
+    text.append(f"\nmemory    {bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")
     crowd = summary["ranks_per_core"]
     if crowd and crowd > 1:
         cores = round(summary["world"] / crowd)
@@ -86,22 +86,26 @@ def _speed(summary: dict[str, Any]) -> Text:
 
 
 def communication_table(rows: list[dict[str, Any]]) -> Table:
-    """One row per axis, operation and purpose, summed over ranks: measured beside predicted, for one step."""
+    """One row per axis, operation and purpose, summed over ranks: measured beside predicted, for one step.
+
+    Receives are left out: their bytes are counted at the sender.
+    """
     merged: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
-        total = merged.setdefault((row["axis"], row["operation"], row["purpose"]), [0, 0, 0, 0, 0])
-        names = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes", "wire_bytes")
-        for index, name in enumerate(names):
-            total[index] += row[name]
-    table = Table(title="sent in one step, over all ranks (counted, predicted)", title_justify="left", box=None)
-    for heading in ("axis", "operation", "purpose", "calls", "payload", "wire", ""):
-        table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left")
-    for (axis, operation, purpose), (calls, said_calls, payload, said_payload, wire) in sorted(merged.items()):
-        equal = calls == said_calls and payload == said_payload
-        mark = (
-            "[green]as predicted[/]" if equal else f"[red]predicted {said_calls:,} calls, {bytes_text(said_payload)}[/]"
-        )
-        table.add_row(axis, operation, purpose, f"{calls:,}", bytes_text(payload), bytes_text(wire), mark)
+        if row["operation"] != "recv":
+            total = merged.setdefault((row["axis"], row["operation"], row["purpose"]), [0, 0, 0, 0, 0])
+            names = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes", "wire_bytes")
+            for index, name in enumerate(names):
+                total[index] += row[name]
+    exact = all(calls == said and payload == foretold for calls, said, payload, foretold, _ in merged.values())
+    title = "sent in one step, over all ranks: " + ("as predicted, to the byte" if exact else "NOT as predicted")
+    table = Table(title=title, title_justify="left", title_style="green" if exact else "red", box=None)
+    for heading in ("axis", "operation", "purpose", "calls", "payload", "wire"):
+        table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left", no_wrap=True)
+    for (axis, operation, purpose), (calls, said, payload, foretold, wire) in sorted(merged.items()):
+        table.add_row(axis, operation, purpose, f"{calls:,}", bytes_text(payload), bytes_text(wire))
+        if calls != said or payload != foretold:
+            table.add_row("", "", "[red]predicted[/]", f"[red]{said:,}[/]", f"[red]{bytes_text(foretold)}[/]", "")
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from math import isfinite, nan
+from math import isfinite
 
 from parallelrun.accounting import CommunicationCounter
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
@@ -78,7 +78,7 @@ def _check(training: Training, result: StepResult, scaler: LossScaler, step: int
     reason = (
         f"{skips} overflowing steps in a row"
         if overflow_is_expected
-        else f"{what} is {value if value == value else nan}"
+        else f"{what} is {value}"
     )
     place = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
     raise NumericsError(

@@ -1,4 +1,4 @@
-"""A data replica's samples of a step, as tensors on the device. Depends on (seed, step, dp coordinate) and nothing else."""
+"""A data replica's samples of a step, as tensors on the device: a function of (seed, step, dp coordinate) alone."""
 
 from __future__ import annotations
 

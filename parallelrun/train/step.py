@@ -18,7 +18,7 @@ from parallelrun.train.scaler import LossScaler
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: mean loss, global gradient norm (unscaled), whether the update was applied, and stop requests."""
+    """Mean loss, global gradient norm (unscaled), whether the update was applied, whether a rank was asked to stop."""
 
     loss: float
     grad_norm: float

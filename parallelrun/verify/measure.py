@@ -35,7 +35,7 @@ def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict
 
 
 def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
-    """Worst errors of `initial`, `loss`, `grads`, `grad_norm`, `params` (weight updates) and `val_loss`, in this order."""
+    """Worst errors of initial weights, loss, grads, grad_norm, params (weight updates) and val_loss, in this order."""
     return {
         "initial": _worst_tensor([(ours.initial, reference.initial)]),
         "loss": _worst_number(ours.losses, reference.losses),

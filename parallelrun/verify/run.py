@@ -54,7 +54,7 @@ def reference_trace(config: Config, plan: Plan, device: torch.device) -> Trace:
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Train a few steps under the plan and on one device, compare, write verify.json, show the table; exit 4 if unequal."""
+    """Train under the plan and on one device, compare, write verify.json, show the table; exit 4 if unequal."""
     config = checked_config(config)
     plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name)
     context.heartbeat(0, "build")
