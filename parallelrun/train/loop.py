@@ -75,11 +75,7 @@ def _check(training: Training, result: StepResult, scaler: LossScaler, step: int
     what = "loss" if not isfinite(result.loss) else "gradient"
     bad = [p.name for p in training.parameters if p.tensor.grad is not None and not p.tensor.grad.isfinite().all()]
     value = result.loss if what == "loss" else result.grad_norm
-    reason = (
-        f"{skips} overflowing steps in a row"
-        if overflow_is_expected
-        else f"{what} is {value}"
-    )
+    reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value}"
     place = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
     raise NumericsError(
         Problem(
