@@ -54,15 +54,15 @@ def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate:
     mixed = first.unsqueeze(2) + (columns * 0x9E3779B1).to(torch.int32)
     mixed = (mixed ^ _shifted(mixed, 16)) * 0x7FEB352D
     mixed = mixed ^ second.unsqueeze(2)
-    mixed = (mixed ^ _shifted(mixed, 15)) * -2073319797  # 0x846CA68B
+    mixed = (mixed ^ _shifted(mixed, 15)) * (0x846CA68B - 2**32)
     mixed = mixed ^ _shifted(mixed, 16)
     return mixed >= round(rate * 2**32) - 2**31  # signed 32 bits are uniform over [-2^31, 2^31)
 
 
 def _mix64(bits: Tensor) -> Tensor:
     """splitmix64's finaliser on int64 (multiplication wraps)."""
-    bits = (bits ^ _shifted(bits, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    bits = (bits ^ _shifted(bits, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    bits = (bits ^ _shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - 2**64)
     return bits ^ _shifted(bits, 31)
 
 

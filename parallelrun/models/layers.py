@@ -145,8 +145,12 @@ class Columns(RoleLayer):
 
     def forward(self, x: Tensor) -> Any:
         """x (..., in) -> one (..., out) per output, see `give`."""
-        parts = (self.get_submodule(name) for name in self.outputs)
-        return self.give(tuple(linear(x, part.weight, part.bias, self.compute_dtype) for part in parts))
+        return self.give(tuple(linear(x, *self.weights(name), self.compute_dtype) for name in self.outputs))
+
+    def weights(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one output."""
+        part: Any = self.get_submodule(name)
+        return part.weight, part.bias
 
 
 class Row(RoleLayer):

@@ -10,7 +10,7 @@ from math import sqrt
 
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 ZEROS = Initialiser("zeros")
 ONES = Initialiser("ones")
@@ -53,21 +53,19 @@ def check(model: ModelConfig) -> list[Problem]:
     ]
     sizes = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "seq")}
     sizes |= {"kv_heads": kv_heads(model), "ffn": ffn_size(model)}
-    too_small = [key for key, size in sizes.items() if size < 1]
-    problems += [Problem(f"model.{key}={sizes[key]} must be at least 1", f"model.{key}", "1") for key in too_small]
-    if too_small:
-        return problems
+    if too_small(sizes):
+        return problems + too_small(sizes)
     if model.hidden % model.heads:
         nearest = max(model.heads, round(model.hidden / model.heads) * model.heads)
         what = f"model.hidden={model.hidden} does not divide into model.heads={model.heads}"
-        problems.append(Problem(what, "model.hidden", f"hidden={nearest}", kind="arithmetic"))
+        problems.append(Problem(what, "model.hidden", f"model.hidden={nearest}", kind="arithmetic"))
     elif model.position == "rope" and (model.hidden // model.heads) % 2:
         what = f"rotary positions need an even head size; hidden / heads is {model.hidden // model.heads}"
-        problems.append(Problem(what, "model.hidden", f"hidden={2 * model.hidden}", kind="arithmetic"))
+        problems.append(Problem(what, "model.hidden", f"model.hidden={2 * model.hidden}", kind="arithmetic"))
     if model.heads % kv_heads(model):
         legal = min((n for n in range(1, model.heads + 1) if model.heads % n == 0), key=_distance(kv_heads(model)))
         what = f"model.heads={model.heads} does not divide into model.kv_heads={kv_heads(model)}"
-        problems.append(Problem(what, "model.kv_heads", f"kv_heads={legal}", kind="arithmetic"))
+        problems.append(Problem(what, "model.kv_heads", f"model.kv_heads={legal}", kind="arithmetic"))
     return problems
 
 

@@ -39,7 +39,8 @@ def run(plan: Plan, mesh: Mesh, show: bool = False) -> list[str]:
         for rank, report, right in reports:
             lines += ["", f"   {_place(plan, rank)}", *(f"     {line}".rstrip() for line in report)]
             wrong += [] if right else [f"rank {rank} ({cut.title})"]
-        lines += ["", f"   {'NOT equal' if wrong else 'Equal'} to X W, dX and dW computed by one rank."]
+        equal = all(right for _, _, right in reports)
+        lines += ["", f"   {'Equal' if equal else 'NOT equal'} to X W, dX and dW computed by one rank."]
     if show:
         print("\n".join(lines), flush=True)
     if wrong:
@@ -95,7 +96,8 @@ def _sizes(plan: Plan) -> tuple[int, int, int]:
 
 def _place(plan: Plan, rank: int) -> str:
     place = plan.mesh.coordinate(rank)
-    return f"rank {rank} ({', '.join(f'{axis} {place.get(axis, 0)}' for axis in ('dp', 'tp') if plan.mesh.size(axis) > 1)})"
+    axes = [f"{axis} {place[axis]}" for axis in ("dp", "tp") if plan.mesh.size(axis) > 1]
+    return f"rank {rank}" + (f" ({', '.join(axes)})" if axes else "")
 
 
 def _gather(report: tuple[int, list[str], bool], mesh: Mesh) -> list[tuple[int, list[str], bool]]:

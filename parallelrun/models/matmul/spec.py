@@ -1,23 +1,19 @@
-"""The product X (rows x inner) by W (inner x columns) as a spec, so that plans of it are checked like any. Torch-free."""
+"""X (rows x inner) by W (inner x columns) as a spec, so that its plans are checked like any. Torch-free."""
 
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.errors import ConfigError
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 WEIGHT = "product.weight"
 
 
 def make(config: Config, vocab: int) -> ModelSpec:
-    """One block with one column layer; the sample is X, which the lesson itself cuts. Raises ConfigError. `vocab` plays no part."""
+    """One block, one column layer; its sample is X, which the lesson cuts. `vocab` is unread. Raises ConfigError."""
     model = config.model
     sizes = {"rows": model.rows, "inner": model.inner, "columns": model.columns}
-    problems = [
-        Problem(f"model.{key}={size} must be at least 1", f"model.{key}", "1")
-        for key, size in sizes.items()
-        if size < 1
-    ]
+    problems = too_small(sizes)
     if problems:
         raise ConfigError(*problems)
     weight = ParameterSpec(WEIGHT, (model.columns, model.inner), Initialiser("normal", 1.0), "columns")

@@ -11,7 +11,7 @@ from math import sqrt
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.gpt.spec import CHOICES, TIED, columns, expansions, ffn_size, norm, row
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 
 def reads_tokens(config: Config) -> bool:
@@ -28,11 +28,7 @@ def make(config: Config, vocab: int) -> ModelSpec:
         if getattr(model, key) not in CHOICES[key]
     ]
     sizes = {"layers": model.layers, "hidden": model.hidden, "ffn": ffn_size(model), "seq": model.seq}
-    problems += [
-        Problem(f"model.{key}={size} must be at least 1", f"model.{key}", "1")
-        for key, size in sizes.items()
-        if size < 1
-    ]
+    problems += too_small(sizes)
     if problems:
         raise ConfigError(*problems)
     rows = model.seq if tokens else 1

@@ -1,0 +1,113 @@
+"""Role layers in their one-device meaning: shapes, dtypes, precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from parallelrun.models import layers
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def filled(layer: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    return layer
+
+
+def test_columns_gives_its_outputs_in_order_from_separate_weights() -> None:
+    layer = filled(layers.Columns(6, {"q": 8, "k": 4}, True, F64).double())
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "q.weight": (8, 6),
+        "q.bias": (8,),
+        "k.weight": (4, 6),
+        "k.bias": (4,),
+    }
+    x = torch.randn(2, 3, 6, dtype=F64)
+    q, k = layer(x)
+    torch.testing.assert_close(q, x @ layer.q.weight.T + layer.q.bias)
+    torch.testing.assert_close(k, x @ layer.k.weight.T + layer.k.bias)
+
+
+def test_columns_with_one_unnamed_output_is_a_linear_layer() -> None:
+    layer = filled(layers.Columns(6, {"": 8}, True, F32))
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    x = torch.randn(2, 6)
+    torch.testing.assert_close(layer(x), functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layers.Columns(6, {"": 6}, True, BF16),
+        lambda: layers.Row(6, 6, True, BF16),
+        lambda: layers.Norm("layernorm", 6, 1e-5, True, BF16),
+        lambda: layers.Norm("rmsnorm", 6, 1e-5, False, BF16),
+        lambda: layers.Head(6, 6, BF16),
+        lambda: layers.Position(6, 6, BF16),
+    ],
+)
+def test_weights_are_stored_wide_and_rounded_where_used(make) -> None:
+    layer = filled(make())
+    x = torch.randn(2, 3, 6).to(BF16)
+    out = layer(x)
+    assert out.dtype == BF16 and layer.weight.dtype == F32
+    out.float().sum().backward()
+    assert layer.weight.grad.dtype == F32 and layer.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(parameter.to(BF16))
+    assert torch.equal(layer(x), out)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms_compute_wider_than_bf16(kind: str) -> None:
+    x = (torch.randn(64, 512) + 100).to(BF16)  # a mean that bf16 sums would get wrong
+    weight = torch.ones(512)
+    out = layers.normalise(kind, x, weight, torch.zeros(512) if kind == "layernorm" else None, 1e-5)
+    exact = layers.normalise(kind, x.double(), weight, None, 1e-5)
+    assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-3).all()  # one rounding of the result
+
+
+def test_loss_sums_in_fp32_over_valid_targets_only() -> None:
+    logits = torch.randn(2, 4, 10).to(BF16)
+    targets = torch.tensor([[1, 2, -1, 3], [-100, 0, 9, -7]])
+    loss = layers.TokenLoss()(logits, targets)
+    each = functional.cross_entropy(logits.float().view(8, 10), targets.clamp(min=0).view(8), reduction="none")
+    assert loss.dtype == F32
+    torch.testing.assert_close(loss, each[targets.view(8) >= 0].sum())
+    assert layers.TokenLoss()(logits, torch.full((2, 4), -1)) == 0
+
+
+def test_label_smoothing_gives_every_token_its_share() -> None:
+    logits, targets = torch.randn(5, 10, dtype=F64), torch.tensor([1, 2, -1, 3, 0])
+    wanted = torch.full((5, 10), 0.2 / 10, dtype=F64)
+    wanted[range(5), targets] += 0.8
+    expected = -(wanted * logits.log_softmax(-1)).sum(-1)[targets >= 0].sum()
+    torch.testing.assert_close(layers.TokenLoss(0.2)(logits, targets), expected)
+
+
+def test_a_tied_head_reads_the_embeddings_own_parameter() -> None:
+    embedding = filled(layers.Embedding(10, 4, F32))
+    head = layers.Head(4, 10, F32, tied=embedding)
+    assert head.weight is embedding.weight
+    out = head(embedding(torch.tensor([[3]])))
+    torch.testing.assert_close(out[0, 0], embedding.weight @ embedding.weight[3])
+
+
+def test_learned_positions_start_at_the_sequence_seen() -> None:
+    layer = filled(layers.Position(8, 4, F32))
+    torch.testing.assert_close(layer(torch.zeros(2, 5, 4))[1], layer.weight[:5])
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+    query, key = torch.randn(2, 1, 1, 1, 8, dtype=F64).expand(2, 1, 1, 6, 8)
+    query, key = layers.rotate(query, 10000.0), layers.rotate(key, 10000.0)
+    scores = (query @ key.transpose(-1, -2))[0, 0]
+    torch.testing.assert_close(query.norm(dim=-1), query.norm(dim=-1)[..., :1].expand(1, 1, 6))
+    for distance in range(6):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))

@@ -1,0 +1,146 @@
+"""Recomputation: the same gradients to the last bit, dropout included, from fewer kept bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallelrun.models import initialise, recompute
+from parallelrun.models.gpt import network, spec
+from parallelrun.models.network import Network, compile_blocks
+from parallelrun.precision import TABLE
+from tests.plans import tiny_config
+
+LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 2}
+TOKENS = torch.arange(16).view(2, 8)
+SAMPLES = torch.tensor([5, 9])
+
+
+def built(mode: str, overrides: dict[str, Any], precision: str = "fp64") -> Network:
+    config = tiny_config({"dropout": 0.2, **overrides})
+    made = spec.make(config, 32)
+    gpt = network.build(config, made, TABLE[precision])
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            parameter.copy_(initialise.logical(made.parameters[name], 1))
+    recompute.apply(gpt, mode)
+    return gpt
+
+
+def gradients(gpt: Network) -> tuple[float, dict[str, Tensor]]:
+    loss = gpt.loss(gpt(TOKENS, SAMPLES), TOKENS)
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in gpt.named_parameters() if parameter.grad is not None}
+    assert len(found) == len(list(gpt.parameters()))
+    return loss.item(), found
+
+
+def kept_bytes(gpt: Network) -> int:
+    """What autograd keeps after a forward, each storage once, weights left out."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
+    kept: dict[int, int] = {}
+    hooks: list[Any] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        hooks.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        gpt(TOKENS, SAMPLES)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(
+    "overrides", [{}, LLAMA, {"model.attention_dropout": 0.1}], ids=["gpt", "llama", "attention dropout"]
+)
+def test_gradients_are_bitwise_those_of_keeping_everything(mode: str, overrides: dict[str, Any]) -> None:
+    loss, expected = gradients(built("none", overrides))
+    again, found = gradients(built(mode, overrides))
+    assert again == loss
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_a_second_forward_drops_what_the_first_dropped() -> None:
+    """The mask comes from the samples of *its* forward, even when other samples have been in scope since."""
+    gpt = built("full", {})
+    loss = gpt.loss(gpt(TOKENS, SAMPLES), TOKENS)
+    gpt(TOKENS, SAMPLES + 100)
+    loss.backward()
+    _, expected = gradients(built("none", {}))
+    for name, parameter in gpt.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+def outer_hooks_see(mode: str, overrides: dict[str, Any]) -> int:
+    return kept_bytes(built(mode, {"dropout": 0.0, **overrides}))
+
+
+def test_full_keeps_little_and_selective_less_than_none() -> None:
+    """Hooks nest, the innermost packs: a recomputed block's tensors do not reach the ones set here."""
+    whole = outer_hooks_see("none", {})
+    assert outer_hooks_see("full", {}) < whole / 4
+
+
+@pytest.mark.parametrize("overrides", [{}, LLAMA], ids=["gpt", "llama"])
+def test_selective_keeps_no_output_of_norms_and_activations(overrides: dict[str, Any]) -> None:
+    gpt = built("selective", {"dropout": 0.0, **overrides})
+    block = gpt.block("layers.0")
+    cheap: list[Tensor] = []
+    for module in block.modules():
+        if getattr(module, "layer_role", "") in recompute.CHEAP_ROLES:
+            module.register_forward_hook(lambda _module, _inputs, output: cheap.append(output))
+    packed: list[Any] = []
+    original = recompute._CheapOutputs.pack
+
+    def pack(self: Any, saved: Tensor) -> Any:
+        packed.append((saved.untyped_storage().data_ptr(), original(self, saved)))
+        return packed[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute._CheapOutputs, "pack", pack)
+        recompute.run(block, torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True), SAMPLES, "selective")
+    addresses = {output.untyped_storage().data_ptr() for output in cheap}
+    assert len(addresses) == 3
+    for address, instead in packed:
+        assert isinstance(instead, Tensor) == (address not in addresses)
+    assert sum(not isinstance(instead, Tensor) for _, instead in packed) >= 5  # q, k, v, up and down read them
+
+
+def test_without_gradients_nothing_is_wrapped() -> None:
+    gpt = built("full", {})
+    with torch.no_grad():
+        assert torch.equal(gpt(TOKENS, SAMPLES), built("none", {})(TOKENS, SAMPLES))
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(ValueError, match="recompute=some is unknown; use one of none, selective, full"):
+        recompute.apply(built("none", {}), "some")
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_block_traces_in_one_piece(mode: str) -> None:
+    """Dropout's scope, rotary positions and recomputation around it break no graph; numbers stay."""
+    overrides = {**LLAMA, "model.layers": 1, "model.attention_dropout": 0.1}
+    loss, expected = gradients(built("none", overrides))
+    gpt = built(mode, overrides)
+    gpt.block("layers.0").compile(backend="eager", fullgraph=True)
+    again, found = gradients(gpt)
+    assert again == pytest.approx(loss, rel=1e-12)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_compile_blocks_compiles_every_block_and_keeps_names() -> None:
+    gpt = built("none", {"model.layers": 2})
+    names = [name for name, _ in gpt.named_parameters()]
+    compile_blocks(gpt)
+    assert [name for name, _ in gpt.named_parameters()] == names
+    assert all(gpt.block(name)._compiled_call_impl is not None for name in gpt.block_names)
