@@ -1,0 +1,56 @@
+"""Whole models under tensor parallelism: loss and every gradient of one device, collectives as predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pool import run_ranks
+from tests.tensor_cases import BOUND, llama, prove_gpt
+
+SEQUENCE = {"strategy.tensor.sequence_parallel": True}
+APART = {"strategy.tensor.overlap": False}
+
+
+def assert_proved(overrides, pipeline="none", backend=""):
+    for proof in run_ranks(overrides["tp"], prove_gpt, overrides, pipeline, backend):
+        assert proof.error < BOUND, proof.where
+        assert proof.counted == proof.predicted
+        assert proof.predicted, "nothing was sent"
+
+
+@pytest.mark.parametrize("apart", [{}, APART], ids=["overlapped", "apart"])
+@pytest.mark.parametrize("sequence", [{}, SEQUENCE], ids=["whole", "sequence"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("model", [{}, llama()], ids=["gpt", "llama"])  # llama at tp=4: each kv head has two copies
+def test_a_model_trains_as_on_one_device(model, tp, sequence, apart):
+    assert_proved({**model, "tp": tp, **sequence, **apart})
+
+
+@pytest.mark.parametrize("sequence", [{}, SEQUENCE], ids=["whole", "sequence"])
+def test_one_kv_head_is_copied_to_every_rank(sequence):
+    assert_proved(llama(tp=4, model__kv_heads=1) | sequence)
+
+
+@pytest.mark.parametrize("vocab", [7, 3, 50])  # 2 + 2 + 2 + 1, 1 + 1 + 1 + 0, 13 + 13 + 13 + 11
+def test_the_vocabulary_need_not_divide(vocab):
+    assert_proved({"tp": 4, "model.vocab": vocab, "model.label_smoothing": 0.1, **SEQUENCE})
+
+
+@pytest.mark.parametrize("overrides", [{}, SEQUENCE, {"model.attention_dropout": 0.2}], ids=str)
+def test_dropout_drops_the_same_elements(overrides):
+    assert_proved({"tp": 2, "dropout": 0.2, **overrides})
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("overrides", [{}, SEQUENCE, {"dropout": 0.1}, {**SEQUENCE, **APART}], ids=str)
+def test_recomputation_sends_again_what_is_predicted(overrides, recompute):
+    assert_proved({"tp": 2, "recompute": recompute, **overrides})
+
+
+def test_zero_bubble_separates_the_collectives():
+    assert_proved({"tp": 2, **SEQUENCE}, pipeline="zero_bubble")
+
+
+@pytest.mark.parametrize("apart", [{}, APART], ids=["overlapped", "apart"])
+def test_compiled_blocks_send_the_same(apart):
+    assert_proved({"tp": 2, "model.layers": 1, **apart}, backend="aot_eager")

@@ -1,0 +1,277 @@
+"""A tensor way against one device, layer by layer and model by model: what the tests of the tensor ways share."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallelrun.strategies.tensor.megatron.place import place
+from parallelrun.strategies.tensor.megatron.plan import Way
+from torch import Tensor, nn
+
+from parallelrun import registry
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.config.schema import Config
+from parallelrun.layout import Layout
+from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.models import layers, recompute
+from parallelrun.models.network import Network
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Collective, PipelineWay, Plan
+from parallelrun.verify.measure import tensor_errors
+from tests.plans import tiny_config
+
+BOUND = 1e-10
+
+
+def gpt_plan(overrides: dict[str, Any], pipeline: str = "none") -> tuple[Config, Plan]:
+    """The tiny gpt with `overrides` (see `tests.plans`) under tensor parallelism alone: fp64, one microbatch of two
+    samples. pipeline: the kind whose rules the tensor way is to follow (zero bubble separates the collectives)."""
+    few = {
+        "model.layers": 2,
+        "precision.name": "fp64",
+        "global_batch": 2,
+        "dataset.vocab": overrides.get("model.vocab", 32),
+    }
+    config = tiny_config({**few, **overrides})
+    return config, replace(resolve(config), pipeline=PipelineWay(pipeline))
+
+
+def llama(**overrides: Any) -> dict[str, Any]:
+    """Overrides that make the tiny gpt a llama; names take `__` for the dot."""
+    options = {
+        "model.norm": "rmsnorm",
+        "model.activation": "swiglu",
+        "model.position": "rope",
+        "model.bias": False,
+        "model.tied_embeddings": False,
+        "model.kv_heads": 2,
+    }
+    return {**options, **{key.replace("__", "."): value for key, value in overrides.items()}}
+
+
+def values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """fp64 numbers that depend on the name alone; weights of norms lie around 1, all else around 0."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+    return drawn + 1 if "norm" in name and name.endswith("weight") else drawn
+
+
+def part(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """This rank's part of a tensor."""
+    for dim, (start, stop) in enumerate(layout.ranges(tuple(whole.shape), mesh.shape.sizes, mesh.coordinate)):
+        whole = whole.narrow(dim, start, stop - start)
+    return whole.contiguous()
+
+
+def original_names(spec: ModelSpec) -> dict[str, str]:
+    """Copy of a tied parameter -> the parameter it copies."""
+    return dict(spec.tied)
+
+
+def fill(network: nn.Module, plan: Plan, mesh: Mesh | None) -> None:
+    """Real weights in place of meta ones: whole ones (mesh None), or this rank's parts."""
+    dtype = getattr(torch, plan.precision.stored)
+    network.to_empty(device="cpu")
+    tied = original_names(plan.spec)
+    for name, parameter in network.named_parameters():
+        spec = plan.spec.parameters[tied.get(name, name)]
+        whole = values(spec.name, spec.shape).to(dtype)
+        parameter.data.copy_(whole if mesh is None else part(whole, Way().layout(spec, plan), mesh))
+
+
+def networks(config: Config, plan: Plan, mesh: Mesh) -> tuple[Network, Network]:
+    """(the gpt on one device, the same on this rank), with equal weights."""
+    with torch.device("meta"):
+        alone = registry.load("models", "gpt", "network").build(config, plan.spec, plan.precision)
+        placed = copy.deepcopy(alone)
+    place(placed, plan, mesh)
+    fill(alone, plan, None)
+    fill(placed, plan, mesh)
+    for network in (alone, placed):
+        recompute.apply(network, plan.recompute)
+    return alone, placed
+
+
+def gradients(network: nn.Module, plan: Plan, mesh: Mesh | None) -> dict[str, Tensor]:
+    """Every parameter's gradient; those of a rank are summed over the axes that its Layout is partial over."""
+    found = {}
+    tied = original_names(plan.spec)
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        grad = parameter.grad.clone()
+        if mesh is not None:
+            for axis in Way().layout(plan.spec.parameters[tied.get(name, name)], plan).partial:
+                dist.all_reduce(grad, group=mesh.group(axis).process_group)
+        found[name] = grad
+    return found
+
+
+def errors_of(ours: dict[str, Tensor], reference: dict[str, Tensor], plan: Plan, mesh: Mesh) -> dict[str, float]:
+    """The design's measure per parameter, this rank's part against the same part of the reference."""
+    tied = original_names(plan.spec)
+    parts = {}
+    for name, whole in reference.items():
+        parts[name] = part(whole, Way().layout(plan.spec.parameters[tied.get(name, name)], plan), mesh)
+        assert ours[name].shape == parts[name].shape, (name, ours[name].shape, parts[name].shape)
+    return tensor_errors(ours, parts)
+
+
+def batch_of(plan: Plan, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, targets, sample ids) of one microbatch; some targets are ignored."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (plan.batch.micro_batch, plan.spec.seq)
+    tokens = torch.randint(plan.spec.vocab, shape, generator=generator)
+    targets = torch.randint(plan.spec.vocab, shape, generator=generator)
+    if ignored:
+        targets[0, ::3] = -1
+    return tokens, targets, torch.arange(plan.batch.micro_batch) + 11
+
+
+def train_once(network: Network, plan: Plan) -> Tensor:
+    """Loss of one microbatch, after backward."""
+    tokens, targets, sample_ids = batch_of(plan)
+    loss = network.loss(network(tokens, sample_ids), targets)
+    (loss / targets.numel()).backward()
+    return loss.detach()
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a rank found: the worst error against one device and where; collectives as counted and as predicted."""
+
+    error: float
+    where: str
+    counted: list[Collective]
+    predicted: list[Collective]
+
+
+def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = "") -> Proof:
+    """Body of a rank: one microbatch forward and backward, here and on one device. backend: of torch.compile."""
+    config, plan = gpt_plan(overrides, pipeline)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    alone, placed = networks(config, plan, mesh)
+    if backend:
+        for name in placed.block_names:
+            placed.block(name).compile(backend=backend)
+    with CommunicationCounter(mesh) as counter:
+        loss = train_once(placed, plan)
+    expected = train_once(alone, plan)
+    errors = errors_of(gradients(placed, plan, mesh), gradients(alone, plan, None), plan, mesh)
+    errors["loss"] = float(abs(loss - expected) / abs(expected))
+    where = max(errors, key=lambda name: errors[name])
+    return Proof(errors[where], where, counter.rows(), Way().collectives(plan.spec.blocks, plan))
+
+
+# One layer alone ------------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab": 7, "hidden": 12, "heads": 4, "kv_heads": 2, "seq": 8}
+QKV = {"q": 16, "k": 8, "v": 8}
+
+
+def _layer(role: str) -> nn.Module:
+    dtype, hidden = torch.float64, SIZES["hidden"]
+    if role == "columns":
+        return layers.Columns(hidden, QKV, True, dtype)
+    if role == "row":
+        return layers.Row(16, hidden, True, dtype)
+    if role == "embedding":
+        return layers.Embedding(SIZES["vocab"], hidden, dtype)
+    if role == "position":
+        return layers.Position(SIZES["seq"], hidden, dtype)
+    if role == "norm":
+        return layers.Norm("layernorm", hidden, 1e-5, True, dtype)
+    assert role == "head"
+    return layers.Head(hidden, SIZES["vocab"], dtype)
+
+
+def _spec_of(role: str, network: nn.Module) -> ModelSpec:
+    """The spec of a network whose one block `alone` is a layer of that role."""
+    heads = {"q": SIZES["heads"], "k": SIZES["kv_heads"], "v": SIZES["kv_heads"]}
+    parameters = tuple(
+        ParameterSpec(name, tuple(p.shape), Initialiser("normal"), role, heads.get(name.split(".")[1]))
+        for name, p in network.named_parameters()
+    )
+    return ModelSpec(
+        name="alone",
+        kind="tokens",
+        blocks=(BlockSpec("alone", role, (LayerSpec("alone", role, 1, 1, parameters),), 0.0),),
+        sample_shape=(SIZES["seq"],),
+        boundary_shape=(SIZES["seq"], SIZES["hidden"]),
+        targets_per_sample=SIZES["seq"],
+        **SIZES,
+    )
+
+
+def _activations(role: str, plan: Plan) -> tuple[Layout, list[Layout]]:
+    """Layouts (batch, seq, features) of what goes into the layer and of what comes out."""
+    axes = plan.mesh.leaf_axes("tp")
+    between = Layout(((), axes if plan.tensor.sequence_parallel else (), ()))
+    split = Layout(((), (), axes))
+    if role == "columns":
+        weights = [p for p in plan.spec.parameters.values() if p.name.endswith("weight")]
+        return between, [Layout(((), (), Way().layout(weight, plan).dims[0])) for weight in weights]
+    return (split if role == "row" else between), [split if role == "head" else between]
+
+
+def _run(layer: nn.Module, x: Tensor, wanted: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+    """(outputs, input gradient) with `wanted` as the outputs' gradients; parameters get theirs."""
+    x = x.clone().requires_grad_(x.is_floating_point())
+    outputs = layer(x)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    torch.autograd.backward(outputs, wanted)
+    return [output.detach() for output in outputs], x.grad
+
+
+def prove_layers(
+    roles: tuple[str, ...], overrides: dict[str, Any], pipeline: str = "none"
+) -> dict[str, dict[str, float]]:
+    """Body of a rank: by role, the errors of outputs, input gradient and every parameter's gradient of one layer."""
+    return {role: _prove_layer(role, overrides, pipeline) for role in roles}
+
+
+def _prove_layer(role: str, overrides: dict[str, Any], pipeline: str) -> dict[str, float]:
+    _, plan = gpt_plan({"model.kv_heads": SIZES["kv_heads"], **overrides}, pipeline)
+    with torch.device("meta"):
+        bare = nn.Module()
+        bare.alone = _layer(role)
+        bare.to(torch.float64)
+        plan = replace(plan, spec=_spec_of(role, bare))
+        alone = Network(plan.spec, nn.Identity())
+        alone.add_module("alone", bare.alone)
+        placed = copy.deepcopy(alone)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    place(placed, plan, mesh)
+    fill(alone, plan, None)
+    fill(placed, plan, mesh)
+    into, out_of = _activations(role, plan)
+    if role == "embedding":
+        whole_x = x = batch_of(plan)[0]
+    else:
+        whole_x = values("x", (2, SIZES["seq"], 16 if role == "row" else SIZES["hidden"]))
+        x = part(whole_x, into, mesh)
+    with torch.no_grad():
+        shapes = alone(whole_x)
+    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
+    wanted = [values(f"gradient {number}", tuple(shape.shape)) for number, shape in enumerate(shapes)]
+    mine = [part(whole, layout, mesh) * _share(layout, mesh) for whole, layout in zip(wanted, out_of)]
+    expected, expected_x = _run(alone, whole_x, wanted)
+    outputs, grad_x = _run(placed, x, mine)
+    reference = {f"output {n}": part(e, layout, mesh) for n, (e, layout) in enumerate(zip(expected, out_of))}
+    errors = tensor_errors({f"output {n}": output for n, output in enumerate(outputs)}, reference)
+    if grad_x is not None and expected_x is not None:
+        errors |= tensor_errors({"input gradient": grad_x}, {"input gradient": part(expected_x, into, mesh)})
+    return errors | errors_of(gradients(placed, plan, mesh), gradients(alone, plan, None), plan, mesh)
+
+
+def _share(layout: Layout, mesh: Mesh) -> float:
+    """Copies of a kv head serve different query heads: their outputs' gradients are parts that sum to the whole."""
+    copies = mesh.shape.size("tp_copy")
+    if "tp_kv" not in layout.axes or "tp_copy" in layout.axes:
+        return 1.0
+    return 2.0 * (mesh.coordinate["tp_copy"] + 1) / (copies * (copies + 1))
