@@ -128,7 +128,7 @@ def test_explicit_attention_without_drops_is_the_fused_one_grouped_heads_too() -
 
 def test_without_samples_in_scope_it_says_what_to_do() -> None:
     layer = Dropout(0.3, 11, "embedding.dropout", 16, F64)
-    with pytest.raises(ValueError, match="embedding.dropout needs sample ids"):
+    with pytest.raises(ValueError, match=r"embedding\.dropout needs sample ids"):
         layer(torch.ones(1, 2, 16))
     assert torch.equal(layer.eval()(torch.ones(1, 2, 16)), torch.ones(1, 2, 16))
     with pytest.raises(ValueError, match="below 1"):

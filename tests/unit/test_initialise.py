@@ -1,4 +1,4 @@
-"""Initial weights: drawn by block from (seed, name), so that any slice under any layout is a slice of the same tensor."""
+"""Initial weights: drawn by block from (seed, name), so any slice under any layout is a slice of one tensor."""
 
 from __future__ import annotations
 
