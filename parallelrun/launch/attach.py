@@ -149,7 +149,8 @@ def _serve(attached: Attached, job: Job, store: Store, hosts: list[str], voice: 
     local_world = hosts.count(hosts[attached.rank])
     if len(set(hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.loopback_interface())
-    threads = environment.threads_per_rank(os.environ, local_world)
+    bound = environment.num_cores() < environment.host_cores()  # mpirun and srun may give each rank cores of its own
+    threads = environment.threads_per_rank(os.environ, 1 if bound else local_world)
     place = rank.Place(
         attached.rank, attached.world, attached.local_rank, 0, job.directory, job.worker, threads, attached.rank == 0
     )

@@ -83,8 +83,14 @@ def loopback_interface() -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, cut by a container's quota (cgroup v2 `cpu.max`)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: its affinity, cut by a container's quota."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(bound, host_cores())
+
+
+def host_cores() -> int:
+    """Cores of this host, whatever this process is bound to (mpirun binds each rank): cut by cgroup v2's `cpu.max`."""
+    cores = os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()

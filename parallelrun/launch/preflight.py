@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.launch.environment import Attached, num_cores
+from parallelrun.launch.environment import Attached, host_cores, num_cores
 from parallelrun.plan.structure import Memory, Plan
 
 CROWDED = 8  # ranks per core beyond which a run is mostly waiting
@@ -26,8 +26,9 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
                 kind="arithmetic",
             )
         )
-    if attached:  # its ranks may be on other hosts: each checks its own device
-        return [] if plan.device == "cuda" else crowding(plan.world, num_cores()) if _one_host(attached) else []
+    if attached:  # its ranks may be on other hosts
+        on_this_host = plan.device == "cpu" and attached.master_addr in ("127.0.0.1", "localhost", "::1")
+        return crowding(plan.world, host_cores()) if on_this_host else []
     if plan.device == "cuda":
         _check_gpus(plan.world)
         return _check_memory(plan, gpu_bytes(), each=True)
@@ -40,10 +41,6 @@ def crowding(world: int, cores: int) -> list[str]:
         return []
     note = f"step time is no scaling measurement: {world} ranks on {cores} core{'s' * (cores > 1)}"
     return [note + (f" (more than {CROWDED} a core: expect it to be slow)" if world > CROWDED * cores else "")]
-
-
-def _one_host(attached: Attached) -> bool:
-    return attached.master_addr in ("127.0.0.1", "localhost", "::1")
 
 
 def _check_gpus(needed: int) -> None:

@@ -1,0 +1,41 @@
+"""What another launcher starts in the attach tests, rank by rank: `torchrun ... -m tests.cli.attached <json>`.
+
+The way of `parallelrun` itself (rank 0 composes, the others follow), with the tiny plan and a worker of
+`tests.cli.workers`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+
+def main(text: str) -> int:
+    from parallelrun.cli import errors
+    from parallelrun.launch import attach, environment
+    from parallelrun.launch.start import start
+    from tests.plans import tiny_config, tiny_plan
+
+    wanted = json.loads(text)
+    attached = environment.detect(os.environ)
+    assert attached is not None, "this test program is started by a launcher"
+    if wanted.get("foreign code") == attached.rank:
+        attach.directory.code_fingerprint = lambda: "f" * 64
+    try:
+        if attached.rank:
+            return attach.follow([])
+        try:
+            config = replace(tiny_config(wanted["overrides"]), runs=wanted["runs"], timeout_s=wanted.get("timeout_s", 60))
+            plan = tiny_plan(wanted["overrides"])
+            return start(config, plan, sys.argv, [], worker="tests.cli.workers:train")
+        except Exception as error:
+            attach.abandon(attached, getattr(error, "exit_code", 1))
+            raise
+    except Exception as error:
+        return errors.report(error, False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
