@@ -44,9 +44,6 @@ class LocalRuntime:
         for parameter in self.parameters:
             parameter.tensor.grad = None
 
-    def before_backward(self, is_last: bool) -> None:
-        """Asked by gradient accumulation (pp=1) before each microbatch's forward; most ways count by themselves."""
-
     def finish_gradients(self) -> None:
         """Every gradient is there, zeros included."""
         for parameter in self.parameters:

@@ -74,10 +74,10 @@ class FsdpRuntime(LocalRuntime):
                 LocalParameter(held.name, weight.to_local(), held.spec, held.layout.split(0, axis), held.shared)
                 for held, weight in pairs
             ]
+        self._num_forwards = 0
         self._reduces = False
-        if self._holders:
-            for part in parts:
-                part.register_forward_pre_hook(self._gather_tied, prepend=True)
+        for part in parts:
+            part.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def begin_step(self) -> None:
         """No gradients, no weights gathered (an evaluation leaves old ones), and no reduction before its time."""
@@ -85,11 +85,8 @@ class FsdpRuntime(LocalRuntime):
             module.reshard()
         for parameter, sharded in zip(self.parameters, self._sharded):
             parameter.tensor.grad = sharded.grad = None
+        self._num_forwards = 0
         self._set_last(False)
-
-    def before_backward(self, is_last: bool) -> None:
-        """The last microbatch's backward reduces while it goes on."""
-        self._set_last(is_last)
 
     def finish_gradients(self) -> None:
         """Reduce what backward has not, and hand the shards' gradients over."""
@@ -101,9 +98,15 @@ class FsdpRuntime(LocalRuntime):
             for parameter, sharded in zip(self.parameters, self._sharded):
                 set_gradient(parameter.tensor, None if sharded.grad is None else sharded.grad.to_local())
 
-    def _gather_tied(self, part: nn.Module, _: object) -> None:
+    def _before_forward(self, part: nn.Module, _: object) -> None:
+        """A weight of two stages is gathered. At pp=1 microbatches alternate forward and backward, so from the last
+        one's forward on, backward may reduce."""
         for holder in self._holders:
             holder.unshard()
+        if torch.is_grad_enabled() and self._plan.pipeline.kind == "none":
+            self._num_forwards += 1
+            if self._num_forwards == self._plan.batch.microbatches:
+                self._set_last(True)
 
     def _set_last(self, last: bool) -> None:
         """Whether the backward passes from now on reduce. Weights that are kept go when it is done."""

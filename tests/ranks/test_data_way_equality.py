@@ -1,0 +1,170 @@
+"""Data ways equal one device: gradients, norms and weight updates, whatever is split, copied or accumulated."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallelrun.plan.resolve import resolve
+from parallelrun.train.build import Training
+from parallelrun.verify.measure import BOUNDS, tensor_errors
+from tests.plans import tiny_config
+from tests.pool import run_ranks
+from tests.ranks.data_way_body import SETTING, Outcome, assemble, run, run_with_evaluation
+
+ZERO1 = {"strategy.data.kind": "zero1"}
+FSDP = {"strategy.data.kind": "fsdp"}
+HSDP = {"strategy.data.kind": "fsdp", "strategy.data.shard": 2}
+GATHERED = {**FSDP, "strategy.data.reshard_after_forward": False}
+SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
+SEQUENCE = {"strategy.tensor.sequence_parallel": True}
+# What `test_parity.py` does not run: its cells have one bucket, two microbatches, even shards and a tied weight.
+CELLS: dict[str, dict[str, Any]] = {
+    "ddp, accumulation": {"dp": 2, "microbatches": 4},
+    "ddp, many buckets": {"dp": 4, "microbatches": 1, **SMALL_BUCKETS},
+    "ddp x pp: a tied weight in two stages": {"dp": 2, "pp": 2},
+    "zero1, accumulation": {"dp": 2, "microbatches": 2, **ZERO1, **SMALL_BUCKETS},
+    "zero1, an empty chunk": {"dp": 3, "model.hidden": 4, "model.heads": 2, "global_batch": 12, **ZERO1},
+    "zero1 x tp, sequence parallel": {"dp": 2, "tp": 2, "microbatches": 2, **ZERO1, **SEQUENCE},
+    "fsdp, accumulation": {"dp": 4, "microbatches": 2, **FSDP},
+    "fsdp, gathered once": {"dp": 2, "microbatches": 2, **GATHERED},
+    "fsdp, untied": {"dp": 2, "microbatches": 2, "model.tied_embeddings": False, **FSDP},
+    "fsdp, an empty chunk": {"dp": 3, "model.hidden": 4, "model.heads": 2, "global_batch": 12, **FSDP},
+    "fsdp x tp, sequence parallel": {"dp": 2, "tp": 2, "microbatches": 2, **FSDP, **SEQUENCE},
+    "fsdp x pp, let go between passes": {"dp": 2, "pp": 2, **FSDP, "strategy.data.reshard_after_forward": True},
+    "fsdp under zbv: one weight in two stages of a rank": {
+        "dp": 2,
+        "pp": 2,
+        "strategy.pipeline.kind": "zbv",
+        "model.layers": 4,
+        **FSDP,
+    },
+    "fsdp, recomputed": {"dp": 2, "microbatches": 2, "recompute": "full", **FSDP},
+    "hsdp, accumulation": {"dp": 4, "microbatches": 2, **HSDP},
+}
+PLACEMENT = ("dp", "tp", "pp", "microbatches", "recompute")
+
+
+def shapes_of(overrides: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    parameters = resolve(tiny_config({**SETTING, **overrides})).spec.parameters
+    return {name: spec.shape for name, spec in parameters.items()}
+
+
+def one_device(overrides: dict[str, Any]) -> Outcome:
+    kept = {k: v for k, v in overrides.items() if k not in PLACEMENT and not k.startswith("strategy.")}
+    return _one_device(tuple(sorted(kept.items())))
+
+
+@lru_cache
+def _one_device(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
+    return run(dict(overrides))
+
+
+def on_ranks(overrides: dict[str, Any], function: Any = run, *args: Any) -> list[Any]:
+    return run_ranks(resolve(tiny_config({**SETTING, **overrides})).world, function, overrides, *args)
+
+
+def worst(results: list[Outcome], reference: Outcome, overrides: dict[str, Any]) -> float:
+    """The largest error of gradients, updates, losses and norms, by the design's measure."""
+    shapes = shapes_of(overrides)
+    errors = []
+    for kind in ("gradients", "updates"):
+        ours = assemble([getattr(result, kind) for result in results], shapes)
+        theirs: dict[str, Tensor] = assemble([getattr(reference, kind)], shapes)
+        errors += tensor_errors(ours, theirs).values()
+    for result in results:
+        pairs = zip(result.losses + result.norms, reference.losses + reference.norms)
+        errors += [abs(a - b) / abs(b) for a, b in pairs]
+    return max(errors)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_three_steps_equal_one_device_and_send_what_the_plan_says(cell):
+    results = on_ranks(CELLS[cell])
+    assert worst(results, one_device(CELLS[cell]), CELLS[cell]) <= BOUNDS["fp64"]
+    for result in results:
+        assert result.counted == result.predicted
+
+
+@pytest.mark.parametrize("overrides", [ZERO1, FSDP, GATHERED], ids=["zero1", "fsdp", "fsdp gathered"])
+def test_evaluating_between_steps_changes_nothing(overrides):
+    overrides = {"dp": 2, "microbatches": 2, **overrides}
+    expected = one_device(overrides).losses
+    for losses in on_ranks(overrides, run_with_evaluation):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_bf16_gradients_are_those_of_every_other_way_bit_for_bit(norm):
+    """FSDP gathers in bf16 what the layers would round, and nothing else."""
+    half = {"precision.name": "bf16", "dp": 2, "microbatches": 2, "model.norm": norm}
+    ddp, zero1, fsdp = (
+        assemble([result.gradients for result in on_ranks({**half, **way}, run, 1)], shapes_of(half))
+        for way in ({}, ZERO1, FSDP)
+    )
+    assert all(torch.equal(zero1[name], ddp[name]) and torch.equal(fsdp[name], ddp[name]) for name in ddp)
+
+
+def forget_a_bucket(training: Training) -> None:
+    training.data._reducer.buckets[1]._send = lambda: type("Done", (), {"wait": lambda self: None})()
+
+
+def keep_only_the_last_microbatch(training: Training) -> None:
+    for bucket in training.data._reducer.buckets:
+        for slot in bucket.slots:
+            take = slot.take
+
+            def overwrite(slot=slot, take=take):
+                slot.filled = False
+                take()
+
+            slot.take = overwrite
+
+
+def do_not_share_updates(training: Training) -> None:
+    training.data.finish_update = lambda: None
+
+
+def average_in_the_units(training: Training) -> None:
+    for module in training.data._modules[1:]:
+        module.set_gradient_divide_factor(2.0)
+
+
+def average_in_the_root(training: Training) -> None:
+    training.data._modules[0].set_gradient_divide_factor(2.0)
+
+
+BUGS = {
+    "a bucket is not reduced": ({**SMALL_BUCKETS}, forget_a_bucket),
+    "microbatches overwrite": ({}, keep_only_the_last_microbatch),
+    "updates stay where they are made": (ZERO1, do_not_share_updates),
+    "FSDP averages below the root": (FSDP, average_in_the_units),
+    "FSDP averages at the root": (FSDP, average_in_the_root),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_seen(bug):
+    overrides, fault = BUGS[bug]
+    overrides = {"dp": 2, "microbatches": 2, **overrides}
+    try:
+        error = worst(on_ranks(overrides, run, 3, fault), one_device(overrides), overrides)
+    except AssertionError as disagreement:
+        assert "disagree" in str(disagreement)
+    else:
+        assert error > 1e-3
+
+
+def reduce_every_microbatch(training: Training) -> None:
+    set_last = training.data._set_last
+    training.data._set_last = lambda last: set_last(True)
+
+
+def test_reducing_more_often_than_planned_is_seen_in_the_account():
+    """The numbers stay right, so only the count can tell."""
+    for result in on_ranks({"dp": 2, "microbatches": 2, **FSDP}, run, 1, reduce_every_microbatch):
+        assert result.counted != result.predicted

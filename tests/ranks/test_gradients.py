@@ -1,0 +1,126 @@
+"""Final gradients on ranks: partial axes, tied copies, a norm that counts once, overflow that all ranks skip."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.train import gradients
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+from tests.pool import run_ranks
+from tests.ranks.data_way_body import start
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "dp x tp x pp": {"dp": 2, "tp": 2, "pp": 2},
+    "copies of kv heads": {"tp": 4, "model.kv_heads": 2},
+    "zero1": {"dp": 2, "tp": 2, "strategy.data.kind": "zero1"},
+    "fsdp": {"dp": 4, "strategy.data.kind": "fsdp"},
+    "hsdp x tp": {"dp": 4, "tp": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
+}
+
+
+def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
+    """(this rank's share of the squared norm, elements of the model) with every gradient element 1."""
+    training = start(overrides)
+    for parameter in training.parameters:
+        parameter.tensor.grad = torch.ones_like(parameter.tensor)
+    share = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
+    assert share.dtype == torch.float64 and share.dim() == 0
+    return float(share), training.plan.spec.num_parameters
+
+
+@pytest.mark.parametrize("case", WORLDS)
+def test_every_logical_element_is_counted_once_over_the_world(case):
+    overrides = WORLDS[case]
+    world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
+    results = run_ranks(world, fill_with_ones, overrides)
+    assert sum(share for share, _ in results) == pytest.approx(results[0][1], rel=1e-12)
+
+
+def finalise_counted(overrides: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, float]]:
+    """(calls of finalise by axis and purpose, the gradients' one value after) with gradients of rank + 1 before."""
+    training = start(overrides)
+    for parameter in training.parameters:
+        parameter.tensor.grad = torch.full_like(parameter.tensor, training.mesh.rank + 1.0)
+    with CommunicationCounter(training.mesh) as counter:
+        gradients.finalise(training.parameters, training.plan, training.mesh)
+    calls = Counter({(row.axis, row.purpose): row.calls for row in counter.rows()})
+    values = {p.name: float(p.tensor.grad.flatten()[0]) for p in training.parameters if p.tensor.numel()}
+    for p in training.parameters:
+        assert p.tensor.numel() == 0 or p.tensor.grad.unique().numel() == 1
+    return dict(calls), values
+
+
+def test_gradients_partial_over_tp_are_summed_in_one_call():
+    results = run_ranks(2, finalise_counted, {"tp": 2, "strategy.tensor.sequence_parallel": True})
+    for rank, (calls, values) in enumerate(results):
+        assert calls == {("tp", "partial"): 1}
+        assert values["layers.0.mlp_norm.weight"] == values["layers.1.mlp.down.bias"] == 3.0
+        assert values["layers.0.mlp.down.weight"] == rank + 1.0
+
+
+def test_copies_of_kv_heads_are_summed_over_those_who_hold_them():
+    results = run_ranks(4, finalise_counted, {"tp": 4, "model.kv_heads": 2})
+    for rank, (calls, values) in enumerate(results):
+        assert calls == {("tp_copy", "partial"): 1}
+        assert values["layers.0.attention.qkv.k.weight"] == (3.0 if rank < 2 else 7.0)
+        assert values["layers.0.attention.qkv.q.weight"] == rank + 1.0
+
+
+def test_tied_copies_are_summed_between_first_and_last_stage():
+    results = run_ranks(2, finalise_counted, {"pp": 2})
+    assert all(calls == {("embedding", "tied"): 1} for calls, _ in results)
+    assert results[0][1]["embedding.tokens.weight"] == results[1][1]["head.head.weight"] == 3.0
+    assert results[0][1]["embedding.position.weight"] == 1.0
+
+
+def overflow(overrides: dict[str, Any], bad_rank: int) -> tuple[bool, bool, float, bool]:
+    """(applied, weights unchanged, scale after, a later step is applied) when one rank's gradient overflows."""
+    training = start({**overrides, "precision.name": "fp16", "precision.loss_scale": 1024.0})
+    scaler = LossScaler(training.config.precision, training.plan.precision.scaled)
+    before = [p.tensor.clone() for p in training.parameters]
+
+    def poison(trained: Any) -> None:
+        if trained.mesh.rank == bad_rank:
+            next(p for p in trained.parameters if p.tensor.numel()).tensor.grad.view(-1)[0] = float("inf")
+
+    result = train_step(training, 1, 0.1, scaler, observe=poison)
+    scaler.update(result.applied)
+    unchanged = all(torch.equal(a, p.tensor) for a, p in zip(before, training.parameters))
+    return result.applied, unchanged, scaler.scale, train_step(training, 2, 0.1, scaler).applied
+
+
+@pytest.mark.parametrize("overrides", [{}, {"strategy.data.kind": "zero1"}, {"strategy.data.kind": "fsdp"}], ids=str)
+def test_an_overflow_on_one_rank_is_skipped_by_all(overrides):
+    # Copies are counted by their owner, rank 0 (they are the same on all ranks); shards by everyone.
+    bad = 1 if overrides else 0
+    assert run_ranks(2, overflow, {"dp": 2, **overrides}, bad) == [(False, True, 512.0, True)] * 2
+
+
+def scaled_norm(overrides: dict[str, Any], scale: float) -> tuple[float, float]:
+    """(norm reported, largest gradient element at the update) of one step at a loss scale."""
+    training = start({**overrides, "precision.name": "fp16", "precision.loss_scale": scale, "optimizer.clip": 0.01})
+    seen = []
+    step = training.optimizer.step
+    training.optimizer.step = lambda lr: (
+        seen.append(max(float(p.tensor.grad.abs().max()) for p in training.parameters)),
+        step(lr),
+    )
+    result = train_step(training, 1, 0.1, LossScaler(training.config.precision, True))
+    return result.grad_norm, seen[0]
+
+
+def test_the_loss_scale_is_gone_before_clipping_and_update():
+    (norm, largest), (norm_scaled, largest_scaled) = (
+        run_ranks(2, scaled_norm, {"dp": 2}, s)[0] for s in (64.0, 4096.0)
+    )
+    assert norm_scaled == pytest.approx(norm, rel=2e-2)
+    assert largest_scaled == pytest.approx(largest, rel=2e-2)
+    assert largest < 0.01

@@ -1,0 +1,121 @@
+"""What FSDP will do, before anything runs: its units, its traffic in closed form, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from parallelrun.strategies.data.fsdp.units import units
+
+from parallelrun.errors import ConfigError
+from parallelrun.plan.resolve import load_way
+from tests.plans import tiny_plan
+
+FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}
+
+
+def summary(position: int = 0, **overrides: Any) -> list[tuple[str, str, bool, bool]]:
+    plan = tiny_plan({**FSDP, **{key.replace("__", "."): value for key, value in overrides.items()}})
+    return [(unit.kind, unit.block, unit.reshard, unit.rounded) for unit in units(plan, position)]
+
+
+def test_blocks_that_share_a_tied_weight_are_one_unit():
+    """FSDP would take the second holder for a parameter of its own, and silently untie it."""
+    found = summary(dp=2)
+    assert found == [("block", "layers.0", True, True), ("block", "layers.1", True, True), ("root", "", False, False)]
+
+
+def test_untied_blocks_are_their_own_units_and_the_last_is_kept_for_its_backward():
+    found = summary(dp=2, model__tied_embeddings=False)
+    assert [(block, reshard) for _, block, reshard, _ in found] == [
+        ("embedding", True),
+        ("layers.0", True),
+        ("layers.1", True),
+        ("head", False),
+    ]
+
+
+def test_an_embedding_travels_as_stored_and_layers_that_round_in_the_compute_dtype():
+    found = {block: rounded for _, block, _, rounded in summary(dp=2, model__tied_embeddings=False)}
+    assert found == {"embedding": False, "layers.0": True, "layers.1": True, "head": True}
+
+
+def test_under_pipelining_nothing_is_let_go_unless_asked():
+    assert not any(reshard for *_, reshard, _ in summary(dp=2, pp=2))
+    assert all(reshard for *_, reshard, _ in summary(dp=2, pp=2, strategy__data__reshard_after_forward=True))
+
+
+def test_a_weight_of_two_stages_on_one_rank_is_a_unit_of_its_own():
+    found = summary(dp=2, pp=2, strategy__pipeline__kind="zbv", model__layers=4)
+    assert [kind for kind, *_ in found].count("tied") == 1
+    plan = tiny_plan({**FSDP, "dp": 2, "pp": 2, "strategy.pipeline.kind": "zbv", "model.layers": 4})
+    names = [p.name for unit in units(plan, 0) for p in unit.parameters]
+    assert sorted(names) == sorted(set(names))
+
+
+def rows(**overrides: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    plan = tiny_plan({**FSDP, **{key.replace("__", "."): value for key, value in overrides.items()}})
+    found = load_way("data", "fsdp").collectives(0, plan.mesh.coordinate(0), plan)
+    return {(row.axis, row.operation): (row.calls, row.payload_bytes) for row in found}
+
+
+def test_gathers_follow_accumulation_and_reductions_do_not():
+    """Two blocks let go after forward: twice a microbatch; the root once a microbatch; three reductions a step."""
+    for microbatches in (1, 2, 4):
+        found = rows(dp=2, microbatches=microbatches)
+        assert found["dp", "all_gather"][0] == (2 * 2 + 1) * microbatches
+        assert found["dp", "reduce_scatter"][0] == 3
+    kept = rows(dp=2, microbatches=4, strategy__data__reshard_after_forward=False)
+    assert kept["dp", "all_gather"][0] == 3
+
+
+def test_bf16_halves_the_gathers_of_what_is_rounded_and_no_reduction():
+    wide, narrow = rows(dp=2), rows(dp=2, precision__name="bf16")
+    assert wide["dp", "reduce_scatter"] == narrow["dp", "reduce_scatter"]
+    plan = tiny_plan({**FSDP, "dp": 2})
+    blocks = sum(plan.spec.block(f"layers.{i}").num_parameters for i in range(2))
+    assert wide["dp", "all_gather"][1] - narrow["dp", "all_gather"][1] == 2 * 2 * blocks
+
+
+def test_hsdp_reduces_shards_over_the_replicas():
+    found = rows(dp=4, strategy__data__shard=2)
+    calls, payload = found["dp_shard", "reduce_scatter"]
+    assert found["dp_replicate", "all_reduce"] == (calls, payload // 2)
+
+
+def test_memory_counts_gathered_weights_and_whole_gradients_while_accumulating():
+    one, many = (tiny_plan({**FSDP, "dp": 2, "microbatches": m}) for m in (1, 4))
+    way = load_way("data", "fsdp")
+    layout = load_way("tensor", "megatron").layout(one.spec.parameters["layers.0.mlp.up.up.weight"], one)
+    assert way.gradient_layout(layout, one).dims[0] == (*layout.dims[0], "dp")
+    assert "dp" not in way.gradient_layout(layout, many).axes
+    kept = tiny_plan({**FSDP, "dp": 2, "strategy.data.reshard_after_forward": False})
+    assert way.gathered_bytes(0, one.mesh.coordinate(0), kept) == 4 * one.spec.num_parameters
+
+
+@pytest.mark.parametrize(
+    "overrides, what, suggestion",
+    [
+        ({"dp": 4, "strategy.data.shard": 3}, "does not divide dp=4", "strategy.data.shard=2"),
+        ({"dp": 4, "strategy.data.shard": 8}, "does not divide dp=4", "strategy.data.shard=4"),
+        ({"dp": 4, "strategy.data.shard": 1}, "splits nothing", "ddp"),
+        (
+            {
+                "dp": 2,
+                "pp": 2,
+                "model.layers": 4,
+                "strategy.pipeline.kind": "zero_bubble",
+                "strategy.data.reshard_after_forward": True,
+            },
+            "reshard_after_forward=true under schedule=zero_bubble",
+            "reshard_after_forward=false",
+        ),
+    ],
+    ids=["uneven", "too many", "one", "zero bubble"],
+)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(overrides, what, suggestion):
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan({**FSDP, **overrides})
+    (problem,) = caught.value.problems
+    assert what in problem.what
+    assert suggestion in problem.suggestion
