@@ -16,6 +16,7 @@ from parallelrun.plan import partition, rules, shorthands
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.names import did_you_mean, either
 from parallelrun.plan.structure import Batch, DataWay, Equivalence, PipelineWay, Plan, Stage, TensorWay
+from parallelrun.plan.suggest import keep_helpful
 from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, TensorWayPlan
 from parallelrun.precision import TABLE
 
@@ -55,6 +56,21 @@ def resolve(
     started, None when we start them. gpus: GPUs of this host. sweep: keys that the chosen ways do not read are noted
     in `plan.warnings` instead of refused. Raises ConfigError with every violation.
     """
+    solved = _solve(config, given, world, gpus, sweep)
+    if isinstance(solved, Plan):
+        return solved
+
+    def violations(changed: Config) -> list[Problem]:
+        outcome = _solve(changed, given, world, gpus, sweep)
+        return [] if isinstance(outcome, Plan) else outcome
+
+    raise ConfigError(*keep_helpful(solved, config, violations))
+
+
+def _solve(
+    config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
+) -> Plan | list[Problem]:
+    """The plan, or every violation."""
     config, problems = shorthands.fold(config, given)
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
@@ -66,7 +82,7 @@ def resolve(
     if spec is None or not degrees.sound or not known_ways:
         if degrees.sound:
             batches.fill(config, degrees.dp, degrees.pp, lambda batch: [], degrees.filled, problems)
-        raise ConfigError(*_distinct(problems))
+        return _distinct(problems)
     ways = Ways(
         load_way("data", config.strategy.data.kind),
         load_way("tensor", config.strategy.tensor.kind),
@@ -74,11 +90,11 @@ def resolve(
     )
     request = _request(config, spec, degrees, ways, problems)
     if problems:
-        raise ConfigError(*_distinct(problems))
+        return _distinct(problems)
     assert request.batch is not None
     stages, problems = _stages(config, spec, request, ways)
     if problems:
-        raise ConfigError(*problems)
+        return problems
     notes = tuple(problem.what for problem in unread)
     return _plan(config, request, ways, degrees, stages, notes)
 

@@ -1,0 +1,127 @@
+"""Keeps only suggestions that help: each `key=value` is tried, and must cure its violation and cause no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+
+MOST_TRIALS, MOST_SEARCHED = 12, 40  # a wrong plan is answered in well under a second
+_PAIR = re.compile(r"([a-z_][a-z_.]*)=([\w.+-]+)")
+_SEPARATOR = re.compile(r",? or ")
+
+
+Solve = Callable[[Config], list[Problem]]
+
+
+def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[Problem]:
+    """The problems with only those suggestions that help; if none of them does, with the nearest values that do.
+
+    solve: the violations of a config. What is no `key=value` of the schema (a preset's name, "leave it out") is kept
+    untried, and so is all that comes after MOST_TRIALS trials.
+    """
+    trials = 0
+    out = []
+    for problem in problems:
+        kept = []
+        for alternative in _SEPARATOR.split(problem.suggestion):
+            match = _PAIR.fullmatch(alternative)
+            changed = _changed(config, match[1], _value(match[2])) if match else None
+            if changed is not None and trials < MOST_TRIALS:
+                trials += 1
+                if not _helps(problem, problems, solve(changed)):
+                    continue
+            kept.append(alternative)
+        if not kept and len(problems) == 1:
+            kept = _nearest_cures(problem, config, solve)
+        out.append(replace(problem, suggestion=" or ".join(kept)) if kept else problem)
+    return out
+
+
+def _helps(problem: Problem, before: list[Problem], after: list[Problem]) -> bool:
+    """Is `problem` gone, and has none come up that was not there before?"""
+    places = {other.where for other in before}
+    cured = all(left.what != problem.what for left in after)
+    return cured and len(after) < len(before) and all(left.where in places for left in after)
+
+
+def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
+    """For each whole-number key that the problem names: the value nearest to its own that makes a legal plan."""
+    found = []
+    keys = dict.fromkeys(key for key, _ in _PAIR.findall(f"{problem.where}= {problem.what} {problem.suggestion}"))
+    trials = 0
+    for key in keys:
+        value = _current(config, key)
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        for candidate in _around(value):
+            changed = _changed(config, key, candidate)
+            trials += 1
+            if changed is None or trials > MOST_SEARCHED:
+                break
+            if not solve(changed):
+                found.append(f"{key}={candidate}")
+                break
+    return found
+
+
+def _around(value: int) -> Iterator[int]:
+    """1 below, 1 above, 2 below, ... and then the multiples."""
+    for distance in range(1, 9):
+        if value - distance >= 1:
+            yield value - distance
+        yield value + distance
+    for factor in (2, 3, 4, 8, 16):
+        if value // factor >= 1:
+            yield value // factor
+        yield value * factor
+
+
+def _changed(config: Config, key: str, value: object) -> Config | None:
+    """A copy of `config` with `key` set, or None if the schema has no such key."""
+    *sections, last = key.split(".")
+    changed = node = copy(config)
+    for section in sections:
+        if not _has(node, section):
+            return None
+        inner = copy(getattr(node, section))
+        setattr(node, section, inner)
+        node = inner
+    if not _has(node, last) or is_dataclass(getattr(node, last)):
+        return None
+    setattr(node, last, value)
+    return changed
+
+
+def _current(config: Config, key: str) -> object:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part) if _has(node, part) else None
+    return node
+
+
+def _has(node: Any, name: str) -> bool:
+    return is_dataclass(node) and any(item.name == name for item in fields(node))
+
+
+def _value(text: str) -> object:
+    """The number, truth value or text that a user's `key=text` stands for."""
+    for parse in (int, float):
+        try:
+            return parse(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
+
+
+def pairs(suggestion: str) -> Iterator[tuple[str, str]]:
+    """Every (key, value) that a suggestion names."""
+    for alternative in _SEPARATOR.split(suggestion):
+        match = _PAIR.fullmatch(alternative)
+        if match:
+            yield match[1], match[2]

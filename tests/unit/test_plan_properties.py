@@ -1,0 +1,215 @@
+"""Properties of thousands of random plans of up to 16,384 ranks, legal and illegal (reliability, section 7, test 3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parallelrun.errors import ConfigError
+from parallelrun.plan.resolve import resolve, ways_of
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.suggest import pairs
+from parallelrun.train.parameters import held_parameters, owns
+from tests.plans import tiny_config
+
+POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128])
+SCHEDULES = ["1f1b", "gpipe", "naive", "interleaved", "zero_bubble", "zbv"]
+COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@st.composite
+def mostly_legal(draw) -> dict:
+    """Overrides of the tiny config that mostly make a legal plan."""
+    pp, tp = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16, 64])), draw(st.sampled_from([1, 2, 4, 8, 16]))
+    dp = draw(st.integers(1, max(1, min(64, 16384 // (pp * tp)))))
+    kind = draw(st.sampled_from(SCHEDULES)) if pp > 1 else None
+    chunks = 2 if kind in ("interleaved", "zbv") else 1
+    m = {"naive": 1}.get(kind, pp * draw(st.integers(1, 3)))
+    kv_heads = draw(st.sampled_from([None, 2, 4, 16]))
+    data = draw(st.sampled_from(["ddp", "zero1", "fsdp"]))
+    divisors = [n for n in range(2, dp + 1) if dp % n == 0]
+    return {
+        "pp": pp,
+        "tp": tp,
+        "dp": dp,
+        "schedule": kind,
+        "model.layers": pp * chunks + draw(st.integers(0, 5)),
+        "model.hidden": 32,
+        "model.heads": 16,
+        "model.kv_heads": kv_heads,
+        "model.seq": 16,
+        "model.vocab": draw(st.integers(32, 70)),
+        "model.tied_embeddings": draw(st.booleans()),
+        "strategy.tensor.sequence_parallel": draw(st.booleans()),
+        "strategy.data.kind": data,
+        "strategy.data.shard": draw(st.sampled_from([None, *divisors])) if data == "fsdp" else None,
+        "global_batch": dp * m * draw(st.integers(1, 2)),
+        "microbatches": m,
+    }
+
+
+@st.composite
+def anything(draw) -> dict:
+    """Overrides without a thought for what is legal."""
+    degree = st.one_of(st.none(), st.integers(-1, 20), POWERS)
+    overrides = {
+        "pp": draw(degree),
+        "tp": draw(degree),
+        "dp": draw(degree),
+        "world": draw(st.one_of(st.none(), POWERS)),
+        "schedule": draw(st.sampled_from([None, *SCHEDULES, "1b1f"])),
+        "chunks": draw(st.sampled_from([None, None, 1, 2, 3, 0])),
+        "global_batch": draw(st.one_of(st.none(), st.integers(0, 130))),
+        "micro_batch": draw(st.one_of(st.none(), st.none(), st.integers(0, 9))),
+        "microbatches": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+        "model.layers": draw(st.integers(0, 17)),
+        "model.hidden": draw(st.sampled_from([16, 24, 32, 0])),
+        "model.heads": draw(st.sampled_from([4, 8, 6, 3])),
+        "model.kv_heads": draw(st.sampled_from([None, 2, 3, 4])),
+        "model.ffn": draw(st.sampled_from([None, 30, 64])),
+        "strategy.tensor.sequence_parallel": draw(st.booleans()),
+        "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1", "fsdp", "zero9"])),
+        "strategy.data.shard": draw(st.sampled_from([None, None, 0, 2, 3, 4])),
+        "strategy.own_axis": draw(st.sampled_from(["dp", "tp", "pp"])),
+        "strategy.demo": draw(st.sampled_from([{}, {"dp": 2}, {"tp": 2, "pp": 2}])),
+        "strategy.name": draw(st.sampled_from(["ptdp", "ptdp", "single"])),
+        "strategy.pipeline.partition": draw(st.sampled_from(["cost", "cost", "uniform"])),
+        "optimizer.lr": draw(st.sampled_from([0.1, 0.1, float("nan"), -1.0])),
+        "ep": draw(st.sampled_from([None, None, None, 1, 2])),
+        "layout": draw(st.sampled_from([None, None, "1d", "2d", "4d"])),
+        "local_batch": draw(st.sampled_from([None, None, None, 3, 0])),
+        "recompute": draw(st.sampled_from(["none", "full", "some"])),
+        "device": draw(st.sampled_from(["auto", "cpu", "cuda", "tpu"])),
+    }
+    return overrides
+
+
+@settings(max_examples=1100, **COMMON)
+@given(mostly_legal())
+def test_ranks_stages_and_batch_of_random_plans(overrides):
+    try:
+        plan = resolve(tiny_config(overrides))
+    except ConfigError as error:
+        assert all(problem.what and problem.where and problem.suggestion for problem in error.problems)
+        return
+    assert plan.world == plan.mesh.num_ranks <= 16384
+    check_ranks(plan)
+    check_stages(plan)
+    batch = plan.batch
+    assert batch.global_batch == plan.mesh.size("dp") * batch.micro_batch * batch.microbatches
+
+
+def check_ranks(plan: Plan) -> None:
+    """Each rank once per axis, groups of one size that share all other coordinates, coordinate <-> rank one to one."""
+    shape = plan.mesh
+    step = max(1, shape.num_ranks // 8)
+    for rank in [*range(0, shape.num_ranks, step), shape.num_ranks - 1]:
+        place = shape.coordinate(rank)
+        assert shape.rank(**{axis: place[axis] for axis in shape.leaf_names}) == rank
+        for axis in ("pp", "dp", "tp"):
+            group = shape.group_of(rank, axis)
+            assert rank in group and len(set(group)) == len(group) == shape.size(axis)
+            assert group.index(rank) == place[axis]
+    if shape.num_ranks <= 64:
+        for axis in ("pp", "dp", "tp"):
+            groups = list(shape.groups(axis))
+            assert sorted(rank for group in groups for rank in group) == list(range(shape.num_ranks))
+
+
+def check_stages(plan: Plan) -> None:
+    """Every block in exactly one stage, in order; every coordinate runs `chunks` stages, none of them empty."""
+    assert [name for stage in plan.stages for name in stage.blocks] == [block.name for block in plan.spec.blocks]
+    assert all(stage.blocks for stage in plan.stages)
+    assert [stage.index for stage in plan.stages] == list(range(len(plan.stages)))
+    runs = Counter(stage.position for stage in plan.stages)
+    assert runs == {position: plan.pipeline.chunks for position in range(plan.mesh.size("pp"))}
+
+
+@settings(max_examples=150, **COMMON)
+@given(mostly_legal())
+def test_layouts_cover_every_parameter_once_per_copy_with_one_owner(overrides):
+    try:
+        plan = resolve(tiny_config({**overrides, "model.layers": max(1, overrides["model.layers"])}))
+    except ConfigError:
+        return
+    ways, shape = ways_of(plan), plan.mesh
+    inner = [axis for axis in shape.leaf_names if axis != "pp"]
+    places = [shape.coordinate(rank) for rank in range(prod(shape.size(axis) for axis in inner))]
+    if len(places) > 64:
+        return
+    seen: Counter[str] = Counter()
+    checked = set()
+    for position in range(shape.size("pp")):
+        for held in held_parameters(plan, position):
+            seen[held.spec.name] += not held.shared
+            for layout in {
+                ways.data.weight_layout(held.layout, plan),
+                ways.data.state_layout(held.layout, plan),
+                ways.data.gradient_layout(held.layout, plan),
+            }:
+                if (held.spec.shape, layout) in checked:
+                    continue
+                checked.add((held.spec.shape, layout))
+                cover(held.spec.shape, layout, shape, places)
+    assert seen == {name: 1 for name in plan.spec.parameters}
+
+
+def cover(shape, layout, mesh, places) -> None:
+    """The parts of all places tile the tensor: each distinct part `copies` times, with one owner."""
+    parts: Counter = Counter()
+    owners: Counter = Counter()
+    empty_owners = 0
+    for place in places:
+        part = layout.ranges(shape, mesh.sizes, place)
+        parts[part] += 1
+        owners[part] += owns(layout, mesh, place)
+    split = prod(mesh.size(axis) for axis in layout.axes)
+    copies = len(places) // split
+    sizes = {part: prod(stop - start for start, stop in part) for part in parts}
+    assert sum(sizes.values()) == prod(shape), "distinct parts tile the tensor"
+    for part, size in sizes.items():
+        if size:
+            assert parts[part] == copies and owners[part] == 1
+        empty_owners += size == 0
+    assert sum(parts.values()) == copies * split
+
+
+@settings(max_examples=700, **COMMON)
+@given(anything())
+def test_whatever_is_asked_either_makes_a_plan_or_a_config_error(overrides):
+    config = tiny_config(overrides)
+    try:
+        plan = resolve(config)
+    except ConfigError as error:
+        assert error.problems
+        assert len(set(error.problems)) == len(error.problems)
+        for problem in error.problems:
+            assert problem.kind in ("arithmetic", "undefined", "not_built", "contradiction", "unread", "usage")
+            assert problem.what and problem.where and problem.suggestion
+        return
+    assert plan.world == plan.mesh.num_ranks
+    check_stages(plan)
+
+
+@settings(max_examples=250, **COMMON)
+@given(
+    overrides=mostly_legal(),
+    key=st.sampled_from(["pp", "tp", "dp", "global_batch", "microbatches", "model.layers", "model.ffn", "model.heads"]),
+    value=st.integers(1, 40),
+)
+def test_the_values_suggested_for_one_wrong_key_are_themselves_legal(overrides, key, value):
+    wrong = {**overrides, key: value}
+    try:
+        resolve(tiny_config(wrong))
+        return
+    except ConfigError as error:
+        if len(error.problems) != 1:
+            return
+        (problem,) = error.problems
+    for suggested, text in pairs(problem.suggestion):
+        if suggested not in ("strategy",):
+            value = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+            resolve(tiny_config({**wrong, suggested: value}))
