@@ -12,13 +12,14 @@ import torch.distributed as dist
 from parallelrun.strategies.tensor.megatron.place import place
 from parallelrun.strategies.tensor.megatron.plan import Way
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from parallelrun import registry
 from parallelrun.accounting import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh, build_mesh
-from parallelrun.models import layers, recompute
+from parallelrun.models import dropout, layers, recompute
 from parallelrun.models.network import Network
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.resolve import resolve
@@ -166,6 +167,50 @@ def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = 
     errors["loss"] = float(abs(loss - expected) / abs(expected))
     where = max(errors, key=lambda name: errors[name])
     return Proof(errors[where], where, counter.rows(), Way().collectives(plan.spec.blocks, plan))
+
+
+def saved_by_block(overrides: dict[str, Any], pipeline: str = "none") -> tuple[dict[str, int], dict[str, int]]:
+    """Body of a rank: by block, (bytes autograd saves in one forward pass, bytes predicted).
+
+    Counted by storage, without the parameters. The loss belongs to the last block.
+    """
+    config, plan = gpt_plan(overrides, pipeline)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    _, placed = networks(config, plan, mesh)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in placed.parameters()}
+    x, targets, sample_ids = batch_of(plan)
+    counted = {}
+    for name in placed.block_names:
+        storages: dict[int, torch.UntypedStorage] = {}  # kept: a freed one's address would be used again
+
+        def pack(saved: Tensor, storages: dict = storages) -> Tensor:
+            storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved), dropout.scope(sample_ids):
+            x = placed.block(name)(x)
+            if name == placed.block_names[-1]:
+                x = placed.loss(x, targets)
+        counted[name] = sum(s.nbytes() for address, s in storages.items() if address not in parameters)
+    return counted, {block.name: Way().saved_bytes(block, plan) for block in plan.spec.blocks}
+
+
+def held_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
+    """Body of a rank: (bytes that a recomputed transformer block leaves allocated with its input, bytes predicted).
+
+    By the allocator's own account, so that it sees what hooks of `recompute` keep. On one device: gloo's threads free
+    buffers behind the profiler's back.
+    """
+    config, plan = gpt_plan(overrides)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    _, placed = networks(config, plan, mesh)
+    tokens, _, sample_ids = batch_of(plan)
+    x = placed.block("embedding")(tokens)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        y = recompute.run(placed.block("layers.0"), x, sample_ids, plan.recompute)
+    allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+    kept = allocated - y.untyped_storage().nbytes() + x.untyped_storage().nbytes()
+    return kept, Way().saved_bytes(plan.spec.block("layers.0"), plan)
 
 
 # One layer alone ------------------------------------------------------------------------------------------------------

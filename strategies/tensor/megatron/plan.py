@@ -78,7 +78,8 @@ def _roles(spec: ModelSpec, tp: int) -> list[Problem]:
         return [Problem(what, "model.roles", f"model.roles={{{name}: columns}}, or tp=1", kind="undefined")]
     open_columns: LayerSpec | None = None
     for layer in layers:
-        if open_columns and layer.parameters and layer.layer_role != "row":
+        beside = layer.layer_role == "columns"  # q, k and v of a user's module read the same input
+        if open_columns and layer.parameters and layer.layer_role != "row" and not beside:
             what = f"layer {layer.name} reads what {open_columns.name} has split over tp={tp}: only a row layer can"
             fix = f"model.roles={{{layer.name}: row}}, or tp=1"
             return [Problem(what, "model.roles", fix, kind="undefined")]
@@ -102,7 +103,10 @@ def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
 
 
 def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
-    """(key of the size, the size, `... does not divide`) for everything that tp does not divide."""
+    """(key of the size, the size, `... does not divide`) for everything that tp does not divide.
+
+    Where no row layer follows, as in the matmul lesson, uneven columns are as good as even ones.
+    """
     found = []
     if spec.heads % tp:
         found.append(("model.heads", spec.heads, f"model.heads={spec.heads} does not divide"))
@@ -111,10 +115,10 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
         found.append(("model.kv_heads", spec.kv_heads, what))
     if spec.ffn and spec.ffn % tp:
         found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide"))
-    for layer in spec.layers():
-        for size in _widths(layer):
-            if size % tp and size != spec.ffn and not spec.heads:
-                found.append((layer.name, size, f"layer {layer.name}: {size} features do not divide"))
+    if not spec.heads and any(layer.layer_role == "row" for layer in spec.layers()):
+        for layer in spec.layers():
+            misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
+            found += [(layer.name, size, f"layer {layer.name}: {size} features do not divide") for size in misfits]
     return list(dict.fromkeys(found))
 
 

@@ -1,0 +1,145 @@
+"""Bugs that people have had, planted one by one: the comparison with one device sees each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallelrun.strategies.tensor.megatron import layers, layouts, loss, operators, place
+
+from parallelrun import comm
+from parallelrun.layout import Layout
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.models import layers as one_device
+from tests.pool import run_ranks
+from tests.tensor_cases import BOUND, Proof, llama, prove_gpt
+
+SEQUENCE = {"strategy.tensor.sequence_parallel": True}
+APART = {"strategy.tensor.overlap": False}
+
+
+def bias_added_on_every_rank():
+    def forward(self, x):
+        partial = one_device.linear(x, self.weight, self.bias, self.compute_dtype)
+        return operators.leave(partial, self.span.group, self.span.sequence_parallel)
+
+    layers.Row.forward = forward
+
+
+def input_gradient_not_summed():
+    operators._start_reduce = lambda grad, ctx: lambda: grad
+
+
+def input_gradient_not_summed_apart():
+    operators._Copy.backward = staticmethod(lambda ctx, grad: (grad, None))
+
+
+def input_gradient_summed_twice():
+    once = operators._start_reduce
+
+    def twice(grad, ctx):
+        comm.all_reduce(grad, ctx.group, "activations")
+        return once(grad, ctx)
+
+    operators._start_reduce = twice
+
+
+def output_averaged():
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
+        comm.all_reduce(x, group, "activations")
+        return x.div_(group.size)
+
+    operators._Reduce.forward = staticmethod(forward)
+
+
+def wrong_group():
+    """The tensor way sends over dp: same size, other ranks."""
+    right = Mesh.group
+    Mesh.group = lambda self, axis: replace(right(self, "dp"), axis="tp") if axis == "tp" else right(self, axis)
+
+
+def smoothing_over_the_shard():
+    class Loss(loss.VocabParallelLoss):
+        def forward(self, logits, targets):
+            self.vocab = logits.size(-1)
+            return super().forward(logits, targets)
+
+    place.VocabParallelLoss = Loss
+
+
+def target_counted_by_every_rank():
+    own = loss._own_column
+    loss._own_column = lambda targets, start, n: (own(targets, start, n)[0], torch.ones_like(targets, dtype=torch.bool))
+
+
+def largest_logit_of_the_shard():
+    right = comm.all_reduce
+    loss.comm.all_reduce = lambda *a, **k: None if k.get("op") == "max" else right(*a, **k)
+
+
+def tokens_of_other_shards_not_masked():
+    class Embedding(layers.Embedding):
+        def _own_rows(self, tokens):
+            return torch.nn.functional.embedding(tokens % self.weight.size(0), self.weight).to(self.compute_dtype)
+
+    layers.Embedding = Embedding
+
+
+def positions_of_the_first_slice():
+    layers.Position.forward = one_device.Position.forward
+
+
+def mask_of_the_first_slice():
+    layers.Dropout.forward = one_device.Dropout.forward
+
+
+def slices_of_norm_gradients_not_summed():
+    right = layouts.layout
+    layouts.layout = lambda parameter, plan: Layout(right(parameter, plan).dims)
+
+
+MUTANTS = {
+    bias_added_on_every_rank: {},
+    input_gradient_not_summed: {},
+    input_gradient_not_summed_apart: APART,
+    input_gradient_summed_twice: {},
+    output_averaged: {},
+    wrong_group: {"dp": 2, "global_batch": 4},
+    smoothing_over_the_shard: {"model.label_smoothing": 0.1},
+    target_counted_by_every_rank: {},
+    largest_logit_of_the_shard: {},
+    tokens_of_other_shards_not_masked: {},
+    positions_of_the_first_slice: SEQUENCE,
+    mask_of_the_first_slice: {**SEQUENCE, "dropout": 0.2},
+    slices_of_norm_gradients_not_summed: SEQUENCE,
+}
+
+
+def prove_mutant(name: str, overrides: dict) -> Proof:
+    """Body of a rank."""
+    if name:
+        globals()[name]()
+    dist.barrier()
+    return prove_gpt(overrides)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_seen(mutant):
+    overrides = {"tp": 2, "model.layers": 1, **MUTANTS[mutant]}
+    proofs = run_ranks(2 * overrides.get("dp", 1), prove_mutant, mutant.__name__, overrides)
+    assert max(proof.error for proof in proofs) > 1e6 * BOUND
+
+
+def test_gradients_of_copied_kv_heads_not_summed_are_seen():
+    overrides = llama(tp=4, model__layers=1)
+    proofs = run_ranks(4, prove_mutant, slices_of_norm_gradients_not_summed.__name__, overrides)
+    worst = max(proofs, key=lambda proof: proof.error)
+    assert worst.error > 1e6 * BOUND and worst.where.split(".")[-2] in ("k", "v")
+
+
+def test_without_a_bug_the_same_comparison_is_equal():
+    overrides = {"tp": 2, "model.layers": 1, **MUTANTS[wrong_group]}  # the other plans: test_tensor_gpt
+    assert max(proof.error for proof in run_ranks(4, prove_mutant, "", overrides)) < BOUND
