@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +61,8 @@ def complete_steps(directory: Path) -> dict[int, Path]:
             try:
                 open_complete(folder / name)
             except CheckpointError as error:
-                _log.warning("skipped: %s", error)
+                if not name.startswith("."):  # a replaced one that is being deleted is nobody's loss
+                    _log.warning("skipped: %s", error)
             else:
                 found[int(match.group(1))] = folder / name
     return dict(sorted(found.items()))
@@ -103,13 +105,19 @@ def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:
         return
     steps = complete_steps(directory)
     kept = set(list(steps.values())[-keep:]) if keep > 0 else set(steps.values())
-    for step, path in steps.items():
+    try:
+        for step, path in steps.items():
+            if path not in kept:
+                os.rename(path, directory / f".{step_name(step)}.gone-{secrets.token_hex(4)}")
+            elif path.name != step_name(step) and not (directory / step_name(step)).exists():
+                os.rename(path, directory / step_name(step))  # its replacement never came: a crash
+        left_over = [directory / name for name in os.listdir(directory) if _LEFT_OVER.fullmatch(name)]
+    except OSError as error:  # too many checkpoints are no reason to stop a training
+        _log.warning("old checkpoints stay: %s", error)
+        return
+    for path in left_over:
         if path not in kept:
-            hidden = directory / f".{step_name(step)}.gone-{os.getpid():x}"
-            os.rename(path, hidden)
-    for name in os.listdir(directory):
-        if _LEFT_OVER.fullmatch(name) and directory / name not in kept:
-            remove_tree(directory / name)
+            remove_tree(path)
 
 
 def _latest_of_all(runs: Path) -> Path:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -119,7 +119,9 @@ def reshard_note(index: Index, plan: Plan) -> str | None:
 def encode(index: Index) -> bytes:
     """The file's content: one JSON object that begins with the sha256 of the whole content with that hash zeroed."""
     body: dict[str, Any] = {"sha256": _NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
-    body |= {key: value for key, value in asdict(index).items() if key != "digest"}
+    body |= {"step": index.step, "optimizer": index.optimizer, "plan": dict(index.plan), "extra": dict(index.extra)}
+    body["tensors"] = {key: {**vars(t), "parts": [vars(part) for part in t.parts]} for key, t in index.tensors.items()}
+    body["files"] = dict(index.files)
     raw = json.dumps(body, allow_nan=False).encode()
     assert raw.startswith(_PREFIX + _NO_HASH)
     return raw[: _HASH_SPAN.start] + hashlib.sha256(raw).hexdigest().encode() + raw[_HASH_SPAN.stop :]

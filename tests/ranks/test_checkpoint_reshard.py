@@ -74,9 +74,9 @@ def test_a_checkpoint_holds_every_logical_element_once(saved, name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_loads_other_plans_checkpoints(saved, name, tmp_path, run_ranks):
-    """12 plans x 4 checkpoints = 48 pairs; saved again under the second plan, the numbers are still the first one's."""
+    """12 plans x 3 checkpoints = 36 pairs; saved again under the second plan, the numbers are still the first one's."""
     plan = tiny_plan(overrides(name))
-    salts = [(list(PLANS).index(name) + ahead) % len(PLANS) for ahead in (0, 1, 4, 7)]
+    salts = [(list(PLANS).index(name) + ahead) % len(PLANS) for ahead in (0, 1, 5)]
     paths = [(salt, saved[list(PLANS)[salt]]) for salt in salts]
     results = run_ranks(plan.world, load_and_save, paths, tmp_path, overrides(name))
     assert [wrong for wrong, _ in results] == [[]] * plan.world
