@@ -15,9 +15,9 @@ from parallelrun.config.keys import GROUPS
 LISTABLE = ("recipes", "models", "strategies", "datasets", "optimizers", "precisions", "clusters")
 
 
-def is_query(argv: Sequence[str]) -> bool:
-    """Whether the shell asks what may come next."""
-    return any(word in ("-sc", "--shell-completion") for word in argv) and any(w.startswith("query=") for w in argv)
+def is_asked(argv: Sequence[str]) -> bool:
+    """Whether this is about completion: `-sc install=bash`, or the shell's own `-sc query=bash`."""
+    return any(word in ("-sc", "--shell-completion") for word in argv)
 
 
 def answer(environment: MutableMapping[str, str]) -> tuple[list[str], bool]:

@@ -30,7 +30,7 @@ class _Caught:
 
 def run(words: list[str]) -> int:
     """One command line of a verb (the first word may name it). Raises ParallelrunError and what Hydra raises."""
-    if completion.is_query(words):
+    if completion.is_asked(words):
         return _complete(words)
     attached = detect(os.environ)
     if attached is not None and attached.rank != 0:
@@ -146,12 +146,13 @@ def _tell_followers(attached: Attached, error: Exception) -> None:
 
 def _complete(words: list[str]) -> int:
     """Answer the shell's TAB: our words, and Hydra's keys and options."""
-    candidates, ask_hydra = completion.answer(os.environ)
+    candidates, ask_hydra = [], True
+    if any(word.startswith("query=") for word in words):
+        candidates, ask_hydra = completion.answer(os.environ)
     for candidate in candidates:
         print(candidate)
     if ask_hydra:
         from parallelrun.config import compose
 
-        flags = [word for word in words if "=" not in word or word.startswith(("query=", "-"))]
-        compose.run_hydra(compose.prepare_completion(flags), lambda config: None)
+        compose.run_hydra(compose.prepare_completion(words), lambda config: None)
     return EXIT_OK

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Terminated:
             return _ended("terminated", EXIT_TERMINATED)
         except SystemExit as error:
+            if isinstance(error.__context__, BrokenPipeError):  # rich has silenced stdout already
+                return EXIT_OK
             return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1
         except Exception as error:
             return errors.report(errors.translate(error) or error, verbose)

@@ -74,17 +74,19 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     if flags:  # Hydra may be asked what there is
         for name in files.keys() - loaded.keys():
             store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
+    if "--hydra-help" in flags:  # it knows Hydra's own configuration only
+        argv = list(flags)
     keys = {name: _keys(name, loaded, ()) for name in loaded}
     return Prepared(tuple(argv), keys, shown)
 
 
-def prepare_completion(flags: Sequence[str]) -> Prepared:
+def prepare_completion(words: Sequence[str]) -> Prepared:
     """For the shell's TAB: every recipe has a name, and none is opened."""
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
     for name in recipes.find():
         store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
-    return Prepared(tuple(flags), {}, {})
+    return Prepared(tuple(words), {}, {})
 
 
 def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:

@@ -296,7 +296,7 @@ class _Check:
         if "${" in value.value:
             return
         where = _where(self.shown, value)
-        if value.style is None:
+        if not value.style:  # plain; libyaml says "", PyYAML None
             problem = trap(key, value.value or "null", where)
             if problem is None and key.kind == "str":
                 problem = string_trap(key, value.value, where)

@@ -17,13 +17,13 @@ _FIRST = ("point", "state", "reason", "directory", "exit_code")
 _COLUMNS = (
     ("world", "ranks"),
     ("loss", "loss"),
-    ("final_loss", "loss"),
     ("val_loss", "val loss"),
-    ("final_val_loss", "val loss"),
     ("step_time_median_s", "step s"),
-    ("median_step_time_s", "step s"),
+    ("median_s", "step s"),
     ("tokens_per_s", "tokens/s"),
+    ("wire_bytes_per_step", "bytes/step"),
     ("passed", "verified"),
+    ("max_error.params", "error"),
 )
 _MAX_ROWS = 200
 
@@ -60,7 +60,7 @@ def summary(directory: Path, verb: str) -> dict[str, Any]:
     for key, value in read_json(directory / _RECORD[verb]).items():
         if isinstance(value, dict):
             flat |= {f"{key}.{inner}": item for inner, item in value.items() if not isinstance(item, (dict, list))}
-        elif key not in ("schema", "overrides", "state"):
+        elif key not in ("schema", "overrides", "state") and not isinstance(value, list):
             flat[key] = value
     return flat
 

@@ -1,0 +1,283 @@
+"""The program in this process: what each word prints, and its exit code. Nothing here starts a rank."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from parallelrun.cli import main as program
+from parallelrun.cli.help import EXAMPLES
+from parallelrun.config import presets
+from parallelrun.config.keys import GROUPS
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """run("plan tp=2") -> (exit code, stdout, stderr), in an empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def call(*words: str):
+        code = program.main(words[0].split() if len(words) == 1 else list(words))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    yield call
+    assert list(tmp_path.iterdir()) == [] or any(path.suffix for path in tmp_path.iterdir()), "written to disk"
+
+
+def error_of(run, *words: str) -> str:
+    code, out, err = run(*words)
+    assert code == 2 and out == "" and "Traceback" not in err, (code, out, err)
+    assert err.startswith("error: ")
+    return err
+
+
+def test_no_word_is_answered_with_the_short_help(run):
+    code, out, _ = run("")
+    assert code == 0 and "parallelrun --help" in out
+
+
+def test_help_names_every_verb_group_and_six_examples(run):
+    code, out, _ = run("--help")
+    assert code == 0 and len(EXAMPLES) == 6
+    for word in ("run", "plan", "verify", "bench", "ls", "show", "doctor", "tokenize", *GROUPS):
+        assert f"\n  {word} " in out
+    for group in GROUPS:
+        for option in presets.options(group):
+            assert option in out
+    assert all(command in out for command, _ in EXAMPLES)
+    assert run("plan --help")[1] == out
+
+
+def test_the_version_is_ours(run):
+    assert run("--version")[1] == "parallelrun 0.1.0\n"
+
+
+@pytest.mark.parametrize("command", [command for command, _ in EXAMPLES])
+def test_every_example_of_the_help_is_legal(run, command):
+    words = [word for word in command.split()[1:] if word not in ("plan", "verify", "bench", "run")]
+    code, out, err = run("plan", "--json", *words)
+    assert code == 0, err
+    points = json.loads(out).get("points")
+    assert points is None or all(point["state"] == "planned" for point in points)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model=gtp", ["model=gtp: no such model", "did you mean: model=gpt", "try: parallelrun ls"]),
+        ("strategy=pdtp", ["strategy=pdtp: no such strategy", "strategy=ptdp"]),
+        ("dataset=tekst", ["dataset=text"]),
+        ("recipe=quikstart", ["recipe=quikstart: no such recipe", "recipe=quickstart"]),
+        ("recipe=./none.yaml", ["no such file", "none.yaml"]),
+        ("tpp=8", ["tpp=8: no such key: tpp", "did you mean: tp"]),
+        ("tp=eight", ["not a whole number"]),
+        ("tp=010", ["parsed as 8 from 010; write 8 or 10"]),
+        ("tp=${nosuch}", ["'nosuch' not found", "where: tp"]),
+        ("tp=${pp} pp=${tp}", ["leads back to itself"]),
+        ("name=${oc.env:NO_SUCH_VARIABLE_HERE}", ["NO_SUCH_VARIABLE_HERE"]),
+        ("name=${nosuchresolver:1}", ["nosuchresolver"]),
+        ("tp=choice(1,2)", ["multirun"]),
+        ("optimizer.betas=0.9", ["optimizer.betas"]),
+        ("model.roles=[1]", ["model.roles"]),
+        ("optimizer.betas=[a,b]", ["optimizer.betas"]),
+        ("--resolve", ["--resolve"]),
+        ("--config-dir /nonexistent", ["/nonexistent"]),
+        ("-cn nosuch", ["nosuch"]),
+        ("--tp 8", ["write tp=8"]),
+        ("plan tp=3", ["tp=2 or tp=4"]),
+        ("tp=0", ["tp=0"]),
+        ("tp=-1", ["tp=-1"]),
+        ("optimizer.lr=nan", ["optimizer.lr"]),
+        ("optimizer.lr=-1", ["optimizer.lr"]),
+        ("steps=0", ["steps"]),
+        ("name=../x", ["name"]),
+        ("strategy=ddp staleness=2", ["staleness=2"]),
+        ("path=a.txt", ["path"]),
+        ("ls modls", ["did you mean: models"]),
+        ("show nosuch", ["recipe=nosuch"]),
+        ("show a b", ["one recipe"]),
+        ("-m hydra.sweeper.nosuch=1 tp=1,2", ["nosuch"]),
+        ("-m model=gtp,gpt", ["model=gtp"]),
+        ("-m tp=1,two", ["two"]),
+    ],
+)
+def test_a_mistake_ends_with_2_and_one_readable_message(run, line, said):
+    err = error_of(run, *line.split())
+    for text in said:
+        assert text in err
+
+
+def test_all_violations_of_a_plan_come_at_once(run):
+    err = error_of(run, "plan", "tp=3", "optimizer.lr=-1", "steps=0")
+    assert err.count("error: ") >= 3
+
+
+def test_the_same_command_with_v_shows_the_traceback(run):
+    code, _, err = run("plan", "tp=3", "-v")
+    assert code == 2 and "Traceback" in err and err.rstrip().splitlines()[-1].startswith("  ")
+
+
+def test_json_is_one_document_and_nothing_else(run):
+    code, out, err = run("plan", "--json", "model=gpt", "tp=2", "pp=2")
+    document = json.loads(out)
+    assert code == 0 and err == "" and document["schema"] == 1 and document["world"] == 4
+
+
+def test_a_plan_is_shown_to_people(run):
+    code, out, _ = run("plan", "tp=2", "pp=2")
+    assert code == 0 and "tp" in out and "bubble" in out
+
+
+def test_a_sweep_of_plans_is_one_document_with_reasons(run):
+    code, out, _ = run("plan", "-m", "--json", "strategy=single,ddp,tp", "world=2,3")
+    points = json.loads(out)["points"]
+    states = {tuple(point["overrides"]): point["state"] for point in points}
+    assert code == 0 and len(points) == 6
+    assert states[("strategy=ddp", "world=2")] == "planned"
+    assert states[("strategy=single", "world=2")] == "skipped"
+    skipped = next(point for point in points if point["overrides"] == ["strategy=tp", "world=3"])
+    assert "heads" in skipped["reason"] and skipped["problems"][0]["suggestion"]
+
+
+def test_a_sweep_without_a_legal_point_is_a_mistake(run):
+    assert run("plan", "-m", "tp=3,5")[0] == 2
+
+
+def test_unread_keys_are_notes_in_a_sweep(run):
+    code, out, _ = run("plan", "-m", "--json", "strategy=ddp", "dp=2", "staleness=1,2")
+    points = json.loads(out)["points"]
+    assert code == 0 and {point["state"] for point in points} == {"planned"}
+    assert "staleness=1" in json.dumps(points[0]["warnings"])
+
+
+def test_a_recipe_file_is_composed_and_the_command_line_beats_it(run, tmp_path):
+    (tmp_path / "my recipe, v2.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /strategy: tp\ntp: 4\nmodel:\n  hidden: 128\n"
+    )
+    code, out, err = run("plan", "--json", "recipe=./my recipe, v2.yaml", "tp=2")
+    assert code == 0, err
+    document = json.loads(out)
+    assert (document["preset"], document["world"], document["model"]["hidden"]) == ("tp", 2, 128)
+
+
+def test_a_recipe_builds_on_another_by_name(run, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - quickstart\n  - _self_\ndp: 2\n")
+    code, out, err = run("plan", "--json", "recipe=mine.yaml")
+    assert code == 0, err
+    assert json.loads(out)["degrees"] == {"pp": 2, "dp": 2, "tp": 2, "ep": 1}
+
+
+def test_a_recipes_key_counts_as_given(run, tmp_path):
+    (tmp_path / "mine.yaml").write_text("strategy:\n  data:\n    shard: 2\n")
+    assert "strategy.data.shard" in error_of(run, "plan", "recipe=mine.yaml")
+
+
+def test_show_prints_what_a_recipe_composes_to(run):
+    code, out, _ = run("show", "gpt3_oneflow_3072", "dp=3")
+    assert code == 0 and "\ndp: 3\n" in out and "hidden: 12288" in out
+    assert json.loads(run("show", "gpt3_oneflow_3072", "--json")[1])["pp"] == 64
+
+
+@pytest.mark.parametrize("kind", ["", "recipes", "model", "strategies", "datasets", "clusters"])
+def test_ls_has_a_source_and_a_description_for_everything(run, kind):
+    code, out, _ = run("ls", "--json", *kind.split())
+    found = {key: rows for key, rows in json.loads(out).items() if key != "schema"}
+    assert code == 0 and len(found) == (1 if kind else 7)
+    for rows in found.values():
+        assert rows and all(row["name"] and row["source"] and row["description"] for row in rows)
+    assert run("ls", *kind.split())[0] == 0
+
+
+def test_hydras_own_flags_answer(run):
+    code, out, _ = run("--cfg", "job", "-p", "model", "model=llama3_8b")
+    assert code == 0 and "kv_heads: 8" in out
+    assert "name" in run("--cfg", "job", "--resolve", "tp=2")[1]
+    assert "Defaults" in run("--info", "defaults")[1]
+    assert "Hydra" in run("--hydra-help")[1]
+    assert "parallelrun" in run("-sc", "install=bash")[1]
+
+
+def test_completion_knows_verbs_keys_options_and_recipes(run, monkeypatch):
+    def complete(line: str) -> list[str]:
+        monkeypatch.setenv("COMP_LINE", line)
+        monkeypatch.setenv("COMP_POINT", str(len(line)))
+        monkeypatch.setenv("COMP_CWORD", "1")
+        return run("-sc", "query=bash")[1].split()
+
+    assert "plan" in complete("parallelrun ")
+    assert "strategy=ptdp" in complete("parallelrun plan strategy=pt")
+    assert "recipe=quickstart" in complete("parallelrun plan recipe=qui")
+    assert "model.layers=" in complete("parallelrun verify model.la")
+
+
+def test_the_config_directory_of_a_user_adds_options(run, tmp_path):
+    (tmp_path / "own.d" / "model").mkdir(parents=True)
+    (tmp_path / "own.d" / "model" / "tiny.yaml").write_text(
+        "name: gpt\npreset: tiny\nlayers: 2\nhidden: 16\nheads: 2\n"
+    )
+    code, out, err = run("plan", "--json", "--config-dir", "own.d", "model=tiny", "dp=2")
+    assert code == 0, err
+    assert json.loads(out)["model"]["layers"] == 2
+
+
+def test_a_closed_pipe_is_silent(run, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return null.fileno()
+
+    with open(os.devnull, "w") as null:
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert program.main(["ls"]) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_program_without_a_traceback(run, monkeypatch, number, code):
+    from parallelrun.plan import resolve
+
+    def slow(*args, **kwargs):
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
+        time.sleep(10)
+        raise AssertionError("the signal did not arrive")
+
+    monkeypatch.setattr(resolve, "resolve", slow)
+    before = signal.getsignal(signal.SIGTERM)
+    got, _, err = run("plan", "tp=2")
+    assert got == code and "Traceback" not in err and len(err.splitlines()) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_under_a_launcher_other_ranks_compose_nothing(run, monkeypatch):
+    followed = []
+    monkeypatch.setattr("parallelrun.launch.attach.follow", lambda words: followed.append(words) or 0)
+    monkeypatch.setattr("parallelrun.config.compose.prepare", lambda *a: pytest.fail("composed"))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert run("tp=2")[0] == 0 and followed == [["tp=2"]]
+    assert run("plan", "tp=2") == (0, "", "")
+    assert run("--cfg", "job") == (0, "", "")
+
+
+def test_under_a_launcher_rank_0_tells_the_others_when_it_fails(run, monkeypatch):
+    told = []
+    monkeypatch.setattr("parallelrun.launch.attach.abandon", lambda attached, code: told.append((attached.world, code)))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert "no such key" in error_of(run, "tpp=2")
+    assert "torchrun" in error_of(run, "-m", "tp=1,2")
+    assert told == [(2, 2), (2, 2)]
+    code, out, _ = run("plan", "--json", "strategy=ddp")
+    assert code == 0 and json.loads(out)["world"] == 2  # the launcher's ranks, not the preset's smallest plan

@@ -1,0 +1,168 @@
+"""argv is sorted, and every mistake that needs no composition is told at once."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from parallelrun.cli.argv import read, starts_ranks
+from parallelrun.errors import ConfigError
+
+
+def overrides(line: str) -> list[str]:
+    return [override.hydra() for override in read(shlex.split(line)).overrides]
+
+
+def problems(line: str):
+    with pytest.raises(ConfigError) as caught:
+        read(shlex.split(line))
+    return caught.value.problems
+
+
+def test_the_verb_is_the_first_word():
+    assert read(["plan", "tp=2"]).verb == "plan"
+    assert read(["tp=2"]).verb == "run"
+    assert read([]).verb == "run"
+
+
+def test_our_flags_are_taken_out_anywhere():
+    line = read(["plan", "--json", "tp=2", "-v", "--trust"])
+    assert line.json and line.verbose and line.trust and line.flags == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("--cfg job --resolve -p model tp=2", ("--cfg", "job", "--resolve", "-p", "model")),
+        ("--cfg=job tp=2", ("--cfg=job",)),
+        ("--info defaults-tree tp=2", ("--info", "defaults-tree")),
+        ("--info tp=2", ("--info",)),
+        ("--multi tp=2", ("--multirun",)),
+        ("--config-dir x -cn other", ("--config-dir", "x", "-cn", "other")),
+        ("-sc query=bash", ("-sc",)),
+    ],
+)
+def test_hydras_flags_pass(words, flags):
+    if "query=" in words:
+        assert not starts_ranks(words.split())
+        return
+    assert read(words.split()).flags == flags
+
+
+def test_a_sweep_is_known_by_its_flag_or_by_hydras_key():
+    assert read(["-m", "tp=1,2"]).multirun
+    assert read(["--multirun", "tp=1,2"]).multirun
+    assert read(["hydra.mode=MULTIRUN", "tp=1,2"]).multirun
+    assert not read(["tp=2"]).multirun
+
+
+def test_mpiruns_words_mean_the_world():
+    assert overrides("-np 4 model=gpt") == ["model=gpt", "world=4"]
+    assert overrides("-np 4 -H localhost:4") == ["world=4"]
+    assert overrides("-H localhost:2,127.0.0.1:2") == ["world=4"]
+    assert overrides(f"-np 2 -H {socket.gethostname()}") == ["world=2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "fix"),
+    [
+        ("--tp 8", "without dashes", "write tp=8"),
+        ("--tp=8", "without dashes", "write tp=8"),
+        ("--learning-rate 1", "without dashes", "write optimizer.lr=1"),
+        ("--jsn", "without dashes", "--json"),
+        ("tp = 8", "no spaces around =", "tp=8"),
+        ("tp= 8", "no spaces around =", "tp=8"),
+        ("tp =8", "no spaces around =", "tp=8"),
+        ("tp", "a value is missing", "tp=..."),
+        ("tp 8", "a value is missing", "tp=8"),
+        ("pln model=gpt", "neither a verb", "plan"),
+        ("quickstart", "neither a verb", "recipe=quickstart"),
+        ("mine.yaml", "a bare file name", "recipe=mine.yaml"),
+        ("-np x", "-np x", "-np 2"),
+        ("--cfg", "a value must follow", ""),
+    ],
+)
+def test_a_slip_is_answered_with_what_to_write(line, said, fix):
+    (problem,) = problems(line)
+    assert said in problem.what and fix in problem.suggestion
+
+
+def test_a_late_verb_is_put_first():
+    (problem,) = problems("model=gpt plan")
+    assert problem.command == "parallelrun plan model=gpt"
+
+
+def test_other_hosts_are_for_other_launchers():
+    (problem,) = problems("-np 8 -H nodeA:4,nodeB:4")
+    assert "torchrun" in problem.command
+
+
+def test_np_and_world_are_one_key():
+    assert "given twice" in problems("-np 4 world=8")[0].what
+
+
+def test_all_mistakes_come_at_once():
+    assert len(problems("tpp=8 --dp 2 seed=010")) == 3
+
+
+WORDS = some.sampled_from(
+    [
+        "run",
+        "plan",
+        "ls",
+        "tp=2",
+        "tp=",
+        "=2",
+        "tp",
+        "=",
+        "-m",
+        "--json",
+        "-v",
+        "--tp",
+        "8",
+        "model=gpt",
+        "model=",
+        "recipe=./x.yaml",
+        "recipe=a,b",
+        "~tp",
+        "+x=1",
+        "++tp=3",
+        "tp=010",
+        "path=~/x,y",
+        "-np",
+        "-H",
+        "localhost:3",
+        "--cfg",
+        "job",
+        "--info",
+        "hydra.run.dir=x",
+        "''",
+        "-",
+        "--",
+        "--=",
+        "a=b=c",
+        "@x=1",
+        "tp@a=2",
+        "é=1",
+        "tp=[1",
+        "tp='x",
+        "tp=${pp}",
+        "tp=choice(1,2)",
+        "compile=2",
+        "model.roles.a=b",
+    ]
+)
+
+
+@given(some.lists(WORDS | some.text(max_size=12), max_size=8))
+@settings(max_examples=1500, deadline=None)
+def test_no_command_line_breaks_the_reader(words):
+    try:
+        for override in read(words).overrides:
+            assert "=" in override.hydra() or override.is_hydra
+    except ConfigError as error:
+        assert all(problem.what and problem.where for problem in error.problems)

@@ -1,0 +1,66 @@
+"""Every message has one shape, and what Hydra raises is brought into it."""
+
+from __future__ import annotations
+
+from parallelrun.cli import errors
+from parallelrun.cli.gpus import visible_gpus
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+
+
+def test_the_shape_of_a_message():
+    problem = Problem("tp=3: 64 does not divide", "tp", "tp=2 or tp=4", "parallelrun plan tp=2")
+    assert errors.render([problem]) == (
+        "error: tp=3: 64 does not divide\n  where: tp\n  did you mean: tp=2 or tp=4\n  try: parallelrun plan tp=2"
+    )
+
+
+def test_lines_that_are_empty_are_left_out():
+    assert errors.render([Problem("it broke")]) == "error: it broke"
+
+
+def test_all_problems_are_shown_each_on_lines_of_its_own():
+    assert errors.render([Problem("a"), Problem("b\nc")]) == "error: a\nerror: b c"
+    assert errors.render([Problem("x")] * 30).endswith("... and 10 more")
+
+
+def test_a_known_error_shows_no_traceback(capsys):
+    assert errors.report(EnvironmentProblem("no GPU"), verbose=False) == 3
+    assert capsys.readouterr().err == "error: no GPU\n"
+
+
+def test_an_unexpected_error_says_how_to_see_more(capsys):
+    try:
+        raise ZeroDivisionError("by zero")
+    except ZeroDivisionError as error:
+        assert errors.report(error, verbose=False) == 1
+        assert "-v" in capsys.readouterr().err
+        assert errors.report(error, verbose=True) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_our_own_errors_pass_through_hydras():
+    try:
+        try:
+            raise ConfigError("mine")
+        except ConfigError as inner:
+            raise RuntimeError("wrapped") from inner
+    except RuntimeError as outer:
+        assert str(errors.translate(outer)) == "mine"
+
+
+def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():
+    assert errors.translate(KeyError("x")) is None
+    assert errors.translate(ValueError("x")) is None
+
+
+def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallelrun.cli.gpus._torch_is_cpu_only", lambda: False)
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == 3
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, tmp_path) == 1
+    assert visible_gpus({}, tmp_path / "absent") == 0
+    monkeypatch.setattr("parallelrun.cli.gpus._torch_is_cpu_only", lambda: True)
+    assert visible_gpus({}, tmp_path) == 0
