@@ -1,4 +1,5 @@
-"""Proof of a plan inside tests: the same training as on one device, by the same code as `parallelrun verify`.
+"""Proof of a plan inside tests: the same training as on one device, by the same code as `parallelrun verify`, and what
+it sends as the plan predicts.
 
 The one-device reference is computed once per setting in the test process and read by rank 0 of every cell.
 """
@@ -14,9 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelrun.accounting import CommunicationCounter
 from parallelrun.config.schema import Config
+from parallelrun.exchange import gather_json
+from parallelrun.plan import account
 from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build
+from parallelrun.train.build import Training, build
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
 from parallelrun.verify.run import checked_config, judge, one_device
 from parallelrun.verify.trace import Trace, record
 from tests.plans import tiny_config
@@ -34,8 +40,9 @@ def parity(overrides: dict[str, Any], mutant: str | None = None, timeout: float 
 
 
 def assert_equal(document: dict[str, Any]) -> None:
-    """Fail with the worst of each kind if the verdict is not `passed`."""
+    """Fail with the worst of each kind if the verdict is not `passed`, or if something was sent but not predicted."""
     assert document["passed"], f"{document['max_error']} in {document['worst']}; {document['copies_that_disagree']}"
+    assert not document["surprises"], "\n".join(sorted(document["surprises"]))
 
 
 def _settings(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -62,7 +69,21 @@ def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict
         from tests import mutants
 
         getattr(mutants, mutant)()
-    trace = record(build(config, plan, torch.device("cpu")), config.verify.steps)
+    training = build(config, plan, torch.device("cpu"))
+    trace = record(training, config.verify.steps)
+    surprises = [] if mutant else [text for texts in gather_json(_surprises(training), training.mesh) for text in texts]
     if plan.world > 1 and dist.get_rank() != 0:
         return None
-    return judge(trace, Trace(**torch.load(reference, weights_only=False)), config, plan)
+    document = judge(trace, Trace(**torch.load(reference, weights_only=False)), config, plan)
+    return {**document, "surprises": surprises}
+
+
+def _surprises(training: Training) -> list[str]:
+    """Where what this rank sends in a steady step differs from the plan's prediction, in calls or to the byte."""
+    config, plan, mesh = training.config, training.plan, training.mesh
+    with CommunicationCounter(mesh) as counter:
+        train_step(training, config.verify.steps + 1, 0.0, LossScaler(config.precision, scaled=False))
+    counted, said = set(counter.rows()), set(account.collectives(plan, mesh.rank))
+    return [f"rank {mesh.rank} sent {row}" for row in counted - said] + [
+        f"rank {mesh.rank} was to send {row}" for row in said - counted
+    ]
