@@ -82,7 +82,13 @@ class MeshShape:
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that share every coordinate with `rank` except those on `axes`, in mesh order."""
-        place = {name: value for name, value in self.coordinate(rank).items() if name in self.leaf_names}
+        place = self.coordinate(rank)
         varying = {leaf for axis in axes for leaf in self.leaf_axes(axis)}
-        moving = [[(name, i) for i in range(degree)] for name, degree in self.leaves if name in varying]
-        return tuple(self.rank(**{**place, **dict(move)}) for move in product(*moving))
+        members, stride = [rank], 1
+        for name, degree in reversed(self.leaves):
+            if name in varying:  # faster leaves have been laid out already: this one is slower than they
+                first = members[0] - place[name] * stride
+                offsets = [member - members[0] for member in members]
+                members = [first + i * stride + offset for i in range(degree) for offset in offsets]
+            stride *= degree
+        return tuple(members)

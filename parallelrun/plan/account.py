@@ -142,26 +142,36 @@ def _looks(block: BlockSpec, tied: set[str]) -> object:
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
-    """(a rank, how many ranks send the same): by class of pp coordinates, and by tensor coordinate where uneven.
+    """(a rank, how many ranks send the same), the first of all holding most.
 
-    The first of a class holds most (`torch.chunk` makes the first shards the largest).
+    Classes are made by pp coordinates that look alike, by tensor coordinate where weights lie unevenly on the tensor
+    axes, and by data coordinate where shards of what is summed last (partial axes, tied copies) are uneven.
     """
-    num_tensor, num_replicas = plan.mesh.size("tp"), plan.mesh.size("dp")
+    state_layout = ways_of(plan).data.state_layout
+    num_tensor, num_data = plan.mesh.size("tp"), plan.mesh.size("dp")
+    originals = {original for _, original in plan.tied_copies}
     classes = []
     for positions in position_classes(plan):
-        if _uneven(plan, positions[0]):
-            ranks = [plan.mesh.rank(pp=positions[0], tp=tensor) for tensor in range(num_tensor)]
-            classes += [(rank, len(positions) * num_replicas) for rank in ranks]
-        else:
-            classes.append((plan.mesh.rank(pp=positions[0]), len(positions) * num_replicas * num_tensor))
+        held = held_parameters(plan, positions[0])
+        uneven = _uneven(plan, positions[0], held)
+        summed_last = [h for h in held if h.layout.partial or h.spec.name in originals]
+        shards = {(h.spec.shape, state_layout(h.layout, plan)) for h in summed_last}
+        for tensor in range(num_tensor if uneven else 1):
+            alike: dict[tuple[int, ...], list[int]] = {}
+            for data in range(num_data) if shards else (0,):
+                rank = plan.mesh.rank(pp=positions[0], dp=data, tp=tensor)
+                place = plan.mesh.coordinate(rank)
+                sizes = tuple(layout.local_numel(shape, plan.mesh.sizes, place) for shape, layout in shards)
+                alike.setdefault(sizes, []).append(rank)
+            each = len(positions) * (1 if uneven else num_tensor) * (1 if shards else num_data)
+            classes += [(ranks[0], len(ranks) * each) for ranks in alike.values()]
     return classes
 
 
-def _uneven(plan: Plan, position: int) -> bool:
+def _uneven(plan: Plan, position: int, held: tuple[HeldParameter, ...]) -> bool:
     """Does any parameter of this coordinate lie unevenly on the tensor axes?"""
     first = plan.mesh.coordinate(plan.mesh.rank(pp=position))
     last = plan.mesh.coordinate(plan.mesh.rank(pp=position, tp=plan.mesh.size("tp") - 1))
-    held = held_parameters(plan, position)
     return any(_numel(h, h.layout, plan, first) != _numel(h, h.layout, plan, last) for h in held)
 
 

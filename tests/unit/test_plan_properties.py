@@ -177,7 +177,7 @@ def cover(shape, layout, mesh, places) -> None:
     assert sum(parts.values()) == copies * split
 
 
-@settings(max_examples=700, **COMMON)
+@settings(max_examples=500, **COMMON)
 @given(anything())
 def test_whatever_is_asked_either_makes_a_plan_or_a_config_error(overrides):
     config = tiny_config(overrides)

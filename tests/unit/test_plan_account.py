@@ -1,0 +1,181 @@
+"""The account of a plan: collectives, memory, FLOPs, against closed forms and against every single rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.plan import account, simulate
+from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.structure import Collective, Memory
+from tests.plans import tiny_plan
+
+PLANS = [
+    {"pp": 2, "dp": 3, "tp": 2, "strategy.data.kind": "zero1", "model.vocab": 35, "global_batch": 12},
+    {"dp": 3, "tp": 2, "strategy.data.kind": "fsdp", "strategy.tensor.sequence_parallel": True, "global_batch": 12},
+    {"dp": 4},
+    {"dp": 2, "strategy.data.kind": "zero1", "model.vocab": 35},
+    {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2, "tp": 2},
+    {"tp": 4, "model.vocab": 37},
+    {"tp": 4, "model.kv_heads": 2, "strategy.tensor.sequence_parallel": True},
+    {"pp": 4, "dp": 2, "microbatches": 4},
+    {"pp": 2, "schedule": "zbv"},
+    {"pp": 2, "schedule": "interleaved", "tp": 2, "dp": 2, "model.vocab": 33},
+    {"pp": 3, "tp": 2, "model.layers": 7, "model.tied_embeddings": False, "microbatches": 4},
+    {"pp": 2, "dp": 2, "tp": 2, "strategy.data.kind": "fsdp", "model.vocab": 35},
+]
+
+
+@pytest.mark.parametrize("overrides", PLANS, ids=str)
+def test_the_totals_are_the_sum_over_every_rank(overrides):
+    plan = tiny_plan(overrides)
+    calls, payload = Counter(), Counter()
+    for rank in range(plan.world):
+        for row in account.collectives(plan, rank):
+            calls[row.axis, row.operation, row.purpose] += row.calls
+            payload[row.axis, row.operation, row.purpose] += row.payload_bytes
+    _, rows = account.traffic(plan)
+    assert {(r.axis, r.operation, r.purpose): r.total_calls for r in rows} == dict(calls)
+    assert {(r.axis, r.operation, r.purpose): r.total_payload_bytes for r in rows} == dict(payload)
+
+
+@pytest.mark.parametrize("overrides", PLANS, ids=str)
+def test_a_coordinate_s_memory_is_that_of_its_rank_that_holds_most(overrides):
+    plan = tiny_plan(overrides)
+    found = account.memories(plan)
+    for position in range(plan.mesh.size("pp")):
+        ranks = [rank for rank in range(plan.world) if plan.mesh.coordinate(rank)["pp"] == position]
+        assert found[position].total == max(account.memory(plan, rank).total for rank in ranks)
+
+
+@pytest.mark.parametrize("overrides", PLANS, ids=str)
+def test_what_is_sent_is_received_and_control_is_one_small_row(overrides):
+    plan = tiny_plan(overrides)
+    _, rows = account.traffic(plan)
+    sent = Counter({r.purpose: r.total_calls for r in rows if r.operation == "send"})
+    received = Counter({r.purpose: r.total_calls for r in rows if r.operation == "recv"})
+    assert sent == received and (sum(sent.values()) > 0) == (plan.mesh.size("pp") > 1)
+    (control,) = [row for row in rows if row.axis == "world"]
+    assert (control.purpose, control.calls, control.group_size) == ("control", 1, plan.world)
+    assert control.payload_bytes < 100
+
+
+def test_one_rank_sends_nothing():
+    assert account.collectives(tiny_plan(), 0) == []
+
+
+def test_rows_are_merged_by_axis_operation_and_purpose():
+    row = Collective("dp", "all_reduce", "gradients", 1, 10)
+    assert account.merge([row, Collective("dp", "send", "x", 1, 1), row]) == [
+        Collective("dp", "all_reduce", "gradients", 2, 20),
+        Collective("dp", "send", "x", 1, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operation", "size", "expected"),
+    [
+        ("all_reduce", 4, 150),
+        ("all_gather", 4, 75),
+        ("reduce_scatter", 4, 75),
+        ("all_to_all", 2, 50),
+        ("send", 8, 100),
+        ("recv", 8, 0),
+        ("all_reduce", 1, 0),
+    ],
+)
+def test_wire_bytes_are_what_a_bandwidth_optimal_algorithm_must_send(operation, size, expected):
+    assert account.wire_bytes(Collective("dp", operation, "x", 1, 100), size) == expected
+
+
+def test_memory_of_one_device_is_four_times_its_weights_under_adamw():
+    plan = tiny_plan()
+    memory = account.memory(plan, 0)
+    weights = 4 * plan.spec.num_parameters
+    assert (memory.weights, memory.gradients, memory.optimizer) == (weights, weights, 2 * weights)
+    assert memory.total == 4 * weights + memory.activations and memory.leaves_out
+
+
+def test_sgd_keeps_no_state_and_one_with_momentum():
+    assert account.memory(tiny_plan({"optimizer.name": "sgd"}), 0).optimizer == 0
+    with_momentum = account.memory(tiny_plan({"optimizer.name": "sgd", "optimizer.momentum": 0.9}), 0)
+    assert with_momentum.optimizer == with_momentum.weights
+
+
+def test_zero1_shares_the_optimizer_state_and_fsdp_the_weights_too():
+    plain, zero1 = tiny_plan(dp=2), tiny_plan({"dp": 2, "strategy.data.kind": "zero1"})
+    whole = account.memory(plain, 0)
+    assert account.memory(zero1, 0).optimizer == pytest.approx(whole.optimizer / 2, rel=0.05)
+    assert account.memory(zero1, 0).weights == whole.weights
+    fsdp = tiny_plan({"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16})
+    assert account.memory(fsdp, 0).weights < 0.8 * account.memory(tiny_plan({"dp": 2, "model.layers": 16}), 0).weights
+
+
+def test_weights_kept_gathered_are_counted():
+    overrides = {"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16}
+    let_go = account.memory(tiny_plan(overrides), 0)
+    kept = account.memory(tiny_plan({**overrides, "strategy.data.reshard_after_forward": False}), 0)
+    assert kept.weights > let_go.weights
+
+
+def test_a_tied_copy_is_held_on_both_ends_of_the_pipeline():
+    tied, untied = tiny_plan(pp=2), tiny_plan({"pp": 2, "model.tied_embeddings": False})
+    assert [account.memory(tied, r).weights for r in (0, 1)] == [account.memory(untied, r).weights for r in (0, 1)]
+    assert tied.spec.num_parameters < untied.spec.num_parameters
+
+
+def test_gpipe_keeps_every_microbatch_and_1f1b_at_most_pp():
+    few, many = {"pp": 2, "global_batch": 8, "microbatches": 4}, {"pp": 2, "global_batch": 16, "microbatches": 8}
+    for schedule, grows in (("gpipe", 2), ("1f1b", 1)):
+        small = account.memory(tiny_plan({**few, "schedule": schedule}), 0).activations
+        large = account.memory(tiny_plan({**many, "schedule": schedule}), 0).activations
+        assert small > 0 and large == grows * small
+
+
+@pytest.mark.parametrize(("total", "fits"), [(80, "yes"), (95, "unknown"), (101, "no")])
+def test_fits_says_unknown_where_what_is_left_out_decides(total, fits):
+    memory = Memory(total * 10**9, 0, 0, 0)
+    assert account.fits(memory, ClusterConfig(memory_gb=100)) == fits
+    assert account.fits(memory, ClusterConfig(), device_bytes=100 * 10**9) == fits
+
+
+def test_fits_is_unknown_without_a_size():
+    assert account.fits(Memory(1, 0, 0, 0), ClusterConfig()) == "unknown"
+
+
+def test_flops_are_sc21_s_72_form():
+    plan = tiny_plan({"dp": 2, "pp": 2, "recompute": "full"})
+    b, s, layers, h, v = plan.batch.global_batch, 8, 4, 16, 32
+    simulated = simulate.of_plan(plan, ways_of(plan).pipeline)
+    cost = account.cost(plan, ClusterConfig(), account.traffic(plan)[1], simulated.makespan)
+    assert cost.model_flops == pytest.approx(72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)))
+    form_96 = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert cost.hardware_flops == pytest.approx(form_96)
+    assert cost.compute_s is None and cost.communication_s is None
+
+
+def test_time_comes_from_the_cluster_s_rates_alone():
+    plan = tiny_plan(dp=2)
+    _, rows = account.traffic(plan)
+    makespan = simulate.of_plan(plan, ways_of(plan).pipeline).makespan
+    cluster = ClusterConfig(peak_tflops=1e-6, intra_gb_s=1e-3, latency_us=1000.0, gpus_per_node=2)
+    cost = account.cost(plan, cluster, rows, makespan)
+    assert cost.compute_s == pytest.approx(cost.model_flops / 2 / 1e6)
+    wire, calls = sum(row.wire_bytes for row in rows), sum(row.calls for row in rows)
+    assert cost.communication_s == pytest.approx(wire / 1e6 + calls * 1e-3)
+    assert account.cost(plan, ClusterConfig(intra_gb_s=1.0, gpus_per_node=1), rows, makespan).communication_s is None
+
+
+@pytest.mark.parametrize(("per_node", "inside"), [(2, {"tp"}), (4, {"tp", "dp"}), (8, {"tp", "dp", "pp"}), (3, set())])
+def test_which_axes_stay_inside_a_host(per_node, inside):
+    plan = tiny_plan(dp=2, tp=2, pp=2)
+    cluster = ClusterConfig(gpus_per_node=per_node)
+    assert {axis for axis in ("dp", "tp", "pp") if account.stays_in_node(plan, cluster, axis)} == inside
+
+
+def test_classes_of_ranks_count_every_rank_once():
+    for overrides in PLANS:
+        plan = tiny_plan(overrides)
+        assert sum(count for _, count in account.rank_classes(plan)) == plan.world
