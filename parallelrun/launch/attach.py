@@ -78,7 +78,7 @@ def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: b
     meeting.put(store, "run", run)
     meeting.put(store, "joined/0", _member(attached, text, job.directory))
     try:
-        members = meeting.gather(store, attached.world)
+        members = meeting.gather(store, attached.world, meeting.JOIN_S)
         problems = meeting.disagreement(members)
         if problems:
             raise EnvironmentProblem(*problems)

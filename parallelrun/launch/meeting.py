@@ -91,7 +91,7 @@ class Member:
         return self.code, self.torch, self.config
 
 
-def gather(store: Store, world: int, timeout_s: float = JOIN_S) -> list[Member]:
+def gather(store: Store, world: int, timeout_s: float) -> list[Member]:
     """All members, by rank. Raises EnvironmentProblem (exit 7) naming the ranks that did not come."""
     deadline = time.monotonic() + timeout_s
     said = [get(store, f"joined/{rank}", max(0.05, deadline - time.monotonic())) for rank in range(world)]

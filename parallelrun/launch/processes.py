@@ -44,6 +44,7 @@ def preload(job: Job) -> None:
         import torch.distributed  # noqa: F401
 
         import parallelrun.checkpoint
+        import parallelrun.report.run
         import parallelrun.train.bench
         import parallelrun.train.loop
         import parallelrun.train.recorder

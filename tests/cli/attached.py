@@ -14,20 +14,25 @@ from dataclasses import replace
 
 def main(text: str) -> int:
     from parallelrun.cli import errors
-    from parallelrun.launch import attach, environment
+    from parallelrun.launch import attach, environment, meeting
     from parallelrun.launch.start import start
     from tests.plans import tiny_config, tiny_plan
 
     wanted = json.loads(text)
     attached = environment.detect(os.environ)
     assert attached is not None, "this test program is started by a launcher"
+    if wanted.get("absent") == attached.rank:
+        return 0
+    meeting.JOIN_S = wanted.get("patience", meeting.JOIN_S)
     if wanted.get("foreign code") == attached.rank:
         attach.directory.code_fingerprint = lambda: "f" * 64
     try:
         if attached.rank:
             return attach.follow([])
         try:
-            config = replace(tiny_config(wanted["overrides"]), runs=wanted["runs"], timeout_s=wanted.get("timeout_s", 60))
+            config = replace(
+                tiny_config(wanted["overrides"]), runs=wanted["runs"], timeout_s=wanted.get("timeout_s", 60)
+            )
             plan = tiny_plan(wanted["overrides"])
             return start(config, plan, sys.argv, [], worker="tests.cli.workers:train")
         except Exception as error:

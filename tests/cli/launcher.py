@@ -1,14 +1,15 @@
-"""Warm launchers for tests: `run_launcher` costs a fork instead of four seconds of imports.
+"""Warm launchers for tests: `run_launcher` and `run_attached` cost forks instead of four seconds of imports a process.
 
 One helper process has imported torch and parallelrun (one thread, no operation); for each request it forks a process
-that is a launcher from then on, in a session of its own: it calls `start` on the tiny plan, with a worker of
-`tests.cli.workers`, and exits with its code.
+that is a launcher from then on (or a rank that somebody else has started), in a session of its own: it calls `start` on
+the tiny plan (or does as `tests.cli.attached`), with a worker of `tests.cli.workers`, and exits with its code.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import signal
 import subprocess
@@ -25,15 +26,16 @@ PATIENCE_S = 60.0  # on a machine that others use too
 
 @dataclass(frozen=True)
 class Launched:
-    """A running launcher. `folder` holds its pid, exit code, output, and `runs/` (or `point/`)."""
+    """A running launcher, or attached rank. `folder` holds its pid, exit code and output; `runs` its run directory."""
 
     folder: Path
     world: int
+    runs: Path
 
     @property
     def directory(self) -> Path:
         """The run directory, once it is there."""
-        return wait_for(lambda: next((self.folder / "runs").glob("*/*/config.yaml"), None), "run directory").parent
+        return wait_for(lambda: next(self.runs.glob("*/*/config.yaml"), None), f"run directory\n{self.stderr}").parent
 
     @property
     def pid(self) -> int:
@@ -84,24 +86,39 @@ def run_launcher(
 ) -> Launched:
     """Start a launcher of 4 ranks (dp=2 tp=2), or of `overrides`, whose worker does `wish`."""
     overrides = {"dp": 2, "tp": 2} if overrides is None else overrides
-    request = {
-        "folder": str(folder),
+    argument = {
         "overrides": overrides,
+        "runs": str(folder / "runs"),
         "worker": f"tests.cli.workers:{worker}",
         "timeout_s": timeout_s,
         "method": method,
         "run_root": str(run_root) if run_root else None,
-        "environ": {"PARALLELRUN_TEST": json.dumps(wish or {}), **(environ or {})},
     }
-    folder.mkdir(exist_ok=True)
+    _send(
+        "tests.cli.launcher:launch", folder, argument, {"PARALLELRUN_TEST": json.dumps(wish or {}), **(environ or {})}
+    )
+    world = math.prod(overrides.get(axis, 1) for axis in ("dp", "tp", "pp"))
+    return Launched(folder, world, folder / "runs")
+
+
+def run_attached(folder: Path, wish: dict[str, Any] | None = None, *, world: int = 2, **wanted: Any) -> list[Launched]:
+    """Start `world` processes that look as if mpirun had started them; the way of `tests.cli.attached`, by rank."""
+    argument = json.dumps({"overrides": {"dp": world}, "runs": str(folder / "runs"), "timeout_s": 60, **wanted})
+    ranks = [Launched(folder / f"process_{rank}", world, folder / "runs") for rank in range(world)]
+    for rank, one in enumerate(ranks):
+        place = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world), "PMIX_NAMESPACE": str(folder)}
+        place |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world)}
+        _send("tests.cli.attached:main", one.folder, argument, {"PARALLELRUN_TEST": json.dumps(wish or {}), **place})
+    return ranks
+
+
+def _send(function: str, folder: Path, argument: Any, environ: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    request = {"function": function, "folder": str(folder), "argument": argument, "environ": environ}
     helper = _helper()
     assert helper.stdin is not None
     helper.stdin.write(json.dumps(request) + "\n")
     helper.stdin.flush()
-    world = 1
-    for axis in ("dp", "tp", "pp"):
-        world *= overrides.get(axis, 1)
-    return Launched(folder, world)
 
 
 def wait_for(look: Callable[[], Any], what: str) -> Any:
@@ -166,6 +183,8 @@ def _serve() -> None:
 
 def _keep(request: dict[str, Any]) -> None:
     """Fork the launcher, wait for it, write down how it ended."""
+    from parallelrun.launch import rank as ranks
+
     folder = Path(request["folder"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -177,7 +196,7 @@ def _keep(request: dict[str, Any]) -> None:
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         code = 99
         try:
-            code = _launch(request)
+            code = ranks.find_worker(request["function"])(request["argument"])
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -193,17 +212,18 @@ def _put(path: Path, text: str) -> None:
     aside.rename(path)
 
 
-def _launch(request: dict[str, Any]) -> int:
+def launch(wanted: dict[str, Any]) -> int:
+    """What a launcher does: `start`, its errors said as the command line says them."""
     from parallelrun.cli import errors
     from parallelrun.launch.start import start
     from tests.plans import tiny_config, tiny_plan
 
-    overrides = request["overrides"]
-    config = replace(tiny_config(overrides), runs=f"{request['folder']}/runs", timeout_s=request["timeout_s"])
+    overrides = wanted["overrides"]
+    config = replace(tiny_config(overrides), runs=wanted["runs"], timeout_s=wanted["timeout_s"])
     words = [f"{key}={value}" for key, value in overrides.items()]
-    root = Path(request["run_root"]) if request["run_root"] else None
+    root = Path(wanted["run_root"]) if wanted["run_root"] else None
     try:
-        return start(config, tiny_plan(overrides), words, words, root, request["worker"], request["method"])
+        return start(config, tiny_plan(overrides), words, words, root, wanted["worker"], wanted["method"])
     except Exception as error:
         return errors.report(error, False)
 

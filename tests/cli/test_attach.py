@@ -1,4 +1,8 @@
-"""Ranks that torchrun and mpirun have started: one run, one voice, one exit code. (srun: tests/unit, by mapping.)"""
+"""Ranks that torchrun and mpirun have started: one run, one voice, one exit code.
+
+One cold start under each real launcher; the endings on warm processes that carry mpirun's variables. (srun's mapping:
+tests/unit/test_launch_environment.py.)
+"""
 
 from __future__ import annotations
 
@@ -13,101 +17,115 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import ROOT, read, survivors, wait_for
+from tests.cli.launcher import ROOT, read, run_attached, survivors
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TINY = "model=gpt strategy=ddp dp=2 steps=2 dataset=synthetic model.layers=1 model.hidden=16 model.seq=8 eval.batches=1"
+ENDLESS = {"steps": 100_000}
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here (openmpi-bin)")
-
-
-class Attempt:
-    """A program under a launcher of somebody else's. `runs` is where its run directory appears."""
-
-    def __init__(self, launcher: list[str], tmp_path: Path, wish: dict | None = None, **wanted):
-        self.runs = tmp_path / "runs"
-        text = json.dumps({"overrides": {"dp": 2}, "runs": str(self.runs), **wanted})
-        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        environ |= {"PARALLELRUN_TEST": json.dumps(wish or {}), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [*launcher, "-m", "tests.cli.attached", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environ, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
-
-    def wait(self) -> int:
-        try:
-            self.stdout, self.stderr = self.process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.stdout, self.stderr = self.process.communicate()
-            raise AssertionError(f"no end in 120 s:\n{self.stdout}\n{self.stderr}") from None
-        return self.process.returncode
-
-    @property
-    def directory(self) -> Path:
-        return wait_for(lambda: next(self.runs.glob("*/*/config.yaml"), None), "run directory").parent
-
-    @property
-    def status(self) -> dict:
-        return json.loads((self.directory / "status.json").read_text())
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIRUN, marks=needs_mpirun)], ids=["torchrun", "mpirun"])
 def test_the_ranks_of_another_launcher_make_one_run(tmp_path, launcher):
-    run = Attempt(launcher, tmp_path)
-    assert run.wait() == 0, run.stderr
-    assert [p.name for p in run.runs.iterdir() if not p.is_symlink()] == ["gpt-ptdp-dp2"]
-    assert len(list((run.runs / "gpt-ptdp-dp2").iterdir())) == 1
-    assert run.status["state"] == "done" and run.status["step"] == 5
-    assert run.stdout.count("speaks") == 1  # rank 0 alone has the terminal
-    assert read(run.directory / "logs" / "rank_1.log") == "rank 1 speaks\n"
-    manifest = json.loads((run.directory / "manifest.json").read_text())
+    command = [*launcher, "-m", "parallelrun", *TINY.split(), f"runs={tmp_path / 'runs'}"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (group,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+    (directory,) = group.iterdir()
+    status = json.loads((directory / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("done", 2)
+    assert len((directory / "metrics.jsonl").read_text().splitlines()) == 2
+    assert done.stdout.count("step 2/2") == 1  # rank 0 alone has the terminal
+    assert read(directory / "logs" / "rank_1.log") == ""
+    manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest["hosts"] == [os.uname().nodename]
 
 
-@needs_mpirun
+def codes(ranks) -> list[int]:
+    return [rank.wait() for rank in ranks]
+
+
 def test_when_rank_0_cannot_make_a_plan_all_leave_with_its_code(tmp_path):
-    run = Attempt(MPIRUN, tmp_path, overrides={"dp": 3})
-    assert run.wait() == 2
-    assert run.stderr.count("error:") == 1
-    assert not run.runs.exists()
+    ranks = run_attached(tmp_path, overrides={"dp": 3})
+    assert codes(ranks) == [2, 2]
+    assert "error:" in ranks[0].stderr and ranks[1].stderr == ""
+    assert not (tmp_path / "runs").exists()
 
 
-@needs_mpirun
 def test_a_world_that_is_not_the_plan_s_is_refused_with_both_numbers(tmp_path):
-    run = Attempt(MPIRUN, tmp_path, overrides={"dp": 2, "tp": 2})
-    assert run.wait() == 2
-    assert "mpirun started 2 ranks, the plan has 4" in run.stderr
+    ranks = run_attached(tmp_path, overrides={"dp": 2, "tp": 2})
+    assert codes(ranks) == [2, 2]
+    assert "mpirun started 2 ranks, the plan has 4" in ranks[0].stderr
+    assert not (tmp_path / "runs").exists()
 
 
-@needs_mpirun
 def test_ranks_with_other_code_are_refused_and_named(tmp_path):
-    run = Attempt(MPIRUN, tmp_path, **{"foreign code": 1})
-    assert run.wait() == 3
-    assert re.search(r"parallelrun's code differs between ranks: rank 0 on \S+ \w+; rank 1 on \S+ ffffffffffff", run.stderr)
-    assert run.status["exit_code"] == 3
+    ranks = run_attached(tmp_path, world=3, overrides={"dp": 1, "tp": 1, "pp": 3}, **{"foreign code": 2})
+    assert codes(ranks) == [3, 3, 3]
+    assert re.search(
+        r"code differs between ranks: rank 0 on \S+ \w+; rank 2 on \S+ ffffffffffff$", ranks[0].stderr, re.M
+    )
+    assert ranks[0].status["exit_code"] == 3
 
 
-def test_a_rank_that_fails_under_torchrun_is_named_once_and_in_the_status(tmp_path):
-    run = Attempt(TORCHRUN, tmp_path, {"rank": 1, "do": "raise"})
-    assert run.wait() == 1  # torchrun's own, for every failure
-    assert re.search(r"error: rank 1 \(dp=1 tp=0 pp=0, \S+, pid \d+\): ValueError: the culprit speaks", run.stderr)
-    record = json.loads((run.directory / "errors" / "rank_1.json").read_text())
-    assert record["exit_code"] == 6
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_rank_that_raises_tells_and_rank_0_writes_it_down(tmp_path, culprit):
+    ranks = run_attached(tmp_path, {**ENDLESS, "rank": culprit, "do": "raise"})
+    assert codes(ranks) == [6, 6]
+    words = rf"error: rank {culprit} \(dp={culprit} tp=0 pp=0, \S+ pid \d+\): ValueError: the culprit speaks"
+    assert re.search(words, ranks[0].stderr) and re.search(words, ranks[culprit].stderr)
+    assert (ranks[0].status["failed_rank"], ranks[0].status["exit_code"]) == (culprit, 6)
+    assert "in misbehave" in ranks[0].log(culprit)
 
 
-@needs_mpirun
-def test_sigterm_to_mpirun_s_ranks_saves_and_exits_75(tmp_path):
-    run = Attempt(MPIRUN, tmp_path, {"steps": 100_000})
-    pids = [int(wait_for(lambda r=r: read(run.directory / f"started_{r}"), f"rank {r}")) for r in range(2)]
-    os.kill(pids[1], signal.SIGTERM)
-    assert run.wait() == 75, run.stderr
-    assert run.status["state"] == "preempted"
-    assert not survivors(pids, 2.0)
+def test_a_killed_rank_ends_the_others_with_6(tmp_path):
+    ranks = run_attached(tmp_path, ENDLESS)
+    ranks[0].reaches(2)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert codes(ranks) == [6, -9]
+    assert ranks[0].status["state"] == "failed"
 
 
-@needs_mpirun
-def test_a_hang_under_another_launcher_ends_with_7(tmp_path):
-    run = Attempt(MPIRUN, tmp_path, {"rank": 1, "do": "sleep"}, timeout_s=3)
-    assert run.wait() == 7, run.stderr
-    assert "in misbehave" in read(run.directory / "logs" / "rank_1.log")
-    assert run.status["exit_code"] == 7
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path):
+    ranks = run_attached(tmp_path, ENDLESS)
+    ranks[0].reaches(2)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert codes(ranks) == [75, 75]
+    assert ranks[0].status["state"] == "preempted"
+    assert ranks[0].fact("at", 0) == ranks[0].fact("at", 1)
+    assert "resume with: parallelrun" in ranks[0].stderr
+
+
+def test_ctrl_c_is_130_without_a_stack(tmp_path):
+    ranks = run_attached(tmp_path, ENDLESS)
+    ranks[0].reaches(2)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGINT)
+    assert codes(ranks)[0] == 130
+    assert "Traceback" not in "".join(rank.stdout + rank.stderr for rank in ranks)
+    assert not survivors([rank.pid for rank in ranks], 2.0)
+
+
+def test_a_hang_ends_with_7_and_the_stacks(tmp_path):
+    ranks = run_attached(tmp_path, {**ENDLESS, "rank": 1, "do": "sleep"}, timeout_s=3)
+    assert codes(ranks) == [7, 7]
+    assert "in misbehave" in ranks[0].log(1) and "in all_reduce" in ranks[0].log(0)
+    assert (ranks[0].status["state"], ranks[0].status["exit_code"]) == ("failed", 7)
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path):
+    ranks = run_attached(tmp_path, world=3, overrides={"dp": 3, "global_batch": 9}, absent=2, patience=2)
+    assert codes(ranks)[:2] == [7, 7]
+    assert "joined 2 of 3 ranks in 2 s; missing: 2" in ranks[0].stderr
+
+
+def test_the_port_s_file_is_gone_afterwards(tmp_path):
+    from parallelrun.launch import meeting
+    from parallelrun.launch.environment import Attached
+
+    ranks = run_attached(tmp_path)
+    assert codes(ranks) == [0, 0], ranks[0].stderr
+    assert not meeting._port_file(Attached(0, 2, 0, "127.0.0.1", 0, "mpirun", str(tmp_path))).exists()
+    assert Path(ranks[0].directory / "config.yaml").exists()
