@@ -1,0 +1,113 @@
+"""A user's module as a Network: whole, or as the chain of the blocks they name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.models import layers
+from parallelrun.models.module import source
+from parallelrun.models.network import Network, store
+from parallelrun.models.spec import ModelSpec
+from parallelrun.precision import Precision
+
+ROOT = "module"
+
+
+class UserNetwork(Network):
+    """Holds the user's module as `module`; its blocks are that, or modules inside it."""
+
+    def __init__(self, module: nn.Module, spec: ModelSpec, loss: nn.Module):
+        super().__init__(spec, loss)
+        self.module = module
+
+
+def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
+    """The network, its parameters on meta. The module itself is built on CPU: its buffers and constants are real."""
+    dtype = getattr(torch, precision.compute)
+    with torch.device("cpu"):
+        module = source.build(config, spec.vocab)
+        source.apply_roles(module, config, dtype)
+    _forget(module)
+    store(module, precision.stored)
+    for part in module.modules():
+        _compute_in(part, dtype)
+    network = UserNetwork(module, spec, layers.TokenLoss(config.model.label_smoothing))
+    network.own_values = lambda seed: own_values(config, spec.vocab)
+    return network
+
+
+def own_values(config: Config, vocab: int) -> dict[str, Tensor]:
+    """The initial values the module gives itself under `config.seed`, by one-device name."""
+    with torch.device("cpu"):
+        module = source.build(config, vocab)
+    return {f"{ROOT}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[str]:
+    """The modules that `patterns` name, in the order given (those of one pattern in the module's order).
+
+    A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. Raises ConfigError.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = [
+            name
+            for name in names
+            if name.count(".") == len(parts) - 1 and all(map(fnmatchcase, name.split("."), parts)) and name not in found
+        ]
+        if not hits:
+            top = [name for name in names if "." not in name]
+            what = f"model.blocks: no module of {where} is called {pattern!r}"
+            raise ConfigError(Problem(what, "model.blocks", ", ".join(top[:8])))
+        found += hits
+    return found
+
+
+def chain(module: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    """What the blocks of those names make of x, one after the other."""
+    for name in names:
+        x = module.get_submodule(name)(x)
+    return x
+
+
+def _forget(module: nn.Module) -> None:
+    """Replace every Parameter by an empty one on meta; one that several modules share stays shared."""
+    empty: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if id(parameter) not in empty:
+                empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+            setattr(part, name, empty[id(parameter)])
+
+
+def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
+    """Make a module that is no role layer follow the precision table: floating inputs and its own weights are rounded
+    to the compute dtype while its forward runs, buffers for good."""
+    for name, buffer in list(part.named_buffers(recurse=False)):
+        if buffer.is_floating_point():
+            setattr(part, name, buffer.to(dtype))
+    own = [name for name, parameter in part.named_parameters(recurse=False) if parameter.dtype != dtype]
+    if isinstance(part, layers.RoleLayer) or not own:
+        return
+
+    def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
+            part.__dict__[name] = part.get_parameter(name).to(dtype)
+        floating = (isinstance(x, Tensor) and x.is_floating_point() for x in inputs)
+        return tuple(x.to(dtype) if wide else x for x, wide in zip(inputs, floating))
+
+    def restore(part: nn.Module, *_: Any) -> None:
+        for name in own:
+            part.__dict__.pop(name, None)
+
+    part.register_forward_pre_hook(round_weights)
+    part.register_forward_hook(restore, always_call=True)

@@ -1,0 +1,162 @@
+"""From `model.source` to a module with role layers in it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.models import layers
+
+SAMPLE_SETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def load(source: str | None) -> Callable[..., nn.Module]:
+    """The function that `file.py:function` or `package.module:function` names. Raises ConfigError."""
+    if not source or ":" not in source:
+        what = f"model.source={source}: it must name a function that builds an nn.Module"
+        raise ConfigError(Problem(what, "model.source", "model.source=./net.py:build"))
+    place, _, name = source.rpartition(":")
+    try:
+        module = _from_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(Problem(f"model.source={source}: {error}", "model.source")) from error
+    if not callable(getattr(module, name, None)):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
+        what = f"model.source={source}: {place} has no function {name!r}"
+        raise ConfigError(Problem(what, "model.source", ", ".join(known[:5])))
+    return getattr(module, name)
+
+
+def build(config: Config, vocab: int) -> nn.Module:
+    """The user's module on the current device, its initial values a function of `config.seed` alone.
+
+    Raises ConfigError for what has no meaning under a plan: parameters that are frozen, statistics over a set of
+    samples that no plan-independent rule names.
+    """
+    make, model = load(config.model.source), config.model
+    offered = {"vocab": vocab, "seq": model.seq, "hidden": model.hidden, "layers": model.layers, "heads": model.heads}
+    named = inspect.signature(make).parameters
+    arguments = {key: value for key, value in offered.items() if key in named} | dict(model.arguments)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        module = make(**arguments)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(Problem(f"{model.source} gave a {type(module).__name__}, not an nn.Module", "model.source"))
+    problems = []
+    for name, part in module.named_modules():
+        if isinstance(part, SAMPLE_SETS):
+            what = f"{name} is a {type(part).__name__}: its statistics would depend on how the plan cuts the batch"
+            problems.append(Problem(what, "model.source", "nn.LayerNorm, nn.RMSNorm or nn.GroupNorm", kind="undefined"))
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            problems.append(
+                Problem(f"parameter {name} is frozen (requires_grad=False)", "model.source", kind="not_built")
+            )
+    if problems:
+        raise ConfigError(*problems)
+    return module
+
+
+def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -> None:
+    """Put role layers in place of the modules that `model.roles` names (they take over the Parameters), and dropout by
+    hash in place of nn.Dropout. Raises ConfigError naming the layer or pattern."""
+    unmatched = dict(config.model.roles)
+    parts = {name: part for name, part in module.named_modules() if name}
+    for name, part in parts.items():
+        pattern = next((pattern for pattern in config.model.roles if fnmatchcase(name, pattern)), None)
+        if pattern is not None:
+            unmatched.pop(pattern, None)
+            _replace(module, name, _role_layer(name, part, config.model.roles[pattern], compute_dtype))
+        elif type(part) is nn.Dropout:
+            site = f"module.{name}"
+            _replace(module, name, layers.Dropout(part.p, config.seed, site, 0, compute_dtype))
+    if unmatched:
+        pattern = next(iter(unmatched))
+        nearest = [name for name in parts if name.rpartition(".")[2] == pattern.rpartition(".")[2]] or list(parts)
+        what = f"model.roles: no module of {config.model.source} is called {pattern!r}"
+        raise ConfigError(Problem(what, "model.roles", ", ".join(nearest[:5])))
+
+
+ROLES: dict[str, tuple[type, ...]] = {
+    "columns": (nn.Linear,),
+    "row": (nn.Linear,),
+    "head": (nn.Linear,),
+    "embedding": (nn.Embedding,),
+    "norm": (nn.LayerNorm, nn.RMSNorm),
+}
+
+
+def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> layers.RoleLayer:
+    if role not in ROLES:
+        raise ConfigError(
+            Problem(f"model.roles: {role!r} (of {name}) is no layer role", "model.roles", " | ".join(ROLES))
+        )
+    reason = _unfit(part, role)
+    if reason:
+        raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))
+    made: Any
+    source: Any = part
+    with torch.device("meta"):
+        if role == "columns":
+            made = layers.Columns(source.in_features, {"": source.out_features}, source.bias is not None, dtype)
+        elif role == "row":
+            made = layers.Row(source.in_features, source.out_features, source.bias is not None, dtype)
+        elif role == "head":
+            made = layers.Head(source.in_features, source.out_features, dtype)
+        elif role == "embedding":
+            made = layers.Embedding(source.num_embeddings, source.embedding_dim, dtype)
+        else:
+            kind = "layernorm" if isinstance(part, nn.LayerNorm) else "rmsnorm"
+            eps = source.eps if source.eps is not None else torch.finfo(torch.float32).eps
+            bias = getattr(source, "bias", None) is not None
+            made = layers.Norm(kind, source.normalized_shape[0], eps, bias, dtype)
+    for key, parameter in part.named_parameters(recurse=False):
+        setattr(made, key, parameter)
+    return made
+
+
+def _unfit(part: nn.Module, role: str) -> str:
+    """Why `part` cannot take `role`; empty if it can."""
+    fitting = ROLES[role]
+    if type(part) not in fitting:
+        return f"it is a {type(part).__name__}, not a {' or '.join(kind.__name__ for kind in fitting)}"
+    source: Any = part
+    if role == "head" and source.bias is not None:
+        return "a head has no bias; build it with bias=False"
+    if role == "embedding" and (source.padding_idx is not None or source.max_norm is not None or source.sparse):
+        return "padding_idx, max_norm and sparse are not supported"
+    if role == "norm" and (len(source.normalized_shape) != 1 or source.weight is None):
+        return "it must normalise the last dim and have a weight"
+    return ""
+
+
+def _replace(root: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, layer)
+
+
+def _from_file(path: Path) -> Any:
+    """Import a file under a name of its own; its folder is on the path meanwhile, for what lies beside it."""
+    path = path.resolve()
+    found = importlib.util.spec_from_file_location(f"parallelrun_user_{path.stem}", path)
+    if found is None or found.loader is None or not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        found.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

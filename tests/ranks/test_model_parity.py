@@ -1,0 +1,71 @@
+"""Models on several ranks train as on one device: dropout by hash, recomputation, the mlp, a user's own module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity import assert_equal, parity
+
+
+class Frozen(dict[str, Any]):
+    """A mapping that can be part of a cache's key."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+
+NET = Path(__file__).parents[1] / "unit" / "user_net.py"
+LLAMA = {
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.position": "rope",
+    "model.kv_heads": 2,
+    "model.bias": False,
+    "model.tied_embeddings": False,
+}
+DROPOUT = {"dropout": 0.2, "model.attention_dropout": 0.1}
+SEQUENCE_PARALLEL = {"strategy.tensor.sequence_parallel": True}
+FSDP = {"strategy.data.kind": "fsdp"}
+MLP = {"model.name": "mlp", "model.preset": "mlp"}
+TEXT = {"dataset.name": "pystdlib", "dataset.vocab": None, "model.vocab": None}
+MODULE = {"model.name": "module", "model.preset": "module", "model.source": f"{NET}:build", **TEXT}
+ROLES = Frozen(
+    {
+        "embed.tokens": "embedding",
+        "layers.*.norm?": "norm",
+        "layers.*.[qkv]": "columns",
+        "layers.*.out": "row",
+        "layers.*.fc1": "columns",
+        "layers.*.fc2": "row",
+        "head": "head",
+    }
+)
+PLACED = {**MODULE, "model.roles": ROLES, "model.blocks": ("embed", "layers.*", "head")}
+CELLS: dict[str, dict[str, Any]] = {
+    "dropout, tp": {"tp": 2, **DROPOUT},
+    "dropout, tp, sequence parallel": {"tp": 2, **DROPOUT, **SEQUENCE_PARALLEL},
+    "dropout, dp and pp, recompute full": {"dp": 2, "pp": 2, **DROPOUT, "recompute": "full"},
+    "recompute selective, tp and pp": {"tp": 2, "pp": 2, **LLAMA, "dropout": 0.2, "recompute": "selective"},
+    "recompute full, fsdp and tp": {"dp": 2, "tp": 2, **LLAMA, **FSDP, "recompute": "full", **SEQUENCE_PARALLEL},
+    "recompute selective, fsdp": {"dp": 2, **FSDP, "recompute": "selective", **DROPOUT},
+    "recompute selective, zero bubble": {"pp": 2, "strategy.pipeline.kind": "zero_bubble", "recompute": "selective"},
+    "mlp on features": {"dp": 2, "tp": 2, **MLP, "dropout": 0.2},
+    "mlp on text": {"tp": 2, "pp": 2, **MLP, **TEXT, **SEQUENCE_PARALLEL, "recompute": "full"},
+    "module, ddp, nothing said": {"dp": 2, **MODULE},
+    "module, fsdp, nothing said": {"dp": 2, **MODULE, **FSDP, "model.arguments": Frozen({"tied": True})},
+    "module, tp and pp": {"tp": 2, "pp": 2, **PLACED, "model.arguments": Frozen({"dropout": 0.2})},
+    "module, tied, tp": {
+        "tp": 2,
+        **PLACED,
+        "model.arguments": Frozen({"tied": True, "dropout": 0.2}),
+    },
+    "module, tied, pp": {"pp": 2, **PLACED, "model.arguments": Frozen({"tied": True}), "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("overrides", CELLS.values(), ids=CELLS)
+def test_a_model_under_a_plan_equals_one_device(overrides: dict[str, Any]) -> None:
+    assert_equal(parity({"global_batch": 16, **overrides}))

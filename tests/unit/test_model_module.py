@@ -1,0 +1,194 @@
+"""A user's own nn.Module: what the contract asks, what is derived from the module, and that its numbers stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError
+from parallelrun.mesh.runtime import build_mesh
+from parallelrun.models import dropout, initialise
+from parallelrun.models.module import network, source, spec
+from parallelrun.models.network import Network
+from parallelrun.precision import TABLE
+from tests.plans import tiny_config, tiny_plan
+from tests.unit import user_net
+
+FILE = Path(user_net.__file__)
+ROLES = {
+    "embed.tokens": "embedding",
+    "layers.*.norm?": "norm",
+    "layers.*.[qkv]": "columns",
+    "layers.*.out": "row",
+    "layers.*.fc1": "columns",
+    "layers.*.fc2": "row",
+    "head": "head",
+}
+BLOCKS = ["embed", "layers.*", "head"]
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def overrides(**more: Any) -> dict[str, Any]:
+    given = {
+        "model.name": "module",
+        "model.preset": "module",
+        "model.source": f"{FILE}:build",
+        "dataset.name": "pystdlib",
+    }
+    return given | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def config(**more: Any) -> Config:
+    return tiny_config(overrides(**more))
+
+
+def built(given: Config, precision: str = "fp32") -> Network:
+    made = spec.make(given, 32)
+    with torch.device("meta"):
+        net = network.build(given, made, TABLE[precision])
+    values = net.own_values(given.seed)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(values[name].to(parameter.dtype)))
+    return net
+
+
+def original(given: Config) -> torch.nn.Module:
+    torch.manual_seed(given.seed)
+    return user_net.build(32, given.model.seq, given.model.hidden, **given.model.arguments)
+
+
+def test_without_roles_and_blocks_it_is_one_block_and_trains_as_it_is() -> None:
+    given = config()
+    made = spec.make(given, 32)
+    assert [block.name for block in made.blocks] == ["module"]
+    assert (made.kind, made.sample_shape, made.targets_per_sample, made.vocab) == ("tokens", (8,), 8, 32)
+    net, plain = built(given), original(given)
+    assert [(name, p.shape) for name, p in made.parameters.items()] == [
+        (f"module.{name}", tuple(p.shape)) for name, p in plain.named_parameters()
+    ]
+    torch.testing.assert_close(net(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_roles_and_blocks_keep_names_values_and_results(tied: bool) -> None:
+    given = config(model__roles=ROLES, model__blocks=BLOCKS, model__arguments={"tied": tied})
+    made = spec.make(given, 32)
+    assert [block.name for block in made.blocks] == [
+        "module.embed",
+        "module.layers.0",
+        "module.layers.1",
+        "module.head",
+    ]
+    assert made.boundary_shape == (8, 16)
+    net, plain = built(given), original(given)
+    names = [name for name, _ in net.named_parameters()]
+    assert names == list(made.parameters) == [f"module.{name}" for name, _ in plain.named_parameters()]
+    torch.testing.assert_close(net(TOKENS), plain(TOKENS))
+    assert made.tied == ((("module.head.weight", "module.embed.tokens.weight"),) if tied else ())
+    roles = {parameter.name: parameter.layer_role for parameter in made.parameters.values()}
+    assert roles["module.layers.0.q.bias"] == "columns" and roles["module.layers.1.fc2.weight"] == "row"
+    first, second = net.split([[b.name for b in made.blocks[:2]], [b.name for b in made.blocks[2:]]])
+    torch.testing.assert_close(second(first(TOKENS)), plain(TOKENS))
+
+
+def test_flops_and_kept_elements_are_counted_on_the_module() -> None:
+    given = config(model__roles=ROLES, model__blocks=BLOCKS)
+    embed, layer, _, head = spec.make(given, 32).blocks
+    assert embed.forward_flops == 0 and head.forward_flops == 2 * 16 * 32 * 8
+    assert layer.forward_flops == 2 * 8 * 12 * 16**2 + 4 * 8**2 * 16
+    assert layer.saved_elements > 8 * (16 * 6 + 64)
+
+
+def test_materialised_weights_are_the_modules_own_and_buffers_survive() -> None:
+    given = config(model__roles=ROLES, seed=5)
+    plan = tiny_plan(overrides(model__roles=ROLES, seed=5, model__vocab=None))
+    with torch.device("meta"):
+        net = network.build(given, plan.spec, TABLE["fp32"])
+    initialise.materialise([net], plan, build_mesh(plan, torch.device("cpu")), given.seed)
+    torch.manual_seed(5)
+    plain = user_net.build(plan.spec.vocab, 8, 16)
+    torch.testing.assert_close(net(TOKENS), plain(TOKENS))
+    given.seed = 6
+    assert not torch.equal(original(given).layers[0].q.weight, plain.layers[0].q.weight)
+
+
+def test_dropout_becomes_dropout_by_hash() -> None:
+    net = built(config(model__arguments={"dropout": 0.5}))
+    with pytest.raises(ValueError, match="needs sample ids"):
+        net(TOKENS)
+    assert torch.equal(net(TOKENS, torch.tensor([3, 4])), net(TOKENS, torch.tensor([3, 4])))
+    assert not torch.equal(net(TOKENS, torch.tensor([3, 4])), net(TOKENS, torch.tensor([5, 6])))
+    assert dropout.current_sample_ids() is None
+
+
+def test_bf16_rounds_what_has_no_role_too() -> None:
+    net, exact = built(config(), "bf16"), built(config())
+    out = net(TOKENS)
+    assert out.dtype == torch.bfloat16 and {p.dtype for p in net.parameters()} == {torch.float32}
+    torch.testing.assert_close(out.float(), exact(TOKENS), rtol=0.1, atol=0.1)
+    net.loss(out, TOKENS).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_features_need_no_embedding() -> None:
+    given = config(model__source=f"{FILE}:build_classifier", dataset__name="synthetic")
+    made = spec.make(given, 32)
+    assert (made.kind, made.sample_shape, made.targets_per_sample) == ("features", (16,), 1)
+
+
+@pytest.mark.parametrize(
+    "more, where, said",
+    [
+        ({"model__source": "net"}, "model.source", "must name a function"),
+        ({"model__source": "./nowhere.py:build"}, "model.source", "there is no file"),
+        ({"model__source": f"{FILE}:buidl"}, "model.source", "has no function 'buidl'"),
+        (
+            {"model__source": f"{FILE}:build_batchnorm", "dataset__name": "synthetic"},
+            "model.source",
+            "1 is a BatchNorm1d",
+        ),
+        ({"pp": 2}, "model.blocks", "pp=2 cuts between blocks"),
+        ({"model__blocks": ["embed", "blocks.*"]}, "model.blocks", "called 'blocks.*'"),
+        ({"model__blocks": ["embed", "layers.0", "head"]}, "model.blocks", "layers.1.norm1.weight belongs to none"),
+        ({"model__blocks": ["embed", "layers.1", "layers.0", "head"]}, "model.blocks", "do not compute what"),
+        ({"model__roles": {"layers.*.fc3": "row"}}, "model.roles", "called 'layers.*.fc3'"),
+        ({"model__roles": {"layers.*.fc1": "colums"}}, "model.roles", "'colums' (of layers.0.fc1) is no layer role"),
+        ({"model__roles": {"layers.*.norm1": "row"}}, "model.roles", "layers.0.norm1 cannot be row: it is a LayerNorm"),
+        ({"model__roles": {"layers.*.fc1": "head"}}, "model.roles", "a head has no bias"),
+        ({"model__roles": {"layers.*.fc1": "columns"}, "tp": 2}, "model.roles", "fails at or after layers.0.fc2"),
+        (
+            {"model__source": f"{FILE}:build_fixed", "model__roles": {"layers.*.q": "columns"}, "tp": 2},
+            "model.roles",
+            "fails at or after layers.0.q",
+        ),
+    ],
+)
+def test_what_breaks_the_contract_is_named(more: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        spec.make(config(**more), 32)
+    (problem,) = error.value.problems
+    assert problem.where == where and said in problem.what
+
+
+def test_a_block_pattern_stays_on_its_level() -> None:
+    assert network.block_names(original(config()), ["layers.*"], "net") == ["layers.0", "layers.1"]
+
+
+def test_loading_does_not_disturb_torchs_generator() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    source.build(config(), 32)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_tied_head_has_its_true_sizes() -> None:
+    made = spec.make(config(model__roles=ROLES, model__arguments={"tied": True}), 32)
+    head = next(layer for layer in made.layers() if layer.layer_role == "head")
+    assert (head.in_features, head.out_features, head.parameters) == (16, 32, ())
+    assert head.tied == "module.embed.tokens.weight"

@@ -1,0 +1,75 @@
+"""A user's module for tests: a small decoder in plain torch, written without a thought of parallelism."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Embed(nn.Module):
+    def __init__(self, vocab: int, hidden: int, seq: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.register_buffer("places", torch.sin(torch.arange(seq * hidden).view(seq, hidden) * 0.1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.places[: tokens.size(1)]
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int, head_dim: int, dropout: float):
+        super().__init__()
+        self.head_dim = head_dim
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(y.transpose(1, 2).flatten(-2)))
+        return x + self.drop(self.fc2(functional.relu(self.fc1(self.norm2(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, vocab: int, hidden: int, seq: int, depth: int, dropout: float, tied: bool):
+        super().__init__()
+        self.embed = Embed(vocab, hidden, seq)
+        self.layers = nn.ModuleList(Layer(hidden, 4, dropout) for _ in range(depth))
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build(vocab: int, seq: int, hidden: int, depth: int = 2, dropout: float = 0.0, tied: bool = False) -> nn.Module:
+    return Net(vocab, hidden, seq, depth, dropout, tied)
+
+
+def build_fixed(vocab: int, seq: int, hidden: int) -> nn.Module:
+    """Breaks the contract: a global size in forward."""
+
+    class Fixed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).view(x.size(0), x.size(1), hidden)
+            return x + self.out(q)
+
+    net = Net(vocab, hidden, seq, 1, 0.0, False)
+    net.layers[0] = Fixed(hidden, 4, 0.0)
+    return net
+
+
+def build_batchnorm(vocab: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, vocab))
+
+
+def build_classifier(vocab: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, vocab))
