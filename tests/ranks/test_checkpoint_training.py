@@ -1,0 +1,70 @@
+"""Exact resume of real trainings: on the same plan bit by bit, on another plan the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallelrun.config.schema import PrecisionConfig
+from parallelrun.train import checkpointing
+from parallelrun.train.build import build
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+from tests.checkpoints import read_whole, same
+from tests.plans import tiny_config, tiny_plan
+
+STEPS, SAVED = 6, 3
+BASE = {"model.layers": 2, "model.vocab": 33, "dataset.vocab": 33, "dropout": 0.1, "steps": STEPS}
+ONE = {}
+ZERO1 = {"dp": 2, "strategy.data.kind": "zero1"}
+FSDP = {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"}
+PIPELINE = {"pp": 2, "tp": 2}
+
+
+def train(folder, overrides, resume):
+    """Train to the end from the start or from `resume`, saving after steps 3 and 6; returns the losses by step."""
+    changes = {**BASE, **overrides, "resume": str(resume) if resume else None}
+    training = build(tiny_config(changes), tiny_plan(changes), torch.device("cpu"))
+    scaler = LossScaler(PrecisionConfig(), scaled=False)
+    start = checkpointing.resume(training, scaler)
+    losses = {}
+    for step in range(start + 1, STEPS + 1):
+        losses[step] = train_step(training, step, 0.01, scaler).loss
+        if step in (SAVED, STEPS):
+            checkpointing.save(training, scaler, step, folder)
+    return losses
+
+
+def world(overrides):
+    return tiny_plan({**BASE, **overrides}).world
+
+
+@pytest.mark.parametrize("plan", [ONE, ZERO1, FSDP, PIPELINE], ids=["one", "zero1", "fsdp_tp2", "tp2_pp2"])
+def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
+    whole = run_ranks(world(plan), train, tmp_path / "whole", plan, None)[0]
+    half = tmp_path / "whole" / "checkpoints" / f"step_{SAVED}"
+    rest = run_ranks(world(plan), train, tmp_path / "rest", plan, half)[0]
+    assert rest == {step: loss for step, loss in whole.items() if step > SAVED}
+    ends = [read_whole(tmp_path / name / "checkpoints" / f"step_{STEPS}") for name in ("whole", "rest")]
+    assert same(*ends) and any(key.startswith("optimizer/exp_avg/") for key in ends[0])
+
+
+def test_going_on_under_another_plan_gives_the_same_losses(tmp_path, run_ranks):
+    """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""
+    exact = {"precision.name": "fp64", "optimizer.name": "sgd", "optimizer.momentum": 0.9}
+    whole = run_ranks(1, train, tmp_path / "one", {**exact, **ONE}, None)[0]
+    source = tmp_path / "one" / "checkpoints" / f"step_{SAVED}"
+    for number, plan in enumerate((PIPELINE, ZERO1, FSDP)):
+        folder = tmp_path / str(number)
+        rest = run_ranks(world(plan), train, folder, {**exact, **plan}, source)[0]
+        assert list(rest) == [4, 5, 6]
+        assert all(abs(loss - whole[step]) <= 1e-10 * whole[step] for step, loss in rest.items()), (plan, rest, whole)
+        loaded = read_whole(folder / "checkpoints" / f"step_{STEPS}")
+        wanted = read_whole(tmp_path / "one" / "checkpoints" / f"step_{STEPS}")
+        assert all(torch.allclose(loaded[key], wanted[key], rtol=1e-9, atol=1e-11) for key in wanted)
+
+
+def test_another_global_batch_is_refused(tmp_path, run_ranks):
+    run_ranks(1, train, tmp_path, ONE, None)
+    with pytest.raises(Exception, match=r"global_batch=4, but .* was trained with 8"):
+        run_ranks(1, train, tmp_path / "again", {"global_batch": 4}, tmp_path)
