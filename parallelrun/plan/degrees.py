@@ -15,7 +15,11 @@ LARGEST = 2**20
 
 @dataclass
 class Degrees:
-    """pp, dp, tp and the world they make. filled: what was filled in and why; sound: they can be planned with."""
+    """pp, dp, tp and the world they make.
+
+    filled: what was filled in and why. sound: they can be planned with. demonstrated: nothing was given, so they are
+    the preset's demonstrating plan.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -24,6 +28,15 @@ class Degrees:
     filled: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     sound: bool = True
+    demonstrated: bool = False
+
+    def shorten(self, most: int, config: Config) -> None:
+        """Fewer stages than the demonstrating plan has, for a model that cannot be cut so often."""
+        if not self.demonstrated or self.pp <= most or config.strategy.own_axis == "pp":
+            return
+        self.pp = most
+        sizes = " ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "dp=1"
+        self.filled[0] = f"{sizes} (filled: the smallest plan that shows strategy={config.strategy.name}, at pp={most})"
 
     @property
     def world(self) -> int:
@@ -126,6 +139,7 @@ def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> Non
             if demo.get(axis, 1) > 1:
                 setattr(degrees, axis, demo[axis])
         sizes = " ".join(f"{axis}={getattr(degrees, axis)}" for axis in AXES if getattr(degrees, axis) > 1)
+        degrees.demonstrated = bool(sizes)
         if sizes:
             degrees.filled.append(f"{sizes} (filled: the smallest plan that shows strategy={config.strategy.name})")
     elif own not in given:

@@ -41,13 +41,13 @@ def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
-    """One row of the rank table. gpu: index within the host, None on CPU."""
+    """One row of the rank table. gpu: index within the host; None on CPU, unless a cluster of GPUs is planned for."""
     per_node = ranks_per_node(cluster, plan.world)
     place = plan.mesh.coordinate(rank)
     return {
         "rank": rank,
         "node": rank // per_node,
-        "gpu": None if plan.device == "cpu" else rank % per_node,
+        "gpu": rank % per_node if plan.device == "cuda" or cluster.gpus_per_node else None,
         "role": "worker",
         **{axis: place.get(axis, 0) for axis in ("pp", "dp", "tp")},
         **{leaf: place[leaf] for leaf in plan.mesh.leaf_names if leaf not in ("pp", "dp", "tp")},

@@ -75,10 +75,12 @@ def _solve(
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
     degrees = degree_rules.fill(config, world, gpus, problems)
+    spec = _spec(config, problems)
+    if spec is not None:
+        degrees.shorten(partition.num_cuttable(spec), config)
     unread = shorthands.unread(config, given, degrees.pp)
     if not sweep:
         problems += unread
-    spec = _spec(config, problems)
     if spec is None or not degrees.sound or not known_ways:
         if degrees.sound:
             batches.fill(config, degrees.dp, degrees.pp, lambda batch: [], degrees.filled, problems)

@@ -117,7 +117,11 @@ def _whole(key: str, value: object, least: int) -> list[Problem]:
     """None means "not given" and is no violation; `True` and 2.0 are no whole numbers."""
     if value is None or (type(value) is int and value >= least):
         return []
-    return [Problem(f"{key}={value} is not a whole number of at least {least}", key, f"{key}={max(least, 1)}")]
+    return [
+        Problem(
+            f"{key}={value} is not a whole number of at least {least}", key, f"{key}={_default(key, max(least, 1))}"
+        )
+    ]
 
 
 def _real(
@@ -132,7 +136,19 @@ def _real(
     allowed = f"{'at least' if closed else 'above'} {least}"
     if bound is not None:
         allowed += f" and {'at most' if bound_closed else 'below'} {bound}"
-    return [Problem(f"{key}={value} is not a finite number {allowed}", key, f"{key}={_inside(least, closed, bound)}")]
+    return [
+        Problem(
+            f"{key}={value} is not a finite number {allowed}",
+            key,
+            f"{key}={_default(key, _inside(least, closed, bound))}",
+        )
+    ]
+
+
+def _default(key: str, otherwise: object) -> object:
+    """What stands in the schema, if anything does."""
+    value = _get(Config(), key)
+    return otherwise if value is None else value
 
 
 def _inside(least: float, closed: bool, bound: float | None) -> float:

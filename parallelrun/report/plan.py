@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +33,7 @@ def show(plan: Plan, config: Config, console: Console) -> None:
     parts = [
         ("plan", _head(plan)),
         ("mesh", _mesh(plan)),
-        ("ranks", _ranks(plan, config)),
+        ("ranks", _with_host_note(_ranks(plan, config), plan, config)),
         ("batch", _batch(plan)),
         ("stages and memory", _stages(plan, config, found)),
         ("schedule", _schedule(plan, found, width - 4)),
@@ -47,12 +47,12 @@ def show(plan: Plan, config: Config, console: Console) -> None:
         if console.is_terminal:
             console.print(Panel(part, title=title, title_align="left", border_style="dim", width=width))
         else:
-            console.print(Text(f"{title}:"), part, "")
+            console.print(Text(f"{title}:", "bold"), part, "", sep="\n")
 
 
 def _table(*columns: str, **options: Any) -> Table:
     """A table without frames; columns named with a leading `>` are right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", **options)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **options)
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     return table
@@ -104,9 +104,15 @@ def _ranks(plan: Plan, config: Config) -> Table | Group | Text:
     return Group(_rank_table(plan, config, first), Text(note, "dim"), _rank_table(plan, config, last, header=False))
 
 
+def _with_host_note(part: RenderableType, plan: Plan, config: Config) -> RenderableType:
+    if config.cluster.gpus_per_node or config.cluster.nodes or plan.world == 1:
+        return part
+    return Group(part, Text(f"all on one host: cluster={config.cluster.name} gives no gpus_per_node", "dim"))
+
+
 def _rank_table(plan: Plan, config: Config, ranks: list[int], header: bool = True) -> Table:
     rows = [rank_row(plan, rank, config.cluster) for rank in ranks]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", show_header=header)
+    table = _table(show_header=header)
     for key in rows[0]:
         table.add_column(key, justify="left" if key == "role" else "right", min_width=len(str(plan.world)))
     for row in rows:
@@ -125,30 +131,31 @@ def _batch(plan: Plan) -> Text:
 
 def _stages(plan: Plan, config: Config, found: Facts) -> Group:
     """Per pp coordinate: its blocks, parameters and the bytes of its rank that holds most."""
-    table = _table("pp", "blocks", ">parameters", ">weights", ">gradients", ">optimizer", ">activations", ">total")
+    table = _table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">total")
     stages = stage_rows(plan)
     heaviest = found.heaviest_position
+    unit, size_of_unit = byte_unit(found.memories[heaviest].total)
     positions = sorted({*shown_positions(plan.mesh.size("pp")), heaviest})
     for position in positions:
         mine = [stage for stage in stages if stage["position"] == position]
-        blocks = "; ".join(_block_range(stage["blocks"]) for stage in mine)
         memory = found.memories[position]
         sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
         mark = position == heaviest and len(found.memories) > 1
         table.add_row(
             f"{position}{' *' if mark else ''}",
-            blocks,
+            "; ".join(_block_range(stage["blocks"]) for stage in mine),
             count_text(sum(stage["parameters"] for stage in mine)),
-            *(bytes_text(size) for size in sizes),
+            *(digits(size / size_of_unit) for size in sizes),
             style="bold" if mark else None,
         )
     worst = found.memories[heaviest]
     fits = account.fits(worst, config.cluster)
     size = config.cluster.memory_gb
-    known = f"a device has {size:g} GB" if size else "the size of a device is not known: cluster.memory_gb=..."
+    known = f"a device has {size:g} GB" if size else "cluster.memory_gb is not given"
     verdict = Text.assemble("fits: ", (fits, {"yes": "bold green", "no": "bold red"}.get(fits, "bold yellow")))
     verdict.append(f" (the heaviest rank needs {bytes_text(worst.total)}; {known})")
-    notes = ["bytes are of the rank that holds most; * marks the heaviest"] if len(found.memories) > 1 else []
+    marks = "; * marks the heaviest" if len(found.memories) > 1 else ""
+    notes = [f"weights to total: {unit} of the rank of each pp coordinate that holds most{marks}"]
     left_out = len(found.memories) - len(positions)
     if left_out:
         notes.append(f"{left_out} coordinates between are left out (--json has all)")
@@ -157,8 +164,8 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
 
 
 def _block_range(blocks: list[str]) -> str:
-    """`embedding .. layers.3 (5)`."""
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
+    """`embedding..layers.3 (5)`."""
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"
 
 
 def _schedule(plan: Plan, found: Facts, width: int) -> Group | Text:
@@ -186,7 +193,7 @@ def _schedule(plan: Plan, found: Facts, width: int) -> Group | Text:
 def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
     if not found.traffic:
         return Text("none: one rank")
-    table = _table("axis", "operation", "purpose", ">calls", ">payload", ">must send", ">all ranks send")
+    table = _table("axis", "operation", "purpose", ">calls", ">payload", ">must send", ">all send")
     rows = [row for row in found.traffic if row.purpose != account.CONTROL and row.operation != "recv"]
     for row in rows:
         table.add_row(
@@ -205,7 +212,8 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
     where = " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
     note = (
         f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
-        f"algorithms; apart from that one {control.operation} of {control.payload_bytes} bytes of control a step"
+        f"algorithms; all send: all ranks together; apart from that, one {control.operation} of "
+        f"{control.payload_bytes} bytes of control a step"
     )
     return Group(table, Text(note, "dim"))
 
@@ -234,22 +242,37 @@ def ranks_text(ranks: list[int]) -> str:
     return " ".join(map(str, shown))
 
 
+def digits(number: float) -> str:
+    """Three significant digits, never in powers of ten: 0.00123, 1.23, 123, 1234."""
+    return (
+        f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.3g}" if abs(number) >= 1e-4 or not number else "0.0001"
+    )
+
+
 def count_text(count: float) -> str:
-    """A count for people: 175.1 B."""
+    """A count for people: 175 B."""
     for unit in ("", " k", " M", " B"):
-        if abs(count) < 1000:
-            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        if abs(count) < 999.5:
+            return f"{digits(count)}{unit}"
         count /= 1000
-    return f"{count:.2f} T"
+    return f"{digits(count)} T"
+
+
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def byte_unit(largest: float) -> tuple[str, int]:
+    """(name, bytes) of the unit in which `largest` has at most three digits before the point."""
+    index = 0
+    while index < len(BYTE_UNITS) - 1 and largest / 1024**index >= 999.5:
+        index += 1
+    return BYTE_UNITS[index], 1024**index
 
 
 def bytes_text(count: float) -> str:
     """A byte count for people: 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
+    unit, size = byte_unit(abs(count))
+    return f"{digits(count / size)} {unit}"
 
 
 def flops_text(count: float) -> str:

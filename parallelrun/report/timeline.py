@@ -18,14 +18,14 @@ STYLES = {
 INKS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 SHADES = " .:=#"
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-MOST_ROWS = 16
+MOST_ROWS = 12
 
 
 def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
     """Rows of at most `width` columns; a run of one action carries its microbatch's number where that fits.
 
-    Where an action is shorter than a column, a column shows the part of its time that is busy instead. Above 16
-    coordinates, 16 of them from first to last are drawn. chunk_of_stage: shades every other chunk.
+    Where an action is shorter than a column, a column shows the part of its time that is busy instead. Above 12
+    coordinates, 12 of them from first to last are drawn. chunk_of_stage: shades every other chunk.
     """
     positions = shown_positions(len(simulation.orders))
     label_width = len(f"pp {positions[-1]} ")
@@ -41,8 +41,10 @@ def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
     text = Text()
     for position in positions:
         text.append(f"pp {position}".ljust(label_width), "bold")
-        events = simulation.events(position)
-        text.append_text(_dense_row(events, columns, end) if dense else _row(events, columns, end, chunk_of_stage))
+        if dense:
+            text.append_text(_dense_row(simulation, position, columns, end))
+        else:
+            text.append_text(_row(simulation.events(position), columns, end, chunk_of_stage))
         text.append("\n")
     text.append(" " * label_width)
     text.append_text(_dense_legend() if dense else _legend(simulation))
@@ -54,7 +56,7 @@ def _positive(simulation: Simulation, kind: str) -> list[float]:
 
 
 def shown_positions(count: int) -> list[int]:
-    """The coordinates that get a row: all, or 16 spread from the first to the last."""
+    """The coordinates that get a row: all, or 12 spread from the first to the last."""
     if count <= MOST_ROWS:
         return list(range(count))
     return sorted({round(i * (count - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)})
@@ -84,19 +86,29 @@ def _row(events: list[Event], columns: int, end: float, chunk_of_stage: list[int
     return text
 
 
-def _dense_row(events: list[Event], columns: int, end: float) -> Text:
+def _dense_row(simulation: Simulation, position: int, columns: int, end: float) -> Text:
     """Per column the busy part of its time as a shade, in the colour of what takes most of it."""
-    spent: list[dict[str, float]] = [{} for _ in range(columns)]
-    for event in events:
-        begin, stop = event.begin * columns / end, event.end * columns / end
-        for column in range(int(begin), min(columns, int(stop) + 1)):
-            part = min(stop, column + 1) - max(begin, column)
-            if part > 0:
-                spent[column][event.kind] = spent[column].get(event.kind, 0.0) + part
+    spent = {kind: [0.0] * columns for kind in NAMES}
+    scale = columns / end
+    lengths = {kind: [time * scale for time in times] for kind, times in simulation.times.items()}
+    for action, ended in zip(simulation.orders[position], simulation.ends[position]):
+        stop = ended * scale
+        begin = stop - lengths[action.kind][action.stage]
+        row = spent[action.kind]
+        first, last = int(begin), min(int(stop), columns - 1)
+        if first == last:
+            row[first] += stop - begin
+            continue
+        row[first] += first + 1 - begin
+        for column in range(first + 1, last):
+            row[column] += 1
+        row[last] += min(stop, columns) - last
     text = Text()
-    for kinds in spent:
-        shade = SHADES[min(len(SHADES) - 1, round(sum(kinds.values()) * (len(SHADES) - 1)))]
-        text.append(shade, INKS[max(kinds, key=lambda kind: kinds[kind])] if kinds else "")
+    for column in range(columns):
+        kind = max(spent, key=lambda kind: spent[kind][column])
+        busy = sum(row[column] for row in spent.values())
+        shade = SHADES[min(len(SHADES) - 1, round(busy * (len(SHADES) - 1)))]
+        text.append(shade, INKS[kind])
     return text
 
 

@@ -134,10 +134,10 @@ print(time.process_time() - begin)
     [
         (bytes_text(1536), "1.5 KiB"),
         (bytes_text(12), "12 B"),
-        (bytes_text(3 * 2**40), "3.00 TiB"),
-        (count_text(175_100_000_000), "175.1 B"),
+        (bytes_text(3 * 2**40), "3 TiB"),
+        (count_text(175_100_000_000), "175 B"),
         (count_text(12), "12"),
-        (count_text(1.5e12), "1.50 T"),
+        (count_text(1.5e12), "1.5 T"),
         (flops_text(3.39e18), "3.39 EFLOP"),
         (seconds_text(0.0031), "3.1 ms"),
         (ranks_text([0, 8, 16]), "0 8 16"),

@@ -344,3 +344,12 @@ def test_a_wrong_model_does_not_hide_wrong_degrees():
 def test_the_schema_s_own_defaults_are_a_legal_plan():
     plan = resolve(Config())
     assert plan.world == 1 and plan.batch.global_batch == 48
+
+
+def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
+    overrides = {"dp": None, "tp": None, "pp": None, "model.layers": 1, "strategy.demo": {"tp": 2, "pp": 2}}
+    plan = tiny_plan(overrides)
+    assert plan.degrees == {"pp": 1, "dp": 1, "tp": 2, "ep": 1} and "at pp=1" in plan.filled[0]
+    assert only_problem({**overrides, "strategy.own_axis": "pp"}).where == "pp", (
+        "a pipeline without stages shows nothing"
+    )
