@@ -52,23 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _route(words: list[str]) -> int:
-    from parallelrun.cli import help as help_texts
-
     if not words:
-        if os.environ.get("RANK", "0") == "0":
-            print(help_texts.SHORT)
-        return EXIT_OK
+        return _help(full=False)
     if words[0] in TOOLS:
         return _tool(words[0], words[1:])
+    if any(word in ("-h", "--help") for word in words):
+        return _help(full=True)
     if "--version" in words:
         print(f"parallelrun {__version__}")
-        return EXIT_OK
-    if any(word in ("-h", "--help") for word in words):
-        print(help_texts.full())
         return EXIT_OK
     from parallelrun.cli import compute
 
     return compute.run(words)
+
+
+def _help(full: bool) -> int:
+    from parallelrun.cli import help as texts
+
+    if os.environ.get("RANK", "0") == "0":  # under a launcher, once is enough
+        print(texts.full() if full else texts.SHORT)
+    return EXIT_OK
 
 
 def _tool(tool: str, words: list[str]) -> int:

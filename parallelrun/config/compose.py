@@ -146,8 +146,9 @@ def point_number() -> int:
 
 
 def point_overrides(prepared: Prepared) -> list[str]:
-    """The running point's overrides, as the user would type them."""
-    return [_as_typed(text, prepared.shown) for text in HydraConfig.get().overrides.task if text[:5] != "verb="]
+    """The running point's overrides, as the user would type them; nothing about the sweep itself."""
+    task = HydraConfig.get().overrides.task
+    return [_as_typed(text, prepared.shown) for text in task if not text.startswith(("verb=", "sweep."))]
 
 
 def run_directory() -> Path | None:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from parallelrun.config import recipes
-from parallelrun.config.keys import GROUPS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
+from parallelrun.config.keys import GROUPS, MAPPINGS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
 from parallelrun.config.values import trap
 from parallelrun.errors import Problem
 
@@ -44,7 +44,7 @@ class Override:
         key = known_keys().get(self.key)
         if self.is_hydra or (self.key in GROUPS and self.key != "recipe"):
             return self.text
-        sign = "++" if in_mapping(self.key) else self.sign
+        sign = "++" if in_mapping(self.key) or self.key in MAPPINGS else self.sign
         if self.key != "recipe" and (key is None or key.kind != "str"):
             return f"{sign}{self.key}{self.package}={self.value}"
         values = [quote(value, self.key in PATH_KEYS) for value in self.values]

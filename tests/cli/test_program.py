@@ -1,0 +1,120 @@
+"""The program as a user runs it: a process of its own, a shell's pipes, real ranks. Few, because each costs a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = [
+    "model.layers=1",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.seq=8",
+    "eval.batches=1",
+    "steps=1",
+    "global_batch=4",
+]
+
+
+def run(*words: str, cwd: Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "parallelrun", *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tpp=8"], 2),
+        (["model=gtp"], 2),
+        (["plan", "tp=3"], 2),
+        (["plan", "--json", "model=gpt3_175b", "tp=8", "pp=64", "dp=6"], 0),
+        (["ls"], 0),
+        (["show", "quickstart"], 0),
+        (["--help"], 0),
+        (["-m", "plan", "tp=1,2"], 2),
+        (["plan", "-m", "--json", "tp=1,2"], 0),
+    ],
+)
+def test_neither_a_mistake_nor_a_plan_imports_torch_or_writes(words, expected, tmp_path):
+    code = f"import sys; from parallelrun.cli.main import main; code = main({words!r}); " \
+           "print([m for m in ('torch',) if m in sys.modules], code, file=sys.stderr)"  # fmt: skip
+    done = python(code, tmp_path)
+    assert done.stderr.splitlines()[-1] == f"[] {expected}", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["tpp=8"], ["model=gtp"], ["plan", "tp=3"], ["recipe=nosuch"]])
+def test_a_mistake_is_answered_in_under_a_second(words, tmp_path):
+    """Of processor time, which a crowded machine still stretches: then at most 3.5 times the mere import of Hydra."""
+    ours, hydras = [], []
+    for _ in range(4):
+        ours.append(_processor_seconds([sys.executable, "-m", "parallelrun", *words], tmp_path))
+        hydras.append(_processor_seconds([sys.executable, "-c", "import hydra"], tmp_path))
+        if min(ours) < 1.0:
+            return
+    assert min(ours) < 3.5 * min(hydras), f"{ours} s, import hydra {hydras} s"
+
+
+def _processor_seconds(command: list[str], cwd: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=cwd, capture_output=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    command = f"{sys.executable} -m parallelrun plan --json recipe=gpt3_oneflow_3072 ranks=all | head -c 10"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and len(done.stdout) == 10
+
+
+def test_a_plan_prints_without_home_terminal_or_unicode(tmp_path):
+    done = run(
+        "plan", "tp=2", "pp=2", cwd=tmp_path, HOME="/nonexistent", TERM="dumb", LANG="C", PYTHONIOENCODING="ascii"
+    )
+    assert done.returncode == 0 and done.stderr == "" and "tp" in done.stdout
+
+
+def test_a_run_uses_the_directory_that_was_asked_for_and_no_other(tmp_path):
+    done = run("strategy=single", "hydra.run.dir=out", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / ".hydra").exists()
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "done"
+    again = run("strategy=single", "hydra.run.dir=out", *TINY, cwd=tmp_path)
+    assert again.returncode == 3 and "holds another run" in again.stderr
+
+
+def test_a_sweep_with_real_ranks(tmp_path):
+    done = run("-m", "strategy=single,ddp,tp", "world=2", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (directory,) = (tmp_path / "runs").glob("sweep-*")
+    rows = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+    assert [row["state"] for row in rows] == ["skipped", "done", "done"]
+    assert rows[1]["loss"] == pytest.approx(rows[2]["loss"], rel=1e-5)  # the same model, data and weights
+    for row in rows[1:]:
+        assert json.loads((directory / row["directory"] / "status.json").read_text())["state"] == "done"
+    assert {path.name for path in directory.iterdir()} == {
+        "results.jsonl", "results.csv", rows[1]["directory"], rows[2]["directory"],
+    }  # fmt: skip
+    assert "strategy=tp" in done.stdout and "results.csv" in done.stdout
+
+
+def test_the_doctor_finds_this_machine_usable(tmp_path):
+    done = run("doctor", "--json", cwd=tmp_path)
+    document = json.loads(done.stdout)
+    states = {check["name"]: check["state"] for check in document["checks"]}
+    assert done.returncode == 0 and document["usable"], document
+    assert states["all-reduce"] == states["loopback"] == states["gloo"] == "pass"
+    assert {"python", "torch", "nccl", "gpus", "cores", "memory", "/dev/shm", "ulimit"} <= set(states)

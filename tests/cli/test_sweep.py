@@ -1,0 +1,150 @@
+"""Sweeps: illegal points are skipped, failing ones do not stop it, and it can go on where it stopped.
+
+The launcher is replaced where many points are needed; `test_program` sweeps with real ranks.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from parallelrun.cli import main as program
+from parallelrun.records import write_json
+from parallelrun.report import sweep as report
+
+
+class Launcher:
+    """Stands for `launch.start.start`: writes the files of a run and returns the code chosen for its degrees."""
+
+    def __init__(self):
+        self.codes: dict[str, int] = {}
+        self.started: list[str] = []
+
+    def __call__(self, config, plan, argv, overrides, run_root):
+        self.started.append(plan.preset)
+        run_root.mkdir(parents=True)
+        code = self.codes.get(plan.preset, 0)
+        if isinstance(code, Exception):
+            raise code
+        write_json(run_root / "status.json", {"state": "done" if code == 0 else "failed", "error": f"code {code}"})
+        write_json(run_root / "summary.json", {"world": plan.world, "loss": 1.5, "degrees": {"dp": 2}, "times": [1, 2]})
+        return code
+
+
+@pytest.fixture
+def launcher(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    launcher = Launcher()
+    monkeypatch.setattr("parallelrun.launch.start.start", launcher)
+    return launcher
+
+
+def sweep(line: str) -> int:
+    return program.main(["-m", *line.split()])
+
+
+def only_directory() -> Path:
+    (directory,) = Path("runs").glob("sweep-*")
+    return directory
+
+
+def states(directory: Path) -> list[str]:
+    return [row["state"] for row in report.read(directory)]
+
+
+def test_illegal_points_are_skipped_and_failing_ones_do_not_stop_it(launcher, capsys):
+    launcher.codes["tp"] = 6
+    assert sweep("strategy=ddp,tp,single,gpipe world=2") == 1
+    directory = only_directory()
+    assert launcher.started == ["ddp", "tp", "gpipe"]
+    assert states(directory) == ["done", "failed", "skipped", "done"]
+    rows = report.read(directory)
+    assert rows[1]["reason"] == "code 6" and rows[1]["exit_code"] == 6
+    assert "one device" in rows[2]["reason"]
+    assert rows[0]["loss"] == 1.5 and rows[0]["degrees.dp"] == 2 and "times" not in rows[0]
+    assert (directory / rows[0]["directory"] / "summary.json").is_file()
+    out = capsys.readouterr().out
+    for text in ("strategy=tp", "failed", "code 6", "skipped", "one device", "results.csv", "1.5"):
+        assert text in out
+
+
+def test_the_csv_has_the_same_rows(launcher):
+    sweep("strategy=ddp,single world=2")
+    with open(only_directory() / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["state"] for row in rows] == ["done", "skipped"]
+    assert rows[0]["loss"] == "1.5" and rows[0]["overrides"] == "strategy=ddp world=2" and rows[1]["loss"] == ""
+
+
+def test_all_done_is_0_and_none_legal_is_2(launcher):
+    assert sweep("strategy=ddp,tp world=2") == 0
+    assert sweep("strategy=single world=2,4") == 2
+
+
+def test_an_exception_of_one_point_is_its_row_and_no_more(launcher, capsys):
+    launcher.codes["ddp"] = ZeroDivisionError("by zero")
+    assert sweep("strategy=ddp,tp world=2") == 1
+    assert states(only_directory()) == ["failed", "done"]
+    assert "by zero" in report.read(only_directory())[0]["reason"]
+
+
+def test_fail_fast_runs_nothing_after_a_failure(launcher):
+    launcher.codes["ddp"] = 1
+    assert sweep("strategy=ddp,tp,gpipe world=2 sweep.fail_fast=true") == 1
+    assert launcher.started == ["ddp"]
+    assert states(only_directory()) == ["failed", "skipped", "skipped"]
+
+
+def test_a_sweep_goes_on_where_it_stopped(launcher):
+    launcher.codes["tp"] = 6
+    assert sweep("strategy=ddp,tp world=2") == 1
+    directory = only_directory()
+    launcher.codes.clear()
+    launcher.started.clear()
+    assert sweep(f"strategy=ddp,tp,gpipe world=2 sweep.resume={directory}") == 0
+    assert launcher.started == ["tp", "gpipe"]
+    assert states(directory) == ["done", "done", "done"]
+    assert only_directory() == directory
+    assert len({row["directory"] for row in report.read(directory)}) == 3
+
+
+@pytest.mark.parametrize("code", [130, 143, 75])
+def test_an_interrupted_point_stops_the_sweep_with_its_code(launcher, capsys, code):
+    launcher.codes["tp"] = code
+    assert sweep("strategy=ddp,tp,gpipe world=2") == code
+    assert launcher.started == ["ddp", "tp"]
+    assert states(only_directory()) == ["done", "stopped"]
+    assert "sweep.resume=" in capsys.readouterr().err
+
+
+def test_a_sweep_may_say_where_its_files_go(launcher, capsys):
+    assert sweep("strategy=ddp world=2,4 sweep.directory=here") == 0
+    assert states(Path("here")) == ["done", "done"]
+    assert sweep("strategy=ddp world=2,4 sweep.directory=here") == 3
+    assert "holds another sweep" in capsys.readouterr().err
+    assert sweep("strategy=ddp world=2,4 sweep.resume=nowhere") == 3
+
+
+def test_an_error_of_composition_starts_nothing_and_writes_nothing(launcher, tmp_path):
+    assert sweep("model=gpt,gtp world=2") == 2
+    assert launcher.started == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_can_be_swept_and_is_shown_as_typed(launcher, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - override /strategy: tp\ntp: 2\n")
+    assert sweep("recipe=./mine.yaml,quickstart steps=1") == 0
+    assert launcher.started == ["tp", "ptdp"]
+    assert report.read(only_directory())[0]["overrides"] == ["recipe=./mine.yaml", "steps=1"]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    (tmp_path / report.RESULTS).write_text(json.dumps({"point": 0, "state": "done"}) + '\n{"point": 1, "sta')
+    assert [row["point"] for row in report.read(tmp_path)] == [0]
+
+
+def test_the_table_names_what_varies():
+    rows = [{"overrides": ["a=1", "b=2"]}, {"overrides": ["a=1", "b=3"]}]
+    assert report.varied(rows) == [["b=2"], ["b=3"]]
