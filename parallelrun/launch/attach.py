@@ -7,12 +7,13 @@ they check that code, torch and config are the same everywhere, and run the same
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -183,14 +184,14 @@ def _teller(attached: Attached, job: Job, voice: Voice, terminal: TextIO) -> Cal
     """What a failing rank does: the cause tells the user; rank 0 writes the status, after the others have spoken."""
 
     def tell(own: Failure) -> int:
-        if attached.rank and own.order == 0:
+        if attached.rank and own.order < 2:
             print("\n".join(failure.block(own, job.plan, job.directory, voice.overrides, voice.verbose)), file=terminal)
         if attached.rank:
+            failure.write(job.directory, own)
             return own.exit_code
         if own.order:
-            time.sleep(GRACE_S)
-        said = [found for r in range(attached.world) if (found := failure.read(job.directory, r))]
-        cause = failure.root_cause([own, *said])
+            time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
+        cause = _cause(own, attached.world, job.directory)
         status = Status(job.directory, cause.step)
         status.ended(cause.exit_code, cause.what, cause.rank)
         lines = failure.block(cause, job.plan, job.directory, voice.overrides, voice.verbose)
@@ -200,10 +201,20 @@ def _teller(attached: Attached, job: Job, voice: Voice, terminal: TextIO) -> Cal
     return tell
 
 
-def _take_signals(board: Board) -> None:
-    """As under our own launcher; Slurm may announce preemption to every rank by SIGUSR1 as well."""
-    rank.take_signals(board)
-    import faulthandler
+def _cause(own: Failure, world: int, folder: Path) -> Failure:
+    """What came first, from what every rank has written. Where all who wrote were waiting, the silent one hangs."""
+    said = {r: found for r in range(world) if (found := failure.read(folder, r))}
+    cause = failure.root_cause([own, *said.values()])
+    silent = [r for r in range(world) if r not in said and r != own.rank]
+    if cause.exit_code == EXIT_HANG and cause.order == 2 and silent:
+        return replace(cause, rank=silent[0], pid=0, what="hangs: all other ranks wait for it, and it does not answer")
+    return cause
 
+
+def _take_signals(board: Board) -> None:
+    """As under our own launcher; Slurm may tell every rank by SIGUSR1, a closed terminal by SIGHUP."""
+    heeds_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup
+    rank.take_signals(board)
     faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, lambda *_: board.request_stop())
+    for number in (signal.SIGUSR1, *([signal.SIGHUP] if heeds_hangup else [])):
+        signal.signal(number, lambda *_: board.request_stop())

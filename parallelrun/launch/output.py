@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r(?=\n)")
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -48,8 +48,7 @@ class Screen(io.TextIOBase):
         return self._descriptor
 
     def write(self, text: str) -> int:
-        plain = _CONTROL.sub("", text)
-        self._log.write(plain)
+        self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
         self._try(text)
         return len(text)
 

@@ -57,10 +57,24 @@ def preload(job: Job) -> None:
 
 
 def method_for(plan: Plan) -> str:
-    """fork, unless a fork would be unsafe: CUDA, macOS, or other threads in this process (parallel Hydra launchers)."""
+    """fork, unless a fork would be unsafe: CUDA, macOS, or threads in this process that do not survive one.
+
+    Those are Python's (parallel Hydra launchers) and torch's compute threads (an earlier inline run). numpy's OpenBLAS
+    has threads from its import on, but ends them before a fork: so a first fork tells who is left.
+    """
     if plan.device == "cuda" or sys.platform != "linux":
         return EXEC
-    return FORK if len(os.listdir("/proc/self/task")) == 1 else EXEC
+    if num_threads() > 1:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return FORK if num_threads() == 1 else EXEC
+
+
+def num_threads() -> int:
+    """Threads of this process, native ones included (Linux)."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def start(job: Job, board: Board) -> list[int]:
@@ -116,7 +130,7 @@ def _fork(job: Job, place: ranks.Place, board: Board, listener: socket.socket) -
         descriptor = listener.detach() if place.rank == 0 else None
         if descriptor is None:
             listener.close()
-        connect = partial(ranks.local_store, place.world, port, descriptor)
+        connect = partial(ranks.local_store, place.world, port, descriptor) if place.world > 1 else None
         code = ranks.serve(place, job.config, job.plan, board, connect)
     finally:
         ranks.end(code)

@@ -246,7 +246,7 @@ def main(text: str) -> None:
     if plan.world != place.world:
         problem = Problem(f"config.yaml says {plan.world} ranks, the launcher started {place.world}", "config.yaml")
         raise EnvironmentProblem(problem)
-    connect = partial(local_store, place.world, order.port, order.listener)
+    connect = partial(local_store, place.world, order.port, order.listener) if place.world > 1 else None
     end(serve(place, config, plan, board, connect))
 
 

@@ -57,7 +57,9 @@ def start(
     status = Status(job.directory)
     status.running()
     try:
-        outcome = supervisor.supervise(job) if plan.world > 1 else _inline(job, command)
+        # a sweep's point is never inline: its crash must not end the sweep, nor its threads forbid the next one's fork
+        inline = plan.world == 1 and run_root is None
+        outcome = _inline(job, command) if inline else supervisor.supervise(job)
     except KeyboardInterrupt:
         outcome = Outcome(EXIT_INTERRUPTED, note="interrupted")
     except BaseException as error:
@@ -142,7 +144,7 @@ def _stopping(board: Board):
             raise KeyboardInterrupt(signal.Signals(number).name)
         board.request_stop()
 
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:

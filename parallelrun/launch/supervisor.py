@@ -122,7 +122,8 @@ class Supervisor:
             return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        numbers = (signal.SIGINT, *_STOPS)
+        # what nohup or a shell told us to ignore stays ignored
+        numbers = [n for n in (signal.SIGINT, *_STOPS) if signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ, "signal")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
 
 from parallelrun.errors import EXIT_HANG
-from parallelrun.launch.board import Board
+from parallelrun.launch import stacks
+from parallelrun.launch.board import Beat, Board
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.status import Status
 
@@ -51,8 +53,19 @@ class Watchdog:
                 next_status = time.monotonic() + _STATUS_EVERY_S
                 self._status.running(beat.step)
             if beat.age_s > self._timeout_s:
-                faulthandler.dump_traceback(self._log, all_threads=True)
-                what = f"hangs: no progress for {self._timeout_s:g} s; the stacks are in the log"
-                now = time.monotonic_ns()
-                self._on_hang(Failure(self._rank, what, EXIT_HANG, now, 2, os.getpid(), beat.step, beat.phase))
+                self._on_hang(self._describe(beat))
                 os._exit(EXIT_HANG)
+
+    def _describe(self, beat: Beat) -> Failure:
+        """Put all stacks into the log; a rank that only waits for others is a victim."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            dump = file.read()
+        self._log.write(dump)
+        self._log.flush()
+        at = stacks.position(beat.step, dump, stopped=False)
+        where = "in a collective that not all ranks have joined" if at.waiting else f"in {at.frames[0]}"
+        what = f"hangs: no progress for {self._timeout_s:g} s; {where}; the stacks are in the log"
+        order = 2 if at.waiting else 1
+        return Failure(self._rank, what, EXIT_HANG, time.monotonic_ns(), order, os.getpid(), beat.step, beat.phase)
