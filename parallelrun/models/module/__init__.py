@@ -5,10 +5,11 @@
 `layers`, `heads` where its signature names them. The contract:
 
 - Data ways need nothing else.
-- pp > 1 needs `model.blocks`: the modules whose chain is the forward, in order (`blocks=[embed,layers.*,head]`).
-- tp > 1 needs `model.roles`, from module names or patterns (`layers.*.fc1: columns`, `layers.*.[qkv]: columns`,
-  `layers.*.fc2: row`). nn.Linear can be columns, row or head; nn.Embedding, embedding; nn.LayerNorm and nn.RMSNorm,
-  norm. Forward uses no global sizes: heads by `unflatten(-1, (-1, head_dim))`.
+- pp > 1 needs `model.blocks`, the modules whose chain is forward, in order: `'model.blocks=[embed,layers.*,head]'`.
+- tp > 1 needs `model.roles`, from module names or patterns, for example
+  `'model.roles={embed:embedding,*.q:columns,*.k:columns,*.v:columns,*.out:row,*.fc1:columns,*.fc2:row,head:head}'`.
+  nn.Linear can be columns, row or head; nn.Embedding, embedding; nn.LayerNorm and nn.RMSNorm, norm. Forward uses no
+  global sizes: heads by `unflatten(-1, (-1, head_dim))`.
 - The module may say `sample_shape` (shape of one sample of features), `heads` and `kv_heads` as attributes.
 
 nn.Dropout is replaced by dropout by hash, so that it too is the same under every plan. Initial weights are the module's
