@@ -6,15 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
+from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples
 from parallelrun.data.order import mix
 from parallelrun.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 VOCAB = 256
 PIECE_BYTES = 4096

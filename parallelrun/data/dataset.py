@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parallelrun.config.schema import Config
+from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.errors import EnvironmentProblem, Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DEFAULT_GLOBAL_BATCH = 48
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from parallelrun.data.arrays import np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1

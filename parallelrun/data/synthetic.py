@@ -7,15 +7,16 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
+from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset, Split, require_samples
 from parallelrun.data.order import derive_key
 from parallelrun.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DEFAULT_VOCAB = 256
 # Each token has four likely successors; one token in twenty is drawn from the whole vocab instead.

@@ -8,7 +8,7 @@ checks pass, the same questions are asked of the finished Plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -92,8 +92,7 @@ class DataWayPlan(Protocol):
     def equivalence(self, plan: Plan) -> Equivalence: ...
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One unit of a schedule. kind: F (forward), B (full backward), I (input gradient), W (weight gradient)."""
 
     kind: str
