@@ -50,13 +50,14 @@ def read(argv: list[str]) -> CommandLine:
         line = replace(line, verb=words.pop(0))
     given: list[str] = []
     flags: list[str] = []
+    switched: set[str] = set()
     problems: list[Problem] = []
     ranks: str | None = None
     hosts: str | None = None
     while words:
         word = words.pop(0)
         if word in _SWITCHES:
-            line = replace(line, **{_SWITCHES[word]: True})
+            switched.add(_SWITCHES[word])
         elif word in ("-np", "-H"):
             value = words.pop(0) if words else ""
             ranks, hosts = (value, hosts) if word == "-np" else (ranks, value)
@@ -68,7 +69,14 @@ def read(argv: list[str]) -> CommandLine:
             problems += _bare(word, words, argv)
     given += _ranks_and_hosts(ranks, hosts, problems)
     multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
-    line = replace(line, flags=tuple(flags), multirun=multirun)
+    line = replace(
+        line,
+        flags=tuple(flags),
+        multirun=multirun,
+        json="json" in switched,
+        verbose="verbose" in switched,
+        trust="trust" in switched,
+    )
     parsed, found = override_checks.read(given, multirun, COMMAND_LINE)
     problems += found
     if problems:

@@ -146,9 +146,8 @@ def _tell_followers(attached: Attached, error: Exception) -> None:
 
 def _complete(words: list[str]) -> int:
     """Answer the shell's TAB: our words, and Hydra's keys and options."""
-    candidates, ask_hydra = [], True
-    if any(word.startswith("query=") for word in words):
-        candidates, ask_hydra = completion.answer(os.environ)
+    asked = any(word.startswith("query=") for word in words)
+    candidates, ask_hydra = completion.answer(os.environ) if asked else ([], True)
     for candidate in candidates:
         print(candidate)
     if ask_hydra:

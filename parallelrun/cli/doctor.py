@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -179,7 +180,7 @@ def _reduce() -> Check:
         listener.listen(8)
         import torch.distributed  # noqa: F401  # imported once, before the fork
 
-        children = [_fork(lambda rank=rank: _rank(rank, listener)) for rank in range(2)]
+        children = [_fork(partial(_rank, rank, listener)) for rank in range(2)]
     codes = [_wait(child, began + _REDUCE_S) for child in children]
     if codes != [0, 0]:
         return Check(name, "fail", f"two gloo ranks ended with {codes} (0, 0 expected)")

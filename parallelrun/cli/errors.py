@@ -142,7 +142,7 @@ def _of_hydra_frames(error: Exception) -> ConfigError | None:
 
 def _first_lines(text: str) -> str:
     """The part of a message of Hydra's that says what is wrong: up to its details, hints and links."""
-    lines = []
+    lines: list[str] = []
     for line in text.strip().splitlines():
         if re.match(
             r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)", line

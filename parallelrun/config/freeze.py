@@ -60,12 +60,12 @@ def _filled(config: Config, plan: Plan) -> Config:
     assert not problems, "only a config that was resolved is frozen with its plan"
     # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
-    clear = {key: None for key in ("layout", "schedule", "chunks", *unread) if hasattr(folded, key)}
-    degrees = {axis: plan.mesh.size(axis) for axis in ("dp", "tp", "pp")}
+    clear: dict[str, Any] = {key: None for key in ("layout", "schedule", "chunks", *unread) if hasattr(folded, key)}
     return replace(
-        folded,
-        **clear,
-        **degrees,
+        replace(folded, **clear),
+        dp=plan.mesh.size("dp"),
+        tp=plan.mesh.size("tp"),
+        pp=plan.mesh.size("pp"),
         world=plan.world,
         global_batch=plan.batch.global_batch,
         local_batch=None,

@@ -1,4 +1,4 @@
-"""The program as a user runs it: a process of its own, a shell's pipes, real ranks. Few, because each costs a second."""
+"""The program as a user runs it: its own process, pipes, real ranks. Few tests, because each costs a second."""
 
 from __future__ import annotations
 
