@@ -87,9 +87,9 @@ def fill(network: nn.Module, plan: Plan, mesh: Mesh | None) -> None:
 
 
 def networks(config: Config, plan: Plan, mesh: Mesh) -> tuple[Network, Network]:
-    """(the gpt on one device, the same on this rank), with equal weights."""
+    """(the model on one device, the same on this rank), with equal weights."""
     with torch.device("meta"):
-        alone = registry.load("models", "gpt", "network").build(config, plan.spec, plan.precision)
+        alone = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
         placed = copy.deepcopy(alone)
     place(placed, plan, mesh)
     fill(alone, plan, None)
@@ -123,15 +123,18 @@ def errors_of(ours: dict[str, Tensor], reference: dict[str, Tensor], plan: Plan,
     return tensor_errors(ours, parts)
 
 
-def batch_of(plan: Plan, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, targets, sample ids) of one microbatch; some targets are ignored."""
+def batch_of(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens or features, targets, sample ids) of one microbatch; some targets are ignored."""
     generator = torch.Generator().manual_seed(7)
-    shape = (plan.batch.micro_batch, plan.spec.seq)
-    tokens = torch.randint(plan.spec.vocab, shape, generator=generator)
-    targets = torch.randint(plan.spec.vocab, shape, generator=generator)
-    if ignored:
-        targets[0, ::3] = -1
-    return tokens, targets, torch.arange(plan.batch.micro_batch) + 11
+    spec, num_samples = plan.spec, plan.batch.micro_batch
+    if spec.kind == "tokens":
+        inputs = torch.randint(spec.vocab, (num_samples, spec.seq), generator=generator)
+    else:
+        inputs = torch.randn((num_samples, spec.hidden), generator=generator, dtype=torch.float64)
+        inputs = inputs.to(getattr(torch, plan.precision.compute))
+    targets = torch.randint(spec.vocab, inputs.shape[:1] + spec.boundary_shape[:-1], generator=generator)
+    targets.view(-1)[1::3] = -1
+    return inputs, targets, torch.arange(num_samples) + 11
 
 
 def train_once(network: Network, plan: Plan) -> Tensor:

@@ -11,9 +11,9 @@ SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 APART = {"strategy.tensor.overlap": False}
 
 
-def assert_proved(overrides, pipeline="none", backend=""):
+def assert_proved(overrides, pipeline="none", backend="", bound=BOUND):
     for proof in run_ranks(overrides["tp"], prove_gpt, overrides, pipeline, backend):
-        assert proof.error < BOUND, proof.where
+        assert proof.error < bound, proof.where
         assert proof.counted == proof.predicted
         assert proof.predicted, "nothing was sent"
 
@@ -45,6 +45,17 @@ def test_dropout_drops_the_same_elements(overrides):
 @pytest.mark.parametrize("overrides", [{}, SEQUENCE, {"dropout": 0.1}, {**SEQUENCE, **APART}], ids=str)
 def test_recomputation_sends_again_what_is_predicted(overrides, recompute):
     assert_proved({"tp": 2, "recompute": recompute, **overrides})
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 0.1), ("fp16", 0.02)])
+def test_other_precisions_differ_by_their_rounding(precision, bound):
+    quiet = {"model.bias": False}  # a key bias has a gradient of pure noise
+    assert_proved({"tp": 2, "precision.name": precision, **quiet, **SEQUENCE}, bound=bound)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_an_mlp_on_features_trains_as_on_one_device(tp):
+    assert_proved({"tp": tp, "model.name": "mlp", "model.preset": "mlp", "model.vocab": 7, "dropout": 0.1})
 
 
 def test_zero_bubble_separates_the_collectives():
