@@ -124,9 +124,7 @@ def _whole(key: str, value: object, least: int) -> list[Problem]:
     ]
 
 
-def _real(
-    key: str, value: object, least: float, closed: bool, bound: float | None, bound_closed: bool
-) -> list[Problem]:
+def _real(key: str, value: Any, least: float, closed: bool, bound: float | None, bound_closed: bool) -> list[Problem]:
     if value is None:
         return []
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)

@@ -30,7 +30,7 @@ def show(plan: Plan, config: Config, console: Console) -> None:
     """
     found = facts(plan, config)
     width = min(console.width, WIDEST)
-    parts = [
+    parts: list[tuple[str, RenderableType]] = [
         ("plan", _head(plan)),
         ("mesh", _mesh(plan)),
         ("ranks", _with_host_note(_ranks(plan, config), plan, config)),

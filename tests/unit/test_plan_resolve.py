@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from parallelrun.config.freeze import freeze, load_frozen
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_CONFIG, ConfigError
 from parallelrun.plan.resolve import resolve
@@ -353,3 +354,30 @@ def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
     assert only_problem({**overrides, "strategy.own_axis": "pp"}).where == "pp", (
         "a pipeline without stages shows nothing"
     )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"dp": None, "tp": None, "pp": None, "strategy.demo": {"tp": 2, "pp": 2}},
+        {"dp": 2, "global_batch": None, "local_batch": 6},
+        {"pp": 2, "schedule": "zbv"},
+        {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
+        {"dp": 6, "pp": 16, "model.layers": 16, "global_batch": None},
+        {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
+        {"strategy.name": "single"},
+    ],
+    ids=str,
+)
+def test_a_frozen_config_resolves_to_the_same_plan(overrides):
+    config = tiny_config(overrides)
+    plan = resolve(config)
+    again = resolve(load_frozen(freeze(config, plan)))
+    assert dataclasses.replace(again, filled=plan.filled) == plan
+
+
+def test_a_sweep_point_with_unread_keys_freezes_to_a_config_that_its_ranks_can_resolve():
+    config = tiny_config({"staleness": 2, "chunks": 2})
+    plan = resolve(config, sweep=True)
+    again = resolve(load_frozen(freeze(config, plan)))
+    assert dataclasses.replace(again, warnings=plan.warnings, filled=plan.filled) == plan
