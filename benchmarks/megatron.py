@@ -1,0 +1,240 @@
+"""parallelrun against megatron-core on gloo: the same GPT, weights and tokens, forward and backward, paired.
+
+    pip install --no-deps --target /tmp/megatron megatron-core==0.16.1
+    PYTHONPATH=/tmp/megatron python -m benchmarks.megatron
+
+megatron-core expects CUDA; `on_cpu` turns its device requests to the CPU, in its own process only. Both sides compute
+the loss of the same tokens from the same weights, and the first losses must agree before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.pairs import environment, on_ranks, summarise, time_pairs, write
+from benchmarks.plain_gpt import SIZES, Sizes
+from parallelrun.models.initialise import logical
+from parallelrun.plan.resolve import resolve
+from parallelrun.train.build import Training, build
+from parallelrun.train.step import forward_backward
+from tests.plans import tiny_config
+
+CASES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "strategy.pipeline.kind": "1f1b"}}
+BAR = 1.00
+
+
+class OnCpu(TorchFunctionMode):
+    """Rewrites every `device=` that names CUDA."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def on_cpu() -> None:
+    """Make torch.cuda's bookkeeping harmless, so that megatron-core builds and runs on the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment, return-value]
+    torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *unused, **options: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *unused, **options: torch.set_rng_state(state)
+    random.model_parallel_cuda_manual_seed(1)
+
+
+def build_megatron(case: str, sizes: Sizes) -> nn.Module:
+    """megatron-core's GPTModel for this rank, local (unfused, torch) layers."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2 if case == "tp" else 1, pipeline_model_parallel_size=2 if case == "pp" else 1
+    )
+    on_cpu()
+    config = TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        activation_func=partial(functional.gelu, approximate="tanh"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=2 if case == "tp" else 1,
+        pipeline_model_parallel_size=2 if case == "pp" else 1,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=sizes.vocab,
+        max_sequence_length=sizes.seq,
+        pre_process=case == "tp" or dist.get_rank() == 0,
+        post_process=case == "tp" or dist.get_rank() == 1,
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def load_weights(model: nn.Module, case: str, sizes: Sizes, training: Training) -> None:
+    """Give the megatron side our logical weights: q, k, v interleaved by head, cut along its partition dims."""
+    ours = {name: logical(spec, training.config.seed) for name, spec in training.plan.spec.parameters.items()}
+    first_layer = sizes.layers // 2 if case == "pp" and dist.get_rank() == 1 else 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = _logical_of(name, ours, sizes, first_layer)
+            dim = getattr(parameter, "partition_dim", -1)
+            if whole.shape != parameter.shape:
+                whole = whole.chunk(2, dim)[dist.get_rank()]
+            parameter.copy_(whole)
+
+
+def _logical_of(name: str, ours: dict[str, Tensor], sizes: Sizes, first_layer: int) -> Tensor:
+    ends = {
+        "embedding.word_embeddings.weight": "embedding.tokens.weight",
+        "embedding.position_embeddings.weight": "embedding.position.weight",
+        "decoder.final_layernorm.weight": "head.norm.weight",
+        "decoder.final_layernorm.bias": "head.norm.bias",
+        "output_layer.weight": "head.head.weight",
+    }
+    if name in ends:
+        return ours[ends[name]]
+    _, _, index, *rest, kind = name.split(".")
+    layer, module = f"layers.{int(index) + first_layer}", ".".join(rest)
+    plain = {
+        "input_layernorm": "attention_norm",
+        "pre_mlp_layernorm": "mlp_norm",
+        "self_attention.linear_proj": "attention.out",
+        "mlp.linear_fc1": "mlp.up.up",
+        "mlp.linear_fc2": "mlp.down",
+    }
+    if module in plain:
+        return ours[f"{layer}.{plain[module]}.{kind}"]
+    assert module == "self_attention.linear_qkv", name
+    parts = [ours[f"{layer}.attention.qkv.{part}.{kind}"] for part in "qkv"]
+    heads = torch.stack([part.unflatten(0, (sizes.heads, -1)) for part in parts], dim=1)
+    return heads.flatten(0, 2)
+
+
+class Megatron:
+    """`step()` is megatron-core's own forward-backward function over the microbatches of one batch."""
+
+    def __init__(self, case: str, sizes: Sizes, training: Training):
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.sizes, self.training, self.number = sizes, training, 0
+        self.model = build_megatron(case, sizes)
+        load_weights(self.model, case, sizes, training)
+        self.schedule = get_forward_backward_func()
+        self.mask = torch.ones(sizes.seq, sizes.seq, dtype=torch.bool).triu(1)[None, None]
+        self.positions = torch.arange(sizes.seq)[None]
+        self.num_microbatches = training.plan.batch.microbatches
+        self.loss = 0.0
+
+    def step(self) -> None:
+        self.number += 1
+        size = self.training.plan.batch.micro_batch
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with OnCpu():
+            outputs = self.schedule(
+                forward_step_func=self._forward,
+                data_iterator=iter(range(self.num_microbatches)),
+                model=[self.model],
+                num_microbatches=self.num_microbatches,
+                seq_length=self.sizes.seq,
+                micro_batch_size=size,
+                forward_only=False,
+            )
+        losses = [output["loss"] for output in outputs]
+        self.loss = float(sum(losses) / len(losses)) if losses else 0.0
+
+    def _forward(self, numbers: Any, model: nn.Module) -> Any:
+        number, batch = next(numbers), self._batch()
+        size = self.training.plan.batch.micro_batch
+        tokens = batch.inputs[number * size : (number + 1) * size]
+        targets = batch.targets[number * size : (number + 1) * size]
+        output = model(tokens, self.positions, self.mask, labels=targets)
+
+        def mean(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = per_token.float().mean()
+            return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+
+        return output, mean
+
+    def _batch(self) -> Any:
+        """Every rank of the megatron side reads both inputs and targets."""
+        reader = self.training.reader
+        reader._needs_inputs = reader._needs_targets = True
+        return reader.batch(self.number)
+
+
+def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
+    sizes = SIZES[size]
+    microbatches = sizes.microbatches if case == "pp" else 1
+    config = tiny_config({**sizes.overrides, "microbatches": microbatches, **CASES[case]})
+    training = build(config, resolve(config), torch.device("cpu"))
+    peer = Megatron(case, sizes, training)
+    state: dict[str, Any] = {"step": 0}
+
+    def ours() -> None:
+        state["step"] += 1
+        state["loss"], _ = forward_backward(training, state["step"])
+
+    ours()
+    peer.step()
+    losses = torch.tensor([float(state["loss"]) / (sizes.batch * sizes.seq), peer.loss], dtype=torch.float64)
+    dist.broadcast(losses, src=1)
+    assert abs(losses[0] - losses[1]) < 1e-4 * losses[1], f"{case} {size}: the two sides differ: {losses.tolist()}"
+    times = time_pairs(ours, peer.step, pairs, warmup)
+    return {"case": case, "size": size, "first_losses": losses.tolist(), "times": times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default=",".join(CASES))
+    parser.add_argument("--size", default=",".join(SIZES))
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--name", default="megatron", help="results/<date>-NAME.json; empty: do not write")
+    arguments = parser.parse_args()
+    rows = []
+    for case in arguments.case.split(","):
+        for size in arguments.size.split(","):
+            result = on_ranks(2, _run, case, size, arguments.pairs, arguments.warmup)
+            row = {**result, **summarise(result["times"], BAR)}
+            rows.append(row)
+            print(
+                f"{case:4}{size:10} ours {row['ours_median_s'] * 1e3:8.1f} ms  megatron-core "
+                f"{row['theirs_median_s'] * 1e3:8.1f} ms  ratio {row['ratio']:.2f} "
+                f"({row['ratio_low']:.2f}-{row['ratio_high']:.2f})  A/A {row['a_a_ratio']:.2f}  "
+                f"{'holds' if row['holds'] else 'DOES NOT HOLD'} <= {BAR}",
+                flush=True,
+            )
+    if arguments.name:
+        command = f"PYTHONPATH=/tmp/megatron python -m benchmarks.megatron --pairs {arguments.pairs}"
+        document = {**environment(), "peer": "megatron-core 0.16.1", "command": command, "rows": rows}
+        print("written to", write(arguments.name, document))
+
+
+if __name__ == "__main__":
+    main()
