@@ -142,7 +142,7 @@ class _CheapOutputs:
         output = known[0]() if known else None
         # A dead output's memory may have been given to another tensor; another dtype is another tensor's view.
         if known is None or output is None or output.dtype != saved.dtype:
-            return saved
+            return saved.detach()  # a node that saves its own output would hold itself, past a backward that keeps it
         known[1].num_waiting += 1
         return known[1], saved.size(), saved.stride(), saved.storage_offset()
 

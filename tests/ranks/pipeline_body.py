@@ -1,0 +1,143 @@
+"""What the pipeline tests run on every rank: a stage or more of the tiny GPT, its engine, and one-device twins."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from parallelrun import registry
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.config.schema import Config
+from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.models import initialise
+from parallelrun.models.network import Network
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.train.batch import Batch
+from parallelrun.train.build import build_parts
+
+
+@dataclass
+class Outcome:
+    """What one rank saw in `train_and_evaluate`. counted: the messages of the second step."""
+
+    loss: float = 0.0
+    val_loss: float = 0.0
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    again: dict[str, torch.Tensor] = field(default_factory=dict)
+    counted: list[Collective] = field(default_factory=list)
+
+
+def make_batch(plan: Plan, first: bool = True, last: bool = True) -> Batch:
+    """Random tokens and targets of one replica, a fifth of the targets ignored."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (plan.batch.replica_batch, *plan.spec.sample_shape)
+    inputs = torch.randint(plan.spec.vocab, shape, generator=generator)
+    targets = torch.randint(plan.spec.vocab, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.2] = -1
+    ids = torch.arange(plan.batch.replica_batch) + 1000
+    return Batch(inputs if first else None, targets if last else None, ids)
+
+
+def gradients(parts: list[Network]) -> dict[str, torch.Tensor]:
+    """Gradients by one-device name, then forgotten. Tied copies of two ranks stay apart."""
+    found = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.clone()
+            parameter.grad = None
+    return found
+
+
+def one_device(config: Config, plan: Plan) -> Outcome:
+    """The whole batch at once through the whole model: no engine, no microbatches, no recomputation."""
+    mesh = build_mesh(plan, torch.device("cpu"))
+    (network,) = build_parts(config, plan, mesh)
+    initialise.materialise([network], plan, mesh, config.seed)
+    batch = make_batch(plan)
+    loss = network.loss(network(batch.inputs, batch.sample_ids), batch.targets)
+    (loss * 0.25).backward()
+    network.eval()
+    with torch.no_grad():
+        val_loss = network.loss(network(batch.inputs, batch.sample_ids), batch.targets)
+    return Outcome(loss.item(), val_loss.item(), gradients=gradients([network]))
+
+
+def set_up(config: Config, plan: Plan) -> tuple[Mesh, list[Network], object, Batch]:
+    """This rank's mesh, parts, engine and batch."""
+    mesh = build_mesh(plan, torch.device("cpu"))
+    position = mesh.coordinate.get("pp", 0)
+    parts = build_parts(config, plan, mesh)
+    initialise.materialise(parts, plan, mesh, config.seed)
+    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
+    batch = make_batch(plan, position == plan.stages[0].position, position == plan.last_stage_position)
+    return mesh, parts, engine, batch
+
+
+def train_and_evaluate(config: Config, plan: Plan) -> Outcome:
+    """Train a step, evaluate, train the same step again (counted)."""
+    mesh, parts, engine, batch = set_up(config, plan)
+    seen = Outcome(loss=engine.train(batch, 0.25).item(), gradients=gradients(parts))
+    seen.val_loss = engine.evaluate(batch).item()
+    with CommunicationCounter(mesh) as counter:
+        engine.train(batch, 0.25)
+    seen.again = gradients(parts)
+    seen.counted = counter.rows()
+    return seen
+
+
+class _Saved:
+    """A tensor that autograd saved for one microbatch of a stage, counted for as long as it lives."""
+
+    def __init__(self, tensor: torch.Tensor, alive: Counter[int], microbatch: int):
+        self.tensor, self.alive, self.microbatch = tensor.detach(), alive, microbatch  # an output would hold its graph
+        alive[microbatch] += 1
+
+    def __del__(self) -> None:
+        self.alive[self.microbatch] -= 1
+
+
+def watch(config: Config, plan: Plan) -> tuple[list[tuple[str, int, int]], dict[int, int]]:
+    """(what this rank's stages really did, in order, as (kind, stage, microbatch); per stage, the most microbatches
+    that had activations alive at once). A backward is seen as B, or under zero bubble as I, at the stage's output."""
+    mesh, parts, engine, batch = set_up(config, plan)
+    order: list[tuple[str, int, int]] = []
+    peak: dict[int, int] = {}
+    for stage, part in zip(plan.stages_of(mesh.coordinate.get("pp", 0)), parts, strict=True):
+        _watch_stage(part, stage.index, plan, order, peak)
+    engine.train(batch, 0.25)
+    return order, peak
+
+
+def _watch_stage(part: Network, stage: int, plan: Plan, order: list, peak: dict[int, int]) -> None:
+    alive: Counter[int] = Counter()
+    forward = part.forward
+
+    def watched(x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+        microbatch = int(sample_ids[0] - 1000) // plan.batch.micro_batch
+        order.append(("F", stage, microbatch))
+        pack = partial(_Saved, alive=alive, microbatch=microbatch)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            output = forward(x, sample_ids)
+        peak[stage] = max(peak.get(stage, 0), sum(count > 0 for count in alive.values()))
+        output.register_hook(lambda _: order.append(("B", stage, microbatch)))
+        return output
+
+    part.forward = watched
+
+
+def tensors_alive(config: Config, plan: Plan) -> list[int]:
+    """How many tensors Python knows of after two steps, and after two more."""
+    _, parts, engine, batch = set_up(config, plan)
+    counts = []
+    for _ in range(2):
+        for _ in range(2):
+            engine.train(batch, 0.25)
+            gradients(parts)
+        gc.collect()
+        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    return counts

@@ -1,0 +1,157 @@
+"""Every schedule computes what one device computes, in the planned order, with the planned messages and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from parallelrun.plan.resolve import load_way
+from parallelrun.plan.structure import Collective, Plan
+from tests.plans import tiny_config, tiny_plan
+from tests.pool import run_ranks
+from tests.ranks import pipeline_body as body
+
+BOUND = 1e-10  # fp64 (design, section 6)
+SETTING = {"precision.name": "fp64", "model.layers": 8, "model.init_std": 0.2}
+SPLIT = ("zero_bubble", "zbv")
+
+CASES = [
+    ("none", 1, 4, 1),
+    ("naive", 2, 1, 1),
+    ("naive", 4, 1, 1),
+    ("gpipe", 2, 4, 1),
+    ("gpipe", 4, 2, 1),
+    ("1f1b", 2, 2, 1),
+    ("1f1b", 2, 8, 1),
+    ("1f1b", 4, 4, 1),
+    ("interleaved", 2, 4, 2),
+    ("interleaved", 2, 4, 4),
+    ("interleaved", 4, 8, 2),
+    ("zero_bubble", 2, 2, 2),
+    ("zero_bubble", 4, 4, 2),
+    ("zero_bubble", 2, 4, 4),
+    ("zbv", 2, 1, 2),
+    ("zbv", 2, 8, 2),
+    ("zbv", 4, 4, 2),
+]
+
+
+def sizes(kind: str, pp: int, m: int, chunks: int) -> dict:
+    given = {**SETTING, "pp": pp, "microbatches": m}
+    if kind != "none":
+        given["schedule"] = kind
+    if chunks > 1:
+        given["chunks"] = chunks
+    return given
+
+
+@cache
+def reference(setting: tuple) -> body.Outcome:
+    return body.one_device(tiny_config(dict(setting)), tiny_plan(dict(setting)))
+
+
+def run(overrides: dict, function=body.train_and_evaluate, plan: Plan | None = None) -> list:
+    plan = plan or tiny_plan(overrides)
+    return run_ranks(plan.world, function, tiny_config(overrides), plan)
+
+
+def merged(outcomes: list[body.Outcome], plan: Plan, field: str = "gradients") -> dict[str, torch.Tensor]:
+    """The whole model's gradients: those of both copies of a tied weight added."""
+    whole: dict[str, torch.Tensor] = {}
+    for outcome in outcomes:
+        for name, gradient in getattr(outcome, field).items():
+            name = dict(plan.spec.tied).get(name, name)
+            whole[name] = whole[name] + gradient if name in whole else gradient
+    return whole
+
+
+def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The design's measure of equality, over all tensors."""
+    assert set(found) == set(wanted)
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    return max(
+        float((found[name] - tensor).abs().max()) / max(float(tensor.abs().max()), 1e-3 * largest)
+        for name, tensor in wanted.items()
+    )
+
+
+@pytest.mark.parametrize(("kind", "pp", "m", "chunks"), CASES)
+def test_equals_one_device_and_sends_what_is_planned(kind, pp, m, chunks):
+    overrides = sizes(kind, pp, m, chunks)
+    plan = tiny_plan(overrides)
+    wanted = reference(tuple(SETTING.items()))
+    outcomes = run(overrides)
+    assert sum(outcome.loss for outcome in outcomes) == pytest.approx(wanted.loss, rel=BOUND)
+    assert sum(outcome.val_loss for outcome in outcomes) == pytest.approx(wanted.val_loss, rel=BOUND)
+    assert error(merged(outcomes, plan), wanted.gradients) < BOUND
+    for outcome in outcomes:  # an evaluation between two steps leaves no trace
+        assert all(torch.equal(outcome.again[name], gradient) for name, gradient in outcome.gradients.items())
+    way = load_way("pipeline", kind)
+    for position, outcome in enumerate(outcomes):
+        assert set(outcome.counted) == set(way.collectives(position, plan))
+
+
+def test_naive_is_gpipe_with_one_microbatch():
+    naive, gpipe = run(sizes("naive", 2, 1, 1)), run(sizes("gpipe", 2, 1, 1))
+    for one, other in zip(naive, gpipe):
+        assert one.loss == other.loss
+        assert all(torch.equal(other.gradients[name], gradient) for name, gradient in one.gradients.items())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", *SPLIT])
+def test_dropout_and_recomputation_change_nothing(kind, recompute):
+    dropout = {**SETTING, "dropout": 0.25, "model.attention_dropout": 0.1}
+    overrides = {**sizes(kind, 2, 4, 1), **dropout, "recompute": recompute}
+    wanted = reference(tuple(dropout.items()))
+    assert wanted.loss != reference(tuple(SETTING.items())).loss
+    outcomes = run(overrides)
+    assert sum(outcome.loss for outcome in outcomes) == pytest.approx(wanted.loss, rel=BOUND)
+    assert error(merged(outcomes, tiny_plan(overrides)), wanted.gradients) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "m", "chunks"),
+    [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zero_bubble", 2, 8, 2), ("zbv", 2, 4, 2)],
+)
+def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp, m, chunks):
+    overrides = sizes(kind, pp, m, chunks)
+    plan = tiny_plan(overrides)
+    way = load_way("pipeline", kind)
+    for position, (order, peak) in enumerate(run(overrides, body.watch)):
+        # Stage 0 has no input gradient to compute: its backward is all in W.
+        planned = [
+            ("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+            for action in way.actions(plan)[position]
+            if action.kind != ("W" if action.stage else "I")
+        ]
+        assert order == planned
+        assert peak == way.in_flight(plan, position)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_zero_bubble_leaves_no_activations_behind(recompute):
+    for after_two, after_four in run({**sizes("zero_bubble", 2, 4, 2), "recompute": recompute}, body.tensors_alive):
+        assert after_two == after_four
+
+
+def test_a_stage_in_the_wrong_place_is_noticed():
+    overrides = sizes("1f1b", 4, 4, 1)
+    plan = tiny_plan(overrides)
+    first, second, third, fourth = (stage.blocks for stage in plan.stages)
+    wrong = [replace(stage, blocks=blocks) for stage, blocks in zip(plan.stages, (first, third, second, fourth))]
+    outcomes = run(overrides, plan=replace(plan, stages=tuple(wrong)))
+    wanted = reference(tuple(SETTING.items()))
+    assert abs(sum(outcome.loss for outcome in outcomes) / wanted.loss - 1) > 1e4 * BOUND
+    assert error(merged(outcomes, plan), wanted.gradients) > 1e4 * BOUND
+
+
+def test_a_lost_microbatch_is_noticed_by_the_messages():
+    plan = tiny_plan(sizes("1f1b", 2, 8, 1))
+    rows = load_way("pipeline", "1f1b").collectives(0, plan)
+    fewer = load_way("pipeline", "1f1b").collectives(0, tiny_plan(sizes("1f1b", 2, 4, 1)))
+    assert Collective("pp", "send", "activations", 8, rows[0].payload_bytes) in rows
+    assert not set(rows) & set(fewer)
