@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,6 +100,9 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
         texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
     if plan.mesh.size("tp") > 1 and not account.stays_in_node(plan, cluster, "tp"):
         texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
+        texts.append(f"{plan.world:,} ranks on {cores} cores of this host: step time is no scaling measurement")
     bubble = found.simulation.bubble_of_total
     if bubble > 0.5 and plan.pipeline.kind != "naive":
         texts.append(

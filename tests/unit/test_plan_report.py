@@ -146,3 +146,9 @@ print(time.process_time() - begin)
 )
 def test_numbers_for_people(text, expected):
     assert text == expected
+
+
+def test_row_24_more_ranks_than_cores_is_said_unless_another_cluster_is_planned_for():
+    many = {"dp": 2048, "global_batch": None}
+    assert "no scaling measurement" in shown(many)
+    assert "no scaling measurement" not in shown({**many, "cluster.gpus_per_node": 8})
