@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.checkpoint.find import complete_steps, keep_last, latest, resolve_resume
+from parallelrun.checkpoint.find import check_resume, complete_steps, keep_last, latest, resolve_resume
 from parallelrun.checkpoint.index import check_model, read_index, reshard_note
 from parallelrun.plan.structure import Plan
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_model",
+    "check_resume",
     "complete_steps",
     "keep_last",
     "latest",

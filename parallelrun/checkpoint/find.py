@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from parallelrun.checkpoint.files import remove_tree
-from parallelrun.checkpoint.index import INDEX_FILE, Index, missing_files, read_index
+from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model, missing_files, read_index
+from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, Problem
+from parallelrun.plan.structure import Plan
 
 LATEST = "latest"
 FOLDER = "checkpoints"
@@ -93,6 +95,30 @@ def resolve_resume(resume: str, runs: str) -> Path:
         return found
     what = f"{path} is half-written: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
     raise CheckpointError(Problem(what, where="resume", suggestion=_available(path)))
+
+
+def check_resume(config: Config, plan: Plan) -> Path | None:
+    """Before any process is started: the checkpoint that `config.resume` means, if it can be gone on from.
+
+    Looks at names, sizes and the index, not at the numbers (every file is verified when it is loaded). Degrees may have
+    changed, the global batch may not. Raises CheckpointError.
+    """
+    if not config.resume:
+        return None
+    path = resolve_resume(config.resume, config.runs)
+    index = open_complete(path)
+    check_model(index, plan, path)
+    trained_with = index.extra.get("global_batch", plan.batch.global_batch)
+    if trained_with != plan.batch.global_batch:
+        raise CheckpointError(
+            Problem(
+                f"global_batch={plan.batch.global_batch}, but {path} was trained with {trained_with}: the order of "
+                "samples would change",
+                where="global_batch",
+                suggestion=f"global_batch={trained_with}",
+            )
+        )
+    return path
 
 
 def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
-from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples
+from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples, require_tokens
 from parallelrun.data.order import mix
 from parallelrun.models.spec import ModelSpec
 
@@ -63,6 +63,7 @@ def open_files(
     name: str, files: Sequence[File], fingerprint: str, config: Config, spec: ModelSpec, source: str
 ) -> Dataset:
     """Windows over the files' bytes; train and val by hash of the file, or of fixed-size pieces when files are few."""
+    require_tokens(config, spec)
     by_file = len(files) >= FEW_FILES
     table, keys = _whole_files(files) if by_file else _pieces(files, spec.seq)
     is_val = held_out(keys, config.dataset.val_fraction)
@@ -74,7 +75,7 @@ def open_files(
         return TokenWindows(TokenStream(sources, part[:, 0], part[:, 1], part[:, 2]), spec.seq, spec.vocab, paths)
 
     dataset = Dataset(name, VOCAB, fingerprint, windows(~is_val), windows(is_val))
-    return require_samples(dataset, config, source)
+    return require_samples(dataset, config, spec, source)
 
 
 def _whole_files(files: Sequence[File]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.errors import EnvironmentProblem, Problem
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -169,14 +170,26 @@ def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     return chosen
 
 
-def require_samples(dataset: Dataset, config: Config, source: str) -> Dataset:
+def require_tokens(config: Config, spec: ModelSpec) -> None:
+    """ConfigError unless the model reads tokens: text has no features."""
+    if spec.kind != "tokens":
+        raise ConfigError(
+            Problem(
+                f"dataset={config.dataset.name} gives tokens, and model={config.model.name} reads {spec.kind}",
+                where="dataset",
+                suggestion="dataset=synthetic",
+            )
+        )
+
+
+def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: str) -> Dataset:
     """The dataset, if `train` fills a global batch and `val` holds a sample; else EnvironmentProblem with the counts.
 
     source: what was read, with its resolved path and size, for the message. A val split smaller than a global batch is
     fine: evaluation then reads samples more than once.
     """
     batch = requested_batch(config)
-    unit = f"samples of {config.model.seq} tokens"
+    unit = f"samples of {spec.seq} tokens" if spec.kind == "tokens" else "samples"
     if len(dataset.train) < batch:
         raise EnvironmentProblem(
             Problem(

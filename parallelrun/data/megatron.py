@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from parallelrun.config.schema import Config
 from parallelrun.data.byte_files import digest_array
-from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples
+from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples, require_tokens
 from parallelrun.data.indexed import data_path, index_path, open_indexed
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import EnvironmentProblem, Problem
@@ -58,6 +58,7 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     Raises EnvironmentProblem for missing, damaged or too small files; a token id outside the model's vocab raises it
     when its sample is read.
     """
+    require_tokens(config, spec)
     prefix = _prefix(config)
     indexed = open_indexed(prefix)
     starts, lengths = indexed.document_ranges()
@@ -72,7 +73,7 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     digest = hashlib.sha256(index_path(prefix).read_bytes() + digest_array(indexed.tokens))
     dataset = Dataset("megatron", spec.vocab, digest.hexdigest(), windows(~is_val), windows(is_val))
     source = f"{prefix} ({starts.size} documents, {int(lengths.sum())} tokens)"
-    return require_samples(dataset, config, source)
+    return require_samples(dataset, config, spec, source)
 
 
 def _prefix(config: Config) -> Path:

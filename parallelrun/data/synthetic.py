@@ -47,7 +47,7 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     identity = ["synthetic", 1, spec.kind, config.seed, config.dataset.samples, num_val, list(spec.sample_shape), vocab]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     dataset = Dataset("synthetic", vocab, fingerprint, split(_TRAIN, config.dataset.samples), split(_VAL, num_val))
-    return require_samples(dataset, config, f"dataset.samples={config.dataset.samples}")
+    return require_samples(dataset, config, spec, f"dataset.samples={config.dataset.samples}")
 
 
 @dataclass(frozen=True)

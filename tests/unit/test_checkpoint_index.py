@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from parallelrun.checkpoint import complete_steps, keep_last, latest, resolve_resume
+from parallelrun.checkpoint import check_resume, complete_steps, keep_last, latest, resolve_resume
 from parallelrun.checkpoint.files import sha256_of, write_bytes
 from parallelrun.checkpoint.index import (
     INDEX_FILE,
@@ -27,7 +27,7 @@ from parallelrun.checkpoint.index import (
     verify_file,
 )
 from parallelrun.errors import CheckpointError
-from tests.plans import tiny_plan
+from tests.plans import tiny_config, tiny_plan
 
 FILES = ("rank_00000.safetensors", "rank_00001.safetensors")
 TENSOR = StoredTensor("float32", (4, 2), (Part((0, 0), (3, 2), FILES[0]), Part((3, 0), (1, 2), FILES[1])))
@@ -279,6 +279,40 @@ class TestResume:
         assert "can run code" in said(resolve_resume, str(folder), "runs")
         if name != ".metadata":
             assert "can run code" in said(resolve_resume, str(folder / name), "runs")
+
+
+class TestBeforeTheStart:
+    @pytest.fixture
+    def saved(self, tmp_path):
+        path = tmp_path / "checkpoints" / "step_3"
+        path.mkdir(parents=True)
+        index = replace(TestModel().stored(tiny_plan()), extra={"global_batch": 8})
+        whole = {
+            key: replace(tensor, parts=(Part((0,) * len(tensor.shape), tensor.shape, FILES[0]),))
+            for key, tensor in index.tensors.items()
+        }
+        write_bytes(path / FILES[0], b"numbers")
+        write_bytes(path / INDEX_FILE, encode(replace(index, tensors=whole, files={FILES[0]: (7, "0" * 64)})))
+        return path
+
+    def check(self, saved, **changes):
+        changes = {"resume": str(saved), **changes}
+        return check_resume(tiny_config(**changes), tiny_plan(**changes))
+
+    def test_nothing_to_resume_is_fine(self):
+        assert check_resume(tiny_config(), tiny_plan()) is None
+
+    def test_other_degrees_are_fine(self, saved):
+        assert self.check(saved, tp=2, dp=2) == self.check(saved.parents[1]) == saved
+
+    def test_another_global_batch_would_change_the_order_of_samples(self, saved):
+        with pytest.raises(CheckpointError, match=r"global_batch=4, but .*step_3 was trained with 8") as caught:
+            self.check(saved, global_batch=4)
+        assert caught.value.problems[0].suggestion == "global_batch=8"
+
+    def test_another_model_is_refused(self, saved):
+        with pytest.raises(CheckpointError, match="of another model"):
+            self.check(saved, model__layers=5)
 
 
 class TestKeeping:

@@ -13,7 +13,7 @@ import pytest
 from parallelrun.config.schema import Config
 from parallelrun.data import collate, open_dataset, pystdlib, synthetic, text
 from parallelrun.data.dataset import TokenStream, TokenWindows, held_out
-from parallelrun.errors import EnvironmentProblem
+from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.models.spec import ModelSpec
 
 SEQ = 8
@@ -281,6 +281,10 @@ class TestSynthetic:
     def test_too_few_samples(self):
         with pytest.raises(EnvironmentProblem, match=r"gives 3 training.*fewer than global_batch=4"):
             open_dataset(config("synthetic", samples=3, batch=4), spec())
+
+    def test_text_for_a_model_of_features_is_refused(self, tmp_path):
+        with pytest.raises(ConfigError, match="gives tokens, and model=gpt reads features"):
+            open_dataset(config(path=write(tmp_path / "a.txt", 900)), spec(4, kind="features", shape=(6,)))
 
     def test_vocab_size(self):
         settings = Config()
