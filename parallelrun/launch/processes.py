@@ -37,8 +37,13 @@ class Job:
 
 
 def preload(job: Job) -> None:
-    """Import what every rank will need, once, in the launcher. What cannot be imported fails in the ranks, logged."""
+    """Import what every rank will need, once, in the launcher, unless the ranks are exec'd and do so themselves.
+
+    What cannot be imported fails in the ranks, logged.
+    """
     plan, half = job.plan, "runtime"
+    if job.method == EXEC or not _forks(plan):
+        return
     with contextlib.suppress(Exception):
         ranks.find_worker(job.worker)
         import torch.distributed  # noqa: F401
@@ -62,7 +67,7 @@ def method_for(plan: Plan) -> str:
     Those are Python's (parallel Hydra launchers) and torch's compute threads (an earlier inline run). numpy's OpenBLAS
     has threads from its import on, but ends them before a fork: so a first fork tells who is left.
     """
-    if plan.device == "cuda" or sys.platform != "linux":
+    if not _forks(plan):
         return EXEC
     if num_threads() > 1:
         pid = os.fork()
@@ -70,6 +75,10 @@ def method_for(plan: Plan) -> str:
             os._exit(0)
         os.waitpid(pid, 0)
     return FORK if num_threads() == 1 else EXEC
+
+
+def _forks(plan: Plan) -> bool:
+    return plan.device != "cuda" and sys.platform == "linux"
 
 
 def num_threads() -> int:

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallelrun.checkpoint import check_resume
 from parallelrun.config.schema import Config
+from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
 from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor
 from parallelrun.launch.board import Board
@@ -102,6 +104,10 @@ def _prepare(
     name = directory.name_of(config, plan)
     for note in preflight.check(config, plan, attached):
         print(f"note: {note}", file=sys.stderr)
+    if config.model.name != "matmul":  # the lesson makes its own numbers
+        open_dataset(config, plan.spec)
+    if config.verb == "run":
+        check_resume(config, plan)
     os.umask(0o077)
     place = directory.create(Path(config.runs), name, run_root)
     directory.describe(place, config, plan, command.argv, command.overrides)

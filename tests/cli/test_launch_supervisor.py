@@ -121,29 +121,43 @@ def test_a_code_that_all_ranks_return_is_the_run_s(tmp_path):
     assert (run.status["state"], run.status["exit_code"], run.status["failed_rank"]) == ("failed", 4, None)
 
 
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory):
+    """Runs that hang, started together: each waits for its timeout, not for its turn."""
+    wishes = {
+        "sleep": {**ENDLESS, "rank": 2, "do": "sleep"},
+        "hold the GIL": {**ENDLESS, "rank": 2, "do": "hold the GIL"},
+        "stopped": ENDLESS,
+        # rank 1 leaves step 4's all-reduce out, and so meets the others one step further on, up to the run's last one
+        "skipped": {"steps": 6, "skips": [1, 4]},
+    }
+    folder = tmp_path_factory.mktemp("hanging")
+    runs = {name: run_launcher(folder / name.replace(" ", "_"), wish, timeout_s=4) for name, wish in wishes.items()}
+    runs["stopped"].reaches(2)
+    os.kill(runs["stopped"].rank_pids()[1], signal.SIGSTOP)
+    return runs
+
+
 @pytest.mark.parametrize("do", ["sleep", "hold the GIL"])
-def test_a_hang_names_the_rank_that_does_not_come_and_keeps_all_stacks(tmp_path, do):
-    run = run_launcher(tmp_path, {**ENDLESS, "rank": 2, "do": do}, timeout_s=3)
+def test_a_hang_names_the_rank_that_does_not_come_and_keeps_all_stacks(hanging, do):
+    run = hanging[do]
     assert run.wait() == 7, run.stderr
     assert (run.status["exit_code"], run.status["failed_rank"], run.status["step"]) == (7, 2, 3)
-    assert "hangs: no progress for 3 s" in run.stderr
+    assert "hangs: no progress for 4 s" in run.stderr
     assert "in misbehave" in run.log(2)
     assert all("in all_reduce" in run.log(rank) for rank in (0, 1, 3))
     assert not survivors(run.rank_pids(), GONE_S)
 
 
-def test_a_stopped_rank_is_the_one_that_hangs(tmp_path):
-    run = run_launcher(tmp_path, ENDLESS, timeout_s=3)
-    run.reaches(2)
-    os.kill(run.rank_pids()[1], signal.SIGSTOP)
+def test_a_stopped_rank_is_the_one_that_hangs(hanging):
+    run = hanging["stopped"]
     assert run.wait() == 7, run.stderr
     assert run.status["failed_rank"] == 1
     assert "stopped (SIGSTOP)" in run.stderr
 
 
-def test_a_skipped_collective_names_the_rank_that_is_out_of_step(tmp_path):
-    """Rank 1 leaves step 4's all-reduce out: it meets the others one step further on, until the run's last one."""
-    run = run_launcher(tmp_path, {"steps": 6, "skips": [1, 4]}, timeout_s=3)
+def test_a_skipped_collective_names_the_rank_that_is_out_of_step(hanging):
+    run = hanging["skipped"]
     assert run.wait() == 7, run.stderr
     assert run.status["failed_rank"] == 1
 
