@@ -55,7 +55,9 @@ class Mesh:
     @property
     def axis_of_group(self) -> dict[str, str]:
         """Process group name to axis, for accounting. An axis that spans the world shares the world's group."""
-        named = {str(g.process_group.group_name): axis for axis, g in self._groups.items() if g.process_group is not None}
+        named = {
+            str(g.process_group.group_name): axis for axis, g in self._groups.items() if g.process_group is not None
+        }
         world = self._groups.get(WORLD)
         if world and world.process_group is not None:
             spanning = [a for a, g in self._groups.items() if g.ranks == world.ranks and a not in (WORLD, EMBEDDING)]

@@ -27,7 +27,9 @@ class Totals:
         return self.loss_sum / self.num_valid if self.num_valid else float("nan")
 
 
-def agree(loss_sum: Tensor | float, num_valid: Tensor | int, norm_squared: Tensor | float, stop: bool, mesh: Mesh) -> Totals:
+def agree(
+    loss_sum: Tensor | float, num_valid: Tensor | int, norm_squared: Tensor | float, stop: bool, mesh: Mesh
+) -> Totals:
     """Sum each rank's contribution over the world: one all-reduce of CONTROL_ELEMENTS fp64 numbers, alike on all ranks.
 
     Each quantity must be contributed once: the loss by one tensor coordinate of each replica's last stage, every
