@@ -21,7 +21,7 @@ _COLUMNS = (
     ("step_time_median_s", "step s"),
     ("median_s", "step s"),
     ("tokens_per_s", "tokens/s"),
-    ("wire_bytes_per_step", "bytes/step"),
+    ("wire_bytes_per_step", "sent a step"),
     ("passed", "verified"),
     ("max_error.params", "error"),
 )
@@ -88,32 +88,56 @@ def varied(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def show(directory: Path) -> None:
-    """Print one table with a line per point, and where the files lie."""
+    """Print one table with a line per point, the reasons below it, and where the files lie."""
     from rich.console import Console
     from rich.table import Table
 
     rows = read(directory)
-    names = varied(rows)
     present = [(key, title) for key, title in _COLUMNS if any(row.get(key) is not None for row in rows)]
     columns = [(key, title) for i, (key, title) in enumerate(present) if title not in [t for _, t in present[:i]]]
-    table = Table(title=f"sweep of {len(rows)} points", title_justify="left")
-    for title in ("point", "state", *(title for _, title in columns)):
-        table.add_column(title, overflow="fold")
-    table.add_column("reason or directory", overflow="fold", ratio=1)
-    for row, name in list(zip(rows, names))[:_MAX_ROWS]:
-        cells = [_number(row.get(key)) for key, _ in columns]
-        note = row.get("reason") or row.get("directory", "")
-        if row["state"] != "done" and row.get("directory") and row.get("reason"):
-            note = f"{note} ({row['directory']})"
-        table.add_row(" ".join(name) or str(row["point"]), row["state"], *cells, str(note))
+    table = Table(title=f"sweep of {len(rows)} points", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("#", justify="right", no_wrap=True)
+    names = varied(rows)
+    swept = list(dict.fromkeys(text.partition("=")[0] for name in names for text in name))
+    for key in swept:
+        table.add_column(key, no_wrap=len(swept) < 4, overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for _, title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    shown = list(zip(rows, names))[:_MAX_ROWS]
+    for row, name in shown:
+        cells = [_cell_text(key, row.get(key)) for key, _ in columns]
+        values = dict(text.split("=", 1) for text in name)
+        table.add_row(str(row["point"]), *(values.get(key, "") for key in swept), row["state"], *cells)
     console = Console()
     console.print(table)
+    for row, name in shown:
+        if row.get("reason"):
+            place = f" ({row['directory']})" if row.get("directory") else ""
+            text = f"# {row['point']} {' '.join(name)}: {row['state']}: {row['reason']}{place}"
+            console.print(text, markup=False, highlight=False)
+        for note in row.get("notes", ()):
+            console.print(f"# {row['point']} note: {note}", markup=False, highlight=False)
     if len(rows) > _MAX_ROWS:
         console.print(f"... {len(rows) - _MAX_ROWS} more points in {RESULTS}")
     console.print(f"results: {directory / 'results.csv'}", soft_wrap=True, highlight=False)
 
 
-def _number(value: Any) -> str:
+def _cell_text(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if key == "tokens_per_s":
+        return f"{value:,.0f}"
+    if key.startswith("wire_bytes"):
+        return _bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
