@@ -83,7 +83,7 @@ class _OverlappedColumns(torch.autograd.Function):
     backward gathers it again under the input-gradient product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, *weights: Tensor | None) -> tuple:
+    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, *weights: Any) -> tuple:
         """`weights`: weight and bias (or None) of each output in turn, as stored; they are rounded to x's dtype."""
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.has_bias = [bias is not None for bias in weights[1::2]]

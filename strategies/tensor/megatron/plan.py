@@ -10,7 +10,7 @@ from math import prod
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
-from parallelrun.plan.names import either, nearest
+from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 
@@ -35,8 +35,9 @@ class Way:
         legal = [tp for tp in range(1, 4 * request.tp) if _fits(request.spec, tp, wanted)]
         fix = either("tp", nearest(request.tp, legal))
         for key, size, what in misfits:
-            sizes = f" or {either(key, _multiples(size, request.tp))}" if key.startswith("model.") else ""
-            problems.append(Problem(f"{what} by tp={request.tp}", "tp", fix + sizes, kind="arithmetic"))
+            legal_sizes = nearest(size, _legal_sizes(key, size, request.spec, request.tp))
+            sizes = f" or {either(key, legal_sizes)}" if legal_sizes else ""
+            problems.append(Problem(what, "tp", fix + sizes, kind="arithmetic"))
         return problems
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
@@ -103,23 +104,35 @@ def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
 
 
 def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
-    """(key of the size, the size, `... does not divide`) for everything that tp does not divide.
+    """(key of the size, the size, what is wrong) for everything that tp does not divide.
 
     Where no row layer follows, as in the matmul lesson, uneven columns are as good as even ones.
     """
     found = []
     if spec.heads % tp:
-        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} does not divide"))
+        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} does not divide by tp={tp}"))
     elif spec.kv_heads and spec.kv_heads % tp and tp % spec.kv_heads:
-        what = f"model.kv_heads={spec.kv_heads} neither divides by nor divides tp={tp}: it does not divide"
+        what = f"model.kv_heads={spec.kv_heads} does not divide by tp={tp}, nor tp by it (each held by some ranks)"
         found.append(("model.kv_heads", spec.kv_heads, what))
     if spec.ffn and spec.ffn % tp:
-        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide"))
+        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide by tp={tp}"))
     if not spec.heads and any(layer.layer_role == "row" for layer in spec.layers()):
         for layer in spec.layers():
             misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
-            found += [(layer.name, size, f"layer {layer.name}: {size} features do not divide") for size in misfits]
+            found += [
+                (layer.name, size, f"layer {layer.name}: {size} features do not divide by tp={tp}") for size in misfits
+            ]
     return list(dict.fromkeys(found))
+
+
+def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:
+    """Values of the size at `key` that tp divides, as far as the rest of the model allows them."""
+    if key == "model.heads":
+        groups = spec.kv_heads if spec.kv_heads != spec.heads else 1  # as many as heads: they follow
+        return [heads for heads in divisors(spec.hidden) if heads % tp == 0 and heads % groups == 0]
+    if key == "model.kv_heads":
+        return [kv_heads for kv_heads in divisors(spec.heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
+    return _multiples(size, tp) if key.startswith("model.") else []
 
 
 def _widths(layer: LayerSpec) -> list[int]:
