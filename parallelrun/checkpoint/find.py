@@ -94,7 +94,10 @@ def resolve_resume(resume: str, runs: str) -> Path:
             raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume"))
         return found
     what = f"{path} is half-written: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
-    raise CheckpointError(Problem(what, where="resume", suggestion=_available(path)))
+    steps = complete_steps(path.parent)
+    complete = f"complete there: {', '.join(map(step_name, steps))}" if steps else "and none there is complete"
+    suggestion = f"resume={next(reversed(steps.values()))}" if steps else ""
+    raise CheckpointError(Problem(f"{what}; {complete}", where="resume", suggestion=suggestion))
 
 
 def check_resume(config: Config, plan: Plan) -> Path | None:
@@ -165,13 +168,6 @@ def _checkpoint_folders(runs: Path) -> Iterator[Path]:
         if FOLDER in folders:
             yield Path(parent, FOLDER)
         folders[:] = sorted(name for name in folders if name != FOLDER and not name.startswith("."))
-
-
-def _available(path: Path) -> str:
-    steps = complete_steps(path.parent)
-    if not steps:
-        return f"{path.parent} holds no complete checkpoint"
-    return f"complete there: {', '.join(step_name(step) for step in steps)}"
 
 
 def refuse_pickle(path: Path) -> None:

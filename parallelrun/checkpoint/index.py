@@ -241,8 +241,8 @@ def check_model(index: Index, plan: Plan, path: Path) -> None:
     if differences:
         counts = f"{len(missing)} missing, {len(surplus)} unknown, {len(shapes)} of another shape"
         counts += f", {len(dtypes)} of another dtype; {len(stored)} stored, {len(wanted)} wanted"
-        first = "".join(f"\n  {text}" for text in differences[:_SHOWN])
-        raise CheckpointError(Problem(f"{path} is a checkpoint of another model ({counts}):{first}", where="resume"))
+        first = "; ".join(differences[:_SHOWN])
+        raise CheckpointError(Problem(f"{path} is a checkpoint of another model ({counts}): {first}", where="resume"))
     if index.optimizer != plan.optimizer:
         what = f"{path} was saved with optimizer={index.optimizer}, this run has optimizer={plan.optimizer}"
         raise CheckpointError(Problem(what, where="optimizer", suggestion=f"optimizer={index.optimizer}"))

@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
-from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples, require_tokens
-from parallelrun.data.order import mix
+from parallelrun.data.dataset import Dataset, Documents, split_documents
 from parallelrun.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VOCAB = 256
-PIECE_BYTES = 4096
-# Below this many files a split by whole files would be too coarse, so their pieces are split instead.
-FEW_FILES = 20
 # A file up to this size is hashed whole; of a larger one its size, first and last mebibyte, so that opening stays fast.
 WHOLE_HASH_BYTES = 64 * 2**20
 
@@ -63,41 +59,16 @@ def open_files(
     name: str, files: Sequence[File], fingerprint: str, config: Config, spec: ModelSpec, source: str
 ) -> Dataset:
     """Windows over the files' bytes; train and val by hash of the file, or of fixed-size pieces when files are few."""
-    require_tokens(config, spec)
-    by_file = len(files) >= FEW_FILES
-    table, keys = _whole_files(files) if by_file else _pieces(files, spec.seq)
-    is_val = held_out(keys, config.dataset.val_fraction)
-    sources = [file.content for file in files]
-    paths = tuple(file.path for file in files)
-
-    def windows(chosen: NDArray[np.bool_]) -> TokenWindows:
-        part = table[chosen]
-        return TokenWindows(TokenStream(sources, part[:, 0], part[:, 1], part[:, 2]), spec.seq, spec.vocab, paths)
-
-    dataset = Dataset(name, VOCAB, fingerprint, windows(~is_val), windows(is_val))
-    return require_samples(dataset, config, spec, source)
-
-
-def _whole_files(files: Sequence[File]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """(file number, start, length) and hash of every file."""
-    table = np.array([(number, 0, file.content.size) for number, file in enumerate(files)], dtype=np.int64)
-    return table, np.array([hash_name(file.name) for file in files], dtype=np.uint64)
-
-
-def _pieces(files: Sequence[File], seq: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """(file number, start, length) and hash of fixed-size pieces; small files get smaller ones, never below a window.
-
-    A lone file's pieces are hashed by number alone, so that renaming it keeps its splits.
-    """
-    tables, keys = [], []
-    for number, file in enumerate(files):
-        size = max(seq + 1, min(PIECE_BYTES, file.content.size // 20))
-        starts = np.arange(0, file.content.size, size, dtype=np.int64)
-        lengths = np.minimum(size, file.content.size - starts)
-        tables.append(np.stack([np.full_like(starts, number), starts, lengths], axis=1))
-        name = np.uint64(hash_name(file.name if len(files) > 1 else ""))
-        keys.append(mix(np.arange(starts.size, dtype=np.uint64)) ^ name)
-    return np.concatenate(tables), np.concatenate(keys)
+    names = [file.name for file in files] if len(files) > 1 else [""]  # renaming a lone file keeps its splits
+    documents = Documents(
+        sources=[file.content for file in files],
+        names=tuple(file.path for file in files),
+        source_of=np.arange(len(files)),
+        starts=np.zeros(len(files), dtype=np.int64),
+        lengths=np.array([file.content.size for file in files], dtype=np.int64),
+        keys=np.array([hash_name(name) for name in names], dtype=np.uint64),
+    )
+    return split_documents(name, documents, VOCAB, fingerprint, config, spec, source)
 
 
 def read_file(path: Path, name: str, max_bytes: int | None = None) -> File:

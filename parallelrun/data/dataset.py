@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_GLOBAL_BATCH = 48
+# Below this many documents a split by whole ones would be too coarse, so their pieces are split instead.
+FEW_DOCUMENTS = 20
+PIECE_TOKENS = 4096
 
 
 class Split(Protocol):
@@ -157,12 +160,15 @@ class TokenWindows:
 def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Which documents belong to `val`: those whose hash falls below `fraction`, whatever else the dataset holds.
 
-    With two documents or more and a fraction strictly between 0 and 1, neither split is left empty: the document with
-    the smallest (largest) hash is moved.
+    With two documents or more neither split is left empty: the one with the smallest (largest) hash is moved. Raises
+    ConfigError unless 0 < fraction < 1.
     """
+    if not 0 < fraction < 1:
+        problem = f"dataset.val_fraction={fraction:g} must lie between 0 and 1: every run is evaluated at its end"
+        raise ConfigError(Problem(problem, where="dataset.val_fraction", suggestion="0.05"))
     hashes = mix(keys + np.uint64(derive_key(0x76616C)))
-    chosen = hashes < np.uint64(int(min(max(fraction, 0.0), 1.0) * (2**64 - 1)))
-    if hashes.size > 1 and 0 < fraction < 1:
+    chosen = hashes < np.uint64(int(fraction * (2**64 - 1)))
+    if hashes.size > 1:
         if not chosen.any():
             chosen[np.argmin(hashes)] = True
         elif chosen.all():
@@ -170,16 +176,54 @@ def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     return chosen
 
 
-def require_tokens(config: Config, spec: ModelSpec) -> None:
-    """ConfigError unless the model reads tokens: text has no features."""
+@dataclass(frozen=True)
+class Documents:
+    """What a token dataset is made of, before it is split.
+
+    Document d is sources[source_of[d]][starts[d] : starts[d] + lengths[d]], and keys[d] decides its split. names: what
+    each source is called in messages.
+    """
+
+    sources: Sequence[NDArray[Any]]
+    names: tuple[str, ...]
+    source_of: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+
+    def windows(self, chosen: NDArray[np.bool_], spec: ModelSpec) -> TokenWindows:
+        """Samples over the chosen documents, crossing from one to the next."""
+        stream = TokenStream(self.sources, self.source_of[chosen], self.starts[chosen], self.lengths[chosen])
+        return TokenWindows(stream, spec.seq, spec.vocab, self.names)
+
+    def cut(self, seq: int) -> Documents:
+        """The same tokens as more, smaller documents: pieces of a fixed size, of small documents a twentieth, never
+        below a window."""
+        rows, keys = [], []
+        for source, start, length, key in zip(self.source_of, self.starts, self.lengths, self.keys):
+            size = max(seq + 1, min(PIECE_TOKENS, int(length) // 20))
+            begins = np.arange(0, length, size, dtype=np.int64)
+            rows.append(np.stack([np.full_like(begins, source), start + begins, np.minimum(size, length - begins)]))
+            keys.append(mix(np.arange(begins.size, dtype=np.uint64)) ^ key)
+        source_of, starts, lengths = np.concatenate(rows, axis=1)
+        return Documents(self.sources, self.names, source_of, starts, lengths, np.concatenate(keys))
+
+
+def split_documents(
+    name: str, documents: Documents, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str
+) -> Dataset:
+    """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
+
+    Raises ConfigError for a model that reads no tokens, EnvironmentProblem as `require_samples`.
+    """
     if spec.kind != "tokens":
-        raise ConfigError(
-            Problem(
-                f"dataset={config.dataset.name} gives tokens, and model={config.model.name} reads {spec.kind}",
-                where="dataset",
-                suggestion="dataset=synthetic",
-            )
-        )
+        what = f"dataset={name} gives tokens, and model={config.model.name} reads {spec.kind}"
+        raise ConfigError(Problem(what, where="dataset", suggestion="dataset=synthetic"))
+    if 0 < documents.keys.size < FEW_DOCUMENTS:
+        documents = documents.cut(spec.seq)
+    is_val = held_out(documents.keys, config.dataset.val_fraction)
+    train, val = documents.windows(~is_val, spec), documents.windows(is_val, spec)
+    return require_samples(Dataset(name, vocab, fingerprint, train, val), config, spec, source)
 
 
 def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: str) -> Dataset:
@@ -198,12 +242,12 @@ def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: s
                 suggestion=f"more data, a smaller model.seq, or global_batch of at most {max(1, len(dataset.train))}",
             )
         )
-    if config.dataset.val_fraction > 0 and len(dataset.val) == 0:
+    if len(dataset.val) == 0:
         raise EnvironmentProblem(
             Problem(
                 f"{source} gives no validation {unit} (dataset.val_fraction={config.dataset.val_fraction:g})",
                 where="dataset.val_fraction",
-                suggestion="a larger dataset.val_fraction, more data, or dataset.val_fraction=0",
+                suggestion="a larger dataset.val_fraction, more data, or a smaller model.seq",
             )
         )
     return dataset

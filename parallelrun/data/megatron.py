@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallelrun.config.schema import Config
 from parallelrun.data.byte_files import digest_array
-from parallelrun.data.dataset import Dataset, TokenStream, TokenWindows, held_out, require_samples, require_tokens
+from parallelrun.data.dataset import Dataset, Documents, split_documents
 from parallelrun.data.indexed import data_path, index_path, open_indexed
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import EnvironmentProblem, Problem
@@ -58,22 +57,20 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     Raises EnvironmentProblem for missing, damaged or too small files; a token id outside the model's vocab raises it
     when its sample is read.
     """
-    require_tokens(config, spec)
     prefix = _prefix(config)
     indexed = open_indexed(prefix)
     starts, lengths = indexed.document_ranges()
-    is_val = held_out(np.arange(starts.size, dtype=np.uint64), config.dataset.val_fraction)
-    files = (str(data_path(prefix)),)
-
-    def windows(chosen: NDArray[np.bool_]) -> TokenWindows:
-        sources = np.zeros(int(chosen.sum()), dtype=np.int64)
-        stream = TokenStream([indexed.tokens], sources, starts[chosen], lengths[chosen])
-        return TokenWindows(stream, spec.seq, spec.vocab, files)
-
-    digest = hashlib.sha256(index_path(prefix).read_bytes() + digest_array(indexed.tokens))
-    dataset = Dataset("megatron", spec.vocab, digest.hexdigest(), windows(~is_val), windows(is_val))
+    documents = Documents(
+        sources=[indexed.tokens],
+        names=(str(data_path(prefix)),),
+        source_of=np.zeros(starts.size, dtype=np.int64),
+        starts=starts,
+        lengths=lengths,
+        keys=np.arange(starts.size, dtype=np.uint64),
+    )
+    digest = hashlib.sha256(index_path(prefix).read_bytes() + digest_array(indexed.tokens)).hexdigest()
     source = f"{prefix} ({starts.size} documents, {int(lengths.sum())} tokens)"
-    return require_samples(dataset, config, spec, source)
+    return split_documents("megatron", documents, spec.vocab, digest, config, spec, source)
 
 
 def _prefix(config: Config) -> Path:

@@ -38,7 +38,7 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     of a noisy linear teacher. Raises EnvironmentProblem when there are fewer samples than a global batch.
     """
     vocab = min(vocab_size(config), spec.vocab)
-    num_val = max(1, round(config.dataset.samples * config.dataset.val_fraction)) if config.dataset.val_fraction else 0
+    num_val = max(1, round(config.dataset.samples * config.dataset.val_fraction))
     kind = Teacher if spec.kind == "features" else MarkovChain
 
     def split(number: int, size: int) -> Split:

@@ -62,7 +62,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "timeout_s": (0, False, None, False),
     "verify.tolerance": (0, False, None, False),
     "precision.loss_scale": (0, False, None, False),
-    "dataset.val_fraction": (0, True, 1, False),
+    "dataset.val_fraction": (0, False, 1, False),
     "strategy.data.bucket_mb": (0, False, None, False),
     "model.norm_eps": (0, False, None, False),
     "model.init_std": (0, True, None, False),

@@ -95,9 +95,6 @@ class TestSplits:
     def test_neither_split_is_empty(self, fraction):
         assert 0 < held_out(np.arange(3, dtype=np.uint64), fraction).sum() < 3
 
-    def test_fraction_zero_holds_nothing_out(self):
-        assert not held_out(np.arange(50, dtype=np.uint64), 0.0).any()
-
 
 class TestText:
     def test_one_file_gives_both_splits_from_disjoint_pieces(self, tmp_path):
@@ -295,6 +292,7 @@ class TestSynthetic:
         assert synthetic.vocab_size(settings) == 20
 
 
-def test_without_a_val_fraction_nothing_is_held_out(tmp_path):
-    dataset = open_dataset(config(path=write(tmp_path / "a.txt", 4000), val_fraction=0.0), spec())
-    assert len(dataset.val) == 0 and len(dataset.train) == 3999 // SEQ
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
+def test_a_val_fraction_that_leaves_a_split_empty_is_refused(tmp_path, fraction):
+    with pytest.raises(ConfigError, match="must lie between 0 and 1"):
+        open_dataset(config(path=write(tmp_path / "a.txt", 4000), val_fraction=fraction), spec())
