@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from parallelrun.layout import Layout, chunk_range
 
 
+@settings(deadline=None)
 @given(length=st.integers(0, 200), chunks=st.integers(1, 40))
 def test_chunk_range_agrees_with_torch_chunk(length, chunks):
     parts = [list(range(*chunk_range(length, chunks, index))) for index in range(chunks)]
@@ -24,7 +25,7 @@ def coordinates(sizes):
     return [dict(zip(sizes, place)) for place in product(*(range(size) for size in sizes.values()))]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 17), st.integers(1, 9)),
     sizes=st.fixed_dictionaries({"dp": st.integers(1, 4), "tp": st.integers(1, 5), "pp": st.integers(1, 2)}),
