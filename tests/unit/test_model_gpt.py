@@ -156,9 +156,9 @@ def test_the_spec_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     "values, key, suggestion",
     [
-        ({"hidden": 65, "heads": 8}, "model.hidden", "hidden=64"),
-        ({"kv_heads": 3}, "model.kv_heads", "kv_heads=2"),
-        ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "hidden=48"),
+        ({"hidden": 65, "heads": 8}, "model.hidden", "model.hidden=64"),
+        ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=2"),
+        ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
         ({"norm": "batchnorm"}, "model.norm", "layernorm | rmsnorm"),
         ({"layers": 0}, "model.layers", "1"),
     ],
