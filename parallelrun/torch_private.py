@@ -50,6 +50,19 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors with one call from Python."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add many tensors in place with one call from Python."""
+    if targets:
+        torch._foreach_add_(targets, sources)
+
+
+
 def keep_compiled_buffers() -> None:
     """Let compiled backwards run more than once, as zero bubble does; by default they give their buffers away."""
     import torch._functorch.config

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from parallelrun import comm, torch_private
 from parallelrun.mesh.runtime import EMBEDDING, Group, Mesh
@@ -38,7 +39,11 @@ def norm_contribution(parameters: Sequence[LocalParameter], plan: Plan, mesh: Me
     The sum over the world is not finite exactly if some gradient element is not (or its square sum overflows fp32).
     """
     counted = [p for p in parameters if not p.shared and owns(p.layout, plan.mesh, mesh.coordinate)]
-    norms = [norm for p in counted for norm in _row_norms(_gradient(p))]
+    held = [_gradient(p) for p in counted]
+    norms = [norm for gradient in held if gradient.numel() > ROW for norm in _row_norms(gradient)]
+    small = [gradient for gradient in held if gradient.numel() <= ROW]
+    if small:
+        norms.append(get_total_norm(small, foreach=True).view(1))
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
     return torch.cat(norms).to(torch.float64).square().sum()
@@ -73,8 +78,10 @@ def _sum_together(tensors: list[Tensor], group: Group, purpose: str) -> None:
 
 
 def _row_norms(gradient: Tensor) -> list[Tensor]:
-    """1-d tensors of the norms of pieces of `gradient`, short enough to be summed exactly in its own dtype."""
+    """1-d tensors of the norms of rows of `gradient`, and of the rest."""
     flat = gradient.flatten()
     whole = flat.numel() // ROW * ROW
-    norms = [torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)] if whole else []
-    return [*norms, torch.linalg.vector_norm(flat[whole:]).view(1)] if whole < flat.numel() else norms
+    return [
+        torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1),
+        torch.linalg.vector_norm(flat[whole:]).view(1),
+    ]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallelrun import torch_private
 from parallelrun.plan.structure import Plan
 
 # Under these schedules torch computes weight gradients apart from the backward pass, and a parameter's hook fires for
@@ -26,28 +27,7 @@ class Slot:
 
     parameter: nn.Parameter
     pieces: Callable[[Tensor], list[tuple[Tensor, Tensor]]]
-    passes: int = 0
     filled: bool = False
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Move the parameter's gradient into the bucket, or add it to what is there."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            return
-        for place, part in self.pieces(gradient):
-            if self.filled:
-                place.add_(part)
-            else:
-                place.copy_(part)
-        self.filled = True
-        self.parameter.grad = None
-
-    @torch.no_grad()
-    def clear(self) -> None:
-        """Zeros: backward did not reach this parameter."""
-        for place, _ in self.pieces(torch.zeros_like(self.parameter)):
-            place.zero_()
 
 
 class Bucket:
@@ -57,32 +37,49 @@ class Bucket:
         self.buffer, self.slots = buffer, list(slots)
         self._send = send
         self._work: dist.Work | None = None
-        self.num_missing = len(self.slots)
+        self.num_arrived = 0
 
     def begin(self) -> None:
-        self.num_missing = len(self.slots)
+        """Forget the last step's gradients."""
+        self.num_arrived = 0
         for slot in self.slots:
-            slot.passes, slot.filled = 0, False
+            slot.filled = False
             slot.parameter.grad = None
 
-    def launch(self) -> None:
-        """Start the exchange."""
+    def collect(self) -> None:
+        """Move what gradients there are into the buffer, adding to those of earlier microbatches."""
+        new: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
         for slot in self.slots:
-            slot.take()
-            if not slot.filled:
-                slot.clear()
+            gradient = slot.parameter.grad
+            if gradient is not None:
+                (more if slot.filled else new).extend(slot.pieces(gradient))
+                slot.filled = True
+                slot.parameter.grad = None
+        with torch.no_grad():
+            torch_private.copy_all([place for place, _ in new], [part for _, part in new])
+            torch_private.add_all([place for place, _ in more], [part for _, part in more])
+
+    def launch(self) -> None:
+        """Start the exchange. What backward did not reach is zero."""
+        for slot in self.slots:
+            if not slot.filled and slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+        self.collect()
         self._work = self._send()
 
     def wait(self) -> None:
+        """Until the exchange is over."""
         assert self._work is not None, "the bucket was not launched"
         self._work.wait()
         self._work = None
 
 
 class Reducer:
-    """Counts backward passes per parameter; launches buckets in order, each when it and all before it are full.
+    """Counts backward passes per bucket; launches buckets in order, each when it and all before it are full.
 
-    The order is the same on every rank whatever order autograd runs in: collectives must match.
+    The order is the same on every rank whatever order autograd runs in: collectives must match. A parameter's hook
+    fires at most once in a backward pass, so a bucket is full when it has seen microbatches x parameters of them.
     """
 
     def __init__(self, buckets: Sequence[Bucket], plan: Plan):
@@ -92,8 +89,9 @@ class Reducer:
         self._armed = False
         if plan.pipeline.kind not in WITHOUT_HOOKS:
             for bucket in self.buckets:
+                hook = self._hook(bucket)
                 for slot in bucket.slots:
-                    slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+                    slot.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin_step(self) -> None:
         """Forget the last step; the next backward passes are counted."""
@@ -111,20 +109,24 @@ class Reducer:
         for bucket in self.buckets:
             bucket.wait()
 
-    def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            if not self._armed:
-                return
-            slot.take()
-            slot.passes += 1
-            if slot.passes == self._num_passes:
-                bucket.num_missing -= 1
-                if bucket.num_missing == 0:
-                    self._launch_full()
+    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        num_slots = len(bucket.slots)
+        num_expected = num_slots * self._num_passes
+
+        def arrived(_: Tensor) -> None:  # runs for every parameter in every backward pass: counting is all it may cost
+            if self._armed:
+                bucket.num_arrived += 1
+                if bucket.num_arrived % num_slots == 0:
+                    bucket.collect()
+                    if bucket.num_arrived == num_expected:
+                        self._launch_full()
 
         return arrived
 
+    def _is_full(self, bucket: Bucket) -> bool:
+        return bucket.num_arrived == len(bucket.slots) * self._num_passes
+
     def _launch_full(self) -> None:
-        while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].num_missing == 0:
+        while self._num_launched < len(self.buckets) and self._is_full(self.buckets[self._num_launched]):
             self.buckets[self._num_launched].launch()
             self._num_launched += 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
+from parallelrun.strategies.data.bucketed import Bucket
 from torch import Tensor
 
 from parallelrun.plan.resolve import resolve
@@ -115,14 +117,13 @@ def forget_a_bucket(training: Training) -> None:
 
 def keep_only_the_last_microbatch(training: Training) -> None:
     for bucket in training.data._reducer.buckets:
-        for slot in bucket.slots:
-            take = slot.take
+        bucket.collect = partial(_overwrite, bucket, bucket.collect)
 
-            def overwrite(slot=slot, take=take):
-                slot.filled = False
-                take()
 
-            slot.take = overwrite
+def _overwrite(bucket: Bucket, collect: Callable[[], None]) -> None:
+    for slot in bucket.slots:
+        slot.filled = slot.filled and slot.parameter.grad is None
+    collect()
 
 
 def do_not_share_updates(training: Training) -> None:
