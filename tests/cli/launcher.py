@@ -170,14 +170,17 @@ def _helper() -> subprocess.Popen:
 def _serve() -> None:
     """The helper: fork a launcher per line of stdin."""
     from parallelrun.launch import processes
+    from parallelrun.launch import rank as ranks
     from parallelrun.launch.processes import Job
     from tests.plans import tiny_config, tiny_plan
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     processes.preload(Job(tiny_config(), tiny_plan(), Path(), "tests.cli.workers:train"))
+    helper = os.getpid()
     for line in sys.stdin:
         if os.fork() == 0:
+            ranks.leave_with_parent(helper)  # whatever a failing test leaves behind ends with the session
             _keep(json.loads(line))
 
 
@@ -187,8 +190,10 @@ def _keep(request: dict[str, Any]) -> None:
 
     folder = Path(request["folder"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    keeper = os.getpid()
     pid = os.fork()
     if pid == 0:
+        ranks.leave_with_parent(keeper)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         os.environ.update(request["environ"])
