@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 
 def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
@@ -23,20 +23,20 @@ def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> 
     ]  # fmt: skip
 
 
-def fsdp_initialise(root: nn.Module) -> None:
+def fsdp_initialise(root: FSDPModule) -> None:
     """Do now what FSDP2 does at its root's first forward, which may move shards into padded storage.
 
     Optimizers that hold local shards must take them after that; there is no public way to ask for it.
     """
-    fully_shard.state(root)._lazy_init()
+    root._get_fsdp_state()._lazy_init()
 
 
-def fsdp_reduce(root: nn.Module) -> None:
+def fsdp_reduce(root: FSDPModule) -> None:
     """Reduce what gradients the units under an FSDP2 root have accumulated, outside any backward pass.
 
     As `torch.distributed.pipelining` does after a schedule. A unit without gradients does nothing.
     """
-    state = fully_shard.state(root)
+    state = root._get_fsdp_state()
     for one in state._state_ctx.all_states:
         groups = getattr(one, "_fsdp_param_groups", None)  # torch 2.11 has one group per state, under another name
         for group in groups if groups is not None else filter(None, [one._fsdp_param_group]):
@@ -60,7 +60,6 @@ def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Add many tensors in place with one call from Python."""
     if targets:
         torch._foreach_add_(targets, sources)
-
 
 
 def keep_compiled_buffers() -> None:

@@ -33,7 +33,7 @@ class Slot:
 class Bucket:
     """A flat buffer, the slots in it, and how it is sent (`send` starts the exchange of the buffer)."""
 
-    def __init__(self, buffer: Tensor, slots: Sequence[Slot], send: Callable[[], dist.Work]):
+    def __init__(self, buffer: Tensor, slots: Sequence[Slot], send: Callable[[], dist.Work | None]):
         self.buffer, self.slots = buffer, list(slots)
         self._send = send
         self._work: dist.Work | None = None

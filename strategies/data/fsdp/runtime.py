@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from parallelrun import torch_private
 from parallelrun.mesh.runtime import Mesh
@@ -34,14 +35,13 @@ def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
     own = units(plan, position)
     shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, device_mesh)
     for stage, part in part_of.items():
-        wrapped = []
-        for unit in (u for u in own if u.stage == stage and u.kind == "block"):
-            block = part.get_submodule(unit.block)
-            _fully_shard(block, unit, plan, device_mesh, shared)
-            wrapped.append(block)
-        root = next((u for u in own if u.stage == stage and u.kind == ROOT), None)
-        _fully_shard(part, root or Unit(ROOT, stage, "", (), False, False), plan, device_mesh, shared)
-        _prefetch_backward(part, wrapped)
+        blocks = [
+            _fully_shard(part.get_submodule(unit.block), unit, plan, device_mesh, shared)
+            for unit in own
+            if unit.stage == stage and unit.kind == "block"
+        ]
+        left = next((u for u in own if u.stage == stage and u.kind == ROOT), Unit(ROOT, stage, "", (), False, False))
+        _prefetch_backward(_fully_shard(part, left, plan, device_mesh, shared), blocks)
     for module in _wrapped(parts):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -61,7 +61,7 @@ class FsdpRuntime(LocalRuntime):
         self._plan = plan
         self._modules = list(_wrapped(parts))
         self._holders = [holder for part in parts for holder in getattr(part, HOLDERS, [])]
-        self._roots = [*parts, *self._holders]
+        self._roots = [part for part in (*parts, *self._holders) if isinstance(part, FSDPModule)]
         for holder in self._holders:
             _tie_again(holder)
         for root in self._roots:
@@ -71,7 +71,7 @@ class FsdpRuntime(LocalRuntime):
         axis = shard_axis(plan)
         with torch.no_grad():
             self.parameters = [
-                LocalParameter(held.name, weight.to_local(), held.spec, held.layout.split(0, axis), held.shared)
+                LocalParameter(held.name, _local(weight), held.spec, held.layout.split(0, axis), held.shared)
                 for held, weight in pairs
             ]
         self._num_forwards = 0
@@ -96,7 +96,7 @@ class FsdpRuntime(LocalRuntime):
                 torch_private.fsdp_reduce(root)
         with torch.no_grad():
             for parameter, sharded in zip(self.parameters, self._sharded):
-                set_gradient(parameter.tensor, None if sharded.grad is None else sharded.grad.to_local())
+                set_gradient(parameter.tensor, None if sharded.grad is None else _local(sharded.grad))
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
         """A weight of two stages is gathered. At pp=1 microbatches alternate forward and backward, so from the last
@@ -116,12 +116,18 @@ class FsdpRuntime(LocalRuntime):
             root.set_reshard_after_backward(last or self._plan.data.reshard_after_forward)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its storage (outside autograd)."""
+    assert isinstance(tensor, DTensor), "FSDP shards are DTensors"
+    return tensor.to_local()
+
+
 def _device_mesh(plan: Plan, mesh: Mesh) -> DeviceMesh:
     axis = shard_axis(plan)
     return mesh.device_mesh(axis) if axis == "dp" else mesh.device_mesh("dp_replicate", axis)
 
 
-def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> FSDPModule:
     """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data way."""
     precision = plan.precision
     policy = MixedPrecisionPolicy(
@@ -129,7 +135,9 @@ def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ig
         reduce_dtype=getattr(torch, precision.reduce),
         cast_forward_inputs=False,
     )
-    fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, ignored_params=ignored or None)
+    return fully_shard(
+        module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, ignored_params=ignored or None
+    )
 
 
 class _Holder(nn.Module):
@@ -173,7 +181,7 @@ def _tie_again(holder: nn.Module) -> None:
         setattr(module, name, weight)
 
 
-def _prefetch_backward(root: nn.Module, blocks: list[nn.Module]) -> None:
+def _prefetch_backward(root: FSDPModule, blocks: list[FSDPModule]) -> None:
     """In backward, gather each block while the one after it computes.
 
     Said explicitly, because FSDP's own guess takes the block that ran before, which may be of another microbatch; the
