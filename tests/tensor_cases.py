@@ -218,7 +218,7 @@ def held_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
 
 # One layer alone ------------------------------------------------------------------------------------------------------
 
-SIZES = {"vocab": 7, "hidden": 12, "heads": 4, "kv_heads": 2, "seq": 8}
+SIZES: dict[str, Any] = {"vocab": 7, "hidden": 12, "heads": 4, "kv_heads": 2, "seq": 8}
 QKV = {"q": 16, "k": 8, "v": 8}
 
 
@@ -230,6 +230,8 @@ def _layer(role: str) -> nn.Module:
         return layers.Row(16, hidden, True, dtype)
     if role == "embedding":
         return layers.Embedding(SIZES["vocab"], hidden, dtype)
+    if role == "table":  # another embedding than that of the vocabulary, as users' modules have
+        return layers.Embedding(3, hidden, dtype)
     if role == "position":
         return layers.Position(SIZES["seq"], hidden, dtype)
     if role == "norm":
@@ -241,8 +243,9 @@ def _layer(role: str) -> nn.Module:
 def _spec_of(role: str, network: nn.Module) -> ModelSpec:
     """The spec of a network whose one block `alone` is a layer of that role."""
     heads = {"q": SIZES["heads"], "k": SIZES["kv_heads"], "v": SIZES["kv_heads"]}
+    layer_role = str(network.get_submodule("alone").layer_role)
     parameters = tuple(
-        ParameterSpec(name, tuple(p.shape), Initialiser("normal"), role, heads.get(name.split(".")[1]))
+        ParameterSpec(name, tuple(p.shape), Initialiser("normal"), layer_role, heads.get(name.split(".")[1]))
         for name, p in network.named_parameters()
     )
     return ModelSpec(
@@ -298,8 +301,8 @@ def _prove_layer(role: str, overrides: dict[str, Any], pipeline: str) -> dict[st
     fill(alone, plan, None)
     fill(placed, plan, mesh)
     into, out_of = _activations(role, plan)
-    if role == "embedding":
-        whole_x = x = batch_of(plan)[0]
+    if role in ("embedding", "table"):
+        whole_x = x = batch_of(plan)[0] % alone.get_parameter("alone.weight").size(0)
     else:
         whole_x = values("x", (2, SIZES["seq"], 16 if role == "row" else SIZES["hidden"]))
         x = part(whole_x, into, mesh)

@@ -7,7 +7,7 @@ import pytest
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND, prove_layers
 
-ROLES = ("columns", "row", "embedding", "position", "norm", "head")
+ROLES = ("columns", "row", "embedding", "table", "position", "norm", "head")
 SEQUENCE_PARALLEL = "strategy.tensor.sequence_parallel"
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallelrun.strategies.tensor.megatron.plan import Way
 
@@ -64,6 +64,7 @@ def test_a_model_without_a_sequence_cannot_be_cut_along_it():
     assert "has no sequence to cut" in told
 
 
+@settings(deadline=None)
 @given(st.integers(2, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.booleans())
 def test_every_degree_that_is_suggested_is_legal(tp, head_groups, kv_heads, ffn, sequence_parallel):
     overrides = {"model.heads": head_groups * kv_heads, "model.kv_heads": kv_heads, "model.ffn": ffn, "model.seq": 12}

@@ -31,6 +31,6 @@ def largest(parameter: ParameterSpec, plan: Plan) -> int:
     return layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
 
 
-def vocabulary(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int]:
-    """[start, stop) of the token ids at `coordinate`: the rows of embedding and head."""
-    return Layout((plan.mesh.leaf_axes(AXIS),)).ranges((plan.spec.vocab,), plan.mesh.sizes, coordinate)[0]
+def row_range(num_rows: int, plan: Plan, coordinate: dict[str, int]) -> tuple[int, int]:
+    """[start, stop) of the rows held at `coordinate` of a vocabulary of that many (embedding, head)."""
+    return Layout((plan.mesh.leaf_axes(AXIS),)).ranges((num_rows,), plan.mesh.sizes, coordinate)[0]

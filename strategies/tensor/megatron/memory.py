@@ -22,7 +22,7 @@ from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from .layouts import AXIS, largest, vocabulary
+from .layouts import AXIS, largest, row_range
 from .traffic import overlaps, rows
 
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
@@ -148,5 +148,5 @@ def _loss(plan: Plan) -> int:
     targets, accurate = plan.batch.micro_batch * plan.spec.targets_per_sample, BYTES[plan.precision.accurate]
     if plan.mesh.size(AXIS) == 1:
         return targets * (plan.spec.vocab * accurate + INDEX)
-    start, stop = vocabulary(plan, {})
+    start, stop = row_range(plan.spec.vocab, plan, {})
     return targets * ((stop - start) * BYTES[plan.precision.compute] + accurate + INDEX)

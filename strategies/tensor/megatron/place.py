@@ -25,11 +25,11 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
         return
     _cut_parameters(network, plan, mesh)
     span = layers.Span(group, plan.tensor.sequence_parallel, overlaps(plan))
-    start, _ = layouts.vocabulary(plan, mesh.coordinate)
     for name, layer in list(network.named_modules()):
         if isinstance(layer, one_device.RoleLayer):
-            _put(network, name, _replacement(layer, span, start))
+            _put(network, name, _replacement(layer, span, plan, mesh))
     if isinstance(network.loss, one_device.TokenLoss) and _splits_vocabulary(plan):
+        start, _ = layouts.row_range(plan.spec.vocab, plan, mesh.coordinate)
         network.loss = VocabParallelLoss(network.loss.label_smoothing, group, start, plan.spec.vocab)
 
 
@@ -52,10 +52,10 @@ def _cut_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
         setattr(network.get_submodule(module), attribute, local[id(parameter)])
 
 
-def _replacement(layer: one_device.RoleLayer, span: layers.Span, start: int) -> one_device.RoleLayer:
+def _replacement(layer: one_device.RoleLayer, span: layers.Span, plan: Plan, mesh: Mesh) -> one_device.RoleLayer:
     """The layer's form on this rank; itself where it works the same on a part (norms)."""
     if isinstance(layer, one_device.Embedding):
-        return layers.Embedding(layer, span, start)
+        return layers.Embedding(layer, span, layouts.row_range(layer.vocab, plan, mesh.coordinate)[0])
     for role, form in layers.FORMS.items():
         if isinstance(layer, role):
             return form(layer, span)
