@@ -159,7 +159,7 @@ WORDS = some.sampled_from(
 
 
 @given(some.lists(WORDS | some.text(max_size=12), max_size=8))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_no_command_line_breaks_the_reader(words):
     try:
         for override in read(words).overrides:
