@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from parallelrun.strategies.data import buckets
 
 from parallelrun.layout import Layout
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
 from parallelrun.plan.resolve import load_way
+from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters, owns
-from tests.plans import tiny_plan
+from tests.plans import tiny_config, tiny_plan
 
 sizes = st.lists(st.integers(0, 4 * 2**20), max_size=60)
 
@@ -108,3 +111,15 @@ def test_a_norm_that_looked_at_pp_would_miss_the_later_stages():
     plan = tiny_plan(pp=2)
     later = plan.mesh.coordinate(1)
     assert owns(Layout.replicated(1), plan.mesh, later)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+def test_a_parameter_without_dims_cannot_be_split_and_says_so(kind):
+    config = tiny_config(dp=2, strategy__data__kind=kind)
+    scale = ParameterSpec("scale", (), Initialiser("ones"), "norm")
+    layer = LayerSpec("only", "norm", 1, 1, (scale,))
+    spec = replace(tiny_plan().spec, blocks=(BlockSpec("only", "head", (layer,), 0.0),))
+    (problem,) = load_way("data", kind).check(Request(config, spec, 1, 2, 1, 1, None))
+    assert "scale has no dims" in problem.what
+    assert "ddp" in problem.suggestion
+    assert load_way("data", kind).check(Request(config, spec, 1, 1, 1, 1, None)) == []
