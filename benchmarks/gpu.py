@@ -91,6 +91,7 @@ def plain_step(name: str, compiled: bool, device: torch.device, training: Traini
     def step() -> Tensor:
         state["step"] += 1
         batch = training.reader.batch(state["step"])
+        assert batch.targets is not None, "one rank reads everything"
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=training.plan.precision.name == "bf16"):
             logits = model(batch.inputs)

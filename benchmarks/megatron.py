@@ -48,7 +48,7 @@ def on_cpu() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment, return-value]
     torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
+    torch.cuda.set_rng_state = lambda new_state, device="cpu": torch.set_rng_state(new_state)
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *unused, **options: torch.get_rng_state()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,7 +77,10 @@ class Peer:
         return run
 
     def _clip(self, model: nn.Module) -> Callable[[], None]:
-        return lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        def clip() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+        return clip
 
     def _ddp(self, model: nn.Module) -> tuple[nn.Module, Callable, Callable]:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -100,7 +103,18 @@ class Peer:
             plan |= {f"{name}.attention.out": RowwiseParallel(), f"{name}.mlp.down": RowwiseParallel()}
             plan[f"{name}.mlp.up.up"] = ColwiseParallel()
         parallelize_module(model, self.mesh, plan)
-        return model, self._whole(model), self._clip(model)
+        split = [p for p in model.parameters() if isinstance(p, DTensor)]
+        whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+
+        def clip() -> None:
+            # clip_grad_norm_ refuses to mix DTensors with the plain norms that this plan leaves whole
+            norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in (split, whole)]
+            assert isinstance(norms[0], DTensor)
+            total = torch.linalg.vector_norm(torch.stack([norms[0].full_tensor(), norms[1]]))
+            for group in (split, whole):
+                nn.utils.clip_grads_with_norm_(group, CLIP, total)
+
+        return model, self._whole(model), clip
 
     def _pp(self, model: PlainGpt) -> tuple[nn.Module, Callable, Callable]:
         rank, half = dist.get_rank(), self.sizes.layers // 2
@@ -140,7 +154,7 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     training = build(config, resolve(config), torch.device("cpu"))
     scaler = LossScaler(config.precision, scaled=False)
     peer = Peer(case, sizes, training)
-    state = {"step": 0, "loss": 0.0}
+    state: dict[str, Any] = {"step": 0, "loss": 0.0}
 
     def ours() -> None:
         state["step"] += 1

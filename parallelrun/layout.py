@@ -12,7 +12,7 @@ from math import prod
 
 
 def chunk_range(length: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """[start, stop) of chunk `index` of `length` cut into `num_chunks`, as `torch.chunk` cuts: maybe uneven or empty."""
+    """[start, stop) of chunk `index` of `length` cut into `num_chunks`, as `torch.chunk` does: uneven or empty ones too."""
     size = -(-length // num_chunks)
     start = min(index * size, length)
     return start, min(start + size, length)
