@@ -43,12 +43,16 @@ class OnCpu(TorchFunctionMode):
 
 def on_cpu() -> None:
     """Make torch.cuda's bookkeeping harmless, so that megatron-core builds and runs on the CPU."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    torch.cuda.set_device = lambda device: None
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment, return-value]
-    torch.cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda new_state, device="cpu": torch.set_rng_state(new_state)
+    replacements: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda device="cpu": torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device="cpu": torch.set_rng_state(new_state),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *unused, **options: torch.get_rng_state()

@@ -17,7 +17,7 @@ def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> 
     orders = get_schedule_ops(name, pp, num_microbatches, chunks if chunks > 1 else None)
     kinds = ("F", "B", "I", "W")
     return [
-        [(str(a.computation_type.value), a.stage_index, a.microbatch_index) for a in order
+        [(str(a.computation_type.value), a.stage_index, a.microbatch_index or 0) for a in order
          if a is not None and a.computation_type.value in kinds]
         for order in orders
     ]  # fmt: skip

@@ -76,8 +76,9 @@ class ScheduleEngine:
         self._loss_of = parts[-1].loss if indices[-1] == len(plan.stages) - 1 else None
         self._scale = 1.0
         self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        held: Any = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
         self._schedule = schedule(
-            stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
+            held,
             n_microbatches=plan.batch.microbatches,
             loss_fn=self._loss,
             scale_grads=False,
