@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import os
 import re
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r(?=\n)")
 
@@ -25,21 +25,19 @@ def open_log(directory: Path, rank: int) -> int:
     return os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-class Screen(io.TextIOBase):
+class Screen:
     """The terminal with a plain copy in the log. A closed terminal (`| head`) ends the echo, never the run."""
 
     def __init__(self, terminal: TextIO, log: TextIO):
+        self._original = terminal
         self._terminal: TextIO | None = terminal
         self._log = log
         self._descriptor = terminal.fileno()
         self._is_terminal = terminal.isatty()
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._terminal, "encoding", None) or "utf-8"
-
-    def writable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        """Everything else (`encoding`, `errors`, ...) is the terminal's."""
+        return getattr(self._original, name)
 
     def isatty(self) -> bool:
         return self._is_terminal
@@ -51,6 +49,10 @@ class Screen(io.TextIOBase):
         self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
         self._try(text)
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         self._log.flush()
@@ -78,7 +80,7 @@ def redirect(directory: Path, rank: int, keeps_terminal: bool) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 (for good)
     if keeps_terminal:
         terminal = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-        sys.stdout = Screen(terminal, sys.stderr)  # type: ignore[assignment]
+        sys.stdout = cast(TextIO, Screen(terminal, sys.stderr))
     else:
         os.dup2(log, 1)
         sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
@@ -95,7 +97,7 @@ def copied(directory: Path, rank: int):
     with open(open_log(directory, rank), "w", buffering=1, errors="backslashreplace") as log:
         before = sys.stdout
         try:
-            sys.stdout = Screen(before, log)  # type: ignore[assignment]
+            sys.stdout = cast(TextIO, Screen(before, log))
         except (OSError, ValueError, AttributeError):  # stdout has no descriptor (captured by a caller)
             sys.stdout = before
         try:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallelrun.checkpoint import check_resume
@@ -107,7 +107,8 @@ def _prepare(
     if config.model.name != "matmul":  # the lesson makes its own numbers
         open_dataset(config, plan.spec)
     if config.verb == "run":
-        check_resume(config, plan)
+        found = check_resume(config, plan)
+        config = replace(config, resume=str(found)) if found else config  # what `latest` is now, for all ranks
     os.umask(0o077)
     place = directory.create(Path(config.runs), name, run_root)
     directory.describe(place, config, plan, command.argv, command.overrides)
