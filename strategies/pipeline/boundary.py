@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,17 +45,19 @@ def output_example(plan: Plan) -> Tensor:
 
 
 class _Plain(nn.Module):
-    """Hides from torch's schedules that a part is wrapped by FSDP: they would gather, let go and reduce by themselves.
+    """What a stage runs: the part, with the microbatch's sample ids.
 
+    It hides from torch's schedules that a part is wrapped by FSDP: they would gather, let go and reduce by themselves.
     The data way alone decides that; under zero bubble torch's way loses gradients without a word.
     """
 
     def __init__(self, part: Network):
         super().__init__()
         self.part = part
+        self.sample_ids: Tensor | None = None
 
-    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
-        return self.part(x, sample_ids)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x, self.sample_ids)
 
 
 class Stage(PipelineStage):
@@ -65,8 +68,11 @@ class Stage(PipelineStage):
     """
 
     def __init__(self, part: Network, index: int, plan: Plan, device: torch.device, group: dist.ProcessGroup):
+        self._plain = _Plain(part)
+        self._micro_batch = plan.batch.micro_batch
+        self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step; set before it
         super().__init__(
-            _Plain(part),
+            self._plain,
             index,
             len(plan.stages),
             device,
@@ -74,6 +80,12 @@ class Stage(PipelineStage):
             output_args=output_example(plan),
             group=group,
         )
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        # Not as an argument of `step`: torch takes every tensor argument for one that may need a gradient.
+        start = fwd_chunk_id * self._micro_batch
+        self._plain.sample_ids = self.sample_ids[start : start + self._micro_batch]
+        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _tagged(super().get_fwd_send_ops(fwd_chunk_id), "activations")

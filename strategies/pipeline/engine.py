@@ -70,7 +70,7 @@ class ScheduleEngine:
         group = mesh.group("pp")
         assert group.process_group is not None, "a pipeline of one rank has no group"
         indices = [stage.index for stage in plan.stages_of(group.index)]
-        stages = [
+        self._stages = [
             Stage(part, index, plan, mesh.device, group.process_group)
             for index, part in zip(indices, parts, strict=True)
         ]
@@ -78,7 +78,7 @@ class ScheduleEngine:
         self._loss_of = parts[-1].loss if indices[-1] == len(plan.stages) - 1 else None
         self._scale = 1.0
         self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        held: Any = stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages
+        held: Any = self._stages[0] if issubclass(schedule, PipelineScheduleSingle) else self._stages
         self._schedule = schedule(
             held,
             n_microbatches=plan.batch.microbatches,
@@ -96,7 +96,9 @@ class ScheduleEngine:
         self._total.zero_()
         inputs = (batch.inputs,) if self._inputs_here else ()
         target = batch.targets if self._loss_of is not None else None
-        self._schedule.step(*inputs, target=target, return_outputs=False, sample_ids=batch.sample_ids)
+        for stage in self._stages:
+            stage.sample_ids = batch.sample_ids
+        self._schedule.step(*inputs, target=target, return_outputs=False)
         return self._total.clone()
 
     def evaluate(self, batch: Batch) -> Tensor:

@@ -139,5 +139,5 @@ def tensors_alive(config: Config, plan: Plan) -> list[int]:
             engine.train(batch, 0.25)
             gradients(parts)
         gc.collect()
-        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
     return counts

@@ -10,7 +10,7 @@ from parallelrun.strategies.pipeline import schedules
 from parallelrun import torch_private
 from parallelrun.plan.ways import Action
 
-SIZES = [(pp, m) for pp in (2, 3, 4, 8) for m in (1, 2, 3, 4, 5, 8, 9, 16)]
+SIZES = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 3, 4, 8, 9)]
 
 
 def in_rounds(pp: int, m: int) -> bool:
