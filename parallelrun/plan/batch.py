@@ -10,7 +10,6 @@ from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Batch
 
 DEFAULT_GLOBAL_BATCH = 48
-FILLING = 4  # microbatches per pipeline position aimed at: a bubble of at most a quarter of ideal time for 1F1B
 
 Violations = Callable[[Batch], list[Problem]]
 
@@ -21,8 +20,7 @@ def fill(
     """The batch, or None with the violations appended to `problems`.
 
     violations: what the schedule has against a Batch; a count of microbatches is legal when it has nothing. Unset
-    counts become the fewest microbatches (the largest micro-batch) that are legal and, on a pipeline, at least 4 per
-    position, so that most of a step is not spent filling and draining it.
+    counts become the fewest microbatches (the largest micro-batch) that the schedule allows.
     """
     before = len(problems)
     problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
@@ -48,7 +46,7 @@ def fill(
     if global_batch % dp:
         problems.append(_indivisible(config, global_batch, dp))
         return None
-    return _microbatches(config, global_batch, dp, pp, violations, filled, problems)
+    return _microbatches(config, global_batch, dp, violations, filled, problems)
 
 
 def _both(config: Config, one: str, other: str) -> list[Problem]:
@@ -68,7 +66,7 @@ def _indivisible(config: Config, global_batch: int, dp: int) -> Problem:
 
 
 def _default_global_batch(config: Config, dp: int, pp: int, violations: Violations) -> int:
-    """48; where 48 are too few for the plan, the fewest samples that keep its pipeline filled."""
+    """48; where 48 are too few for the plan, the fewest samples that its schedule allows."""
     step = config.micro_batch or config.microbatches or 1
     if DEFAULT_GLOBAL_BATCH % dp == 0 and DEFAULT_GLOBAL_BATCH // dp % step == 0:
         replica = DEFAULT_GLOBAL_BATCH // dp
@@ -77,14 +75,13 @@ def _default_global_batch(config: Config, dp: int, pp: int, violations: Violatio
             return DEFAULT_GLOBAL_BATCH
     elif dp * step <= DEFAULT_GLOBAL_BATCH:
         return DEFAULT_GLOBAL_BATCH  # large enough, but indivisible: a violation that the user should see
-    fewest = FILLING * pp if pp > 1 else 1
     if config.microbatches is not None:
         return dp * config.microbatches
-    for count in range(fewest, 2 * fewest + 1):
+    for count in range(1, 2 * pp + DEFAULT_GLOBAL_BATCH + 1):
         batch = Batch(dp * step * count, step, count)
         if batch.global_batch >= DEFAULT_GLOBAL_BATCH and not violations(batch):
             return batch.global_batch
-    # no count from 4 to 8 per position gives both 48 samples and a legal schedule: let the schedule say why
+    # no small count gives both 48 samples and a legal schedule: let the schedule say why
     return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
 
 
@@ -105,7 +102,6 @@ def _microbatches(
     config: Config,
     global_batch: int,
     dp: int,
-    pp: int,
     violations: Violations,
     filled: list[str],
     problems: list[Problem],
@@ -124,12 +120,8 @@ def _microbatches(
     legal = [m for m in counts if not violations(_batch(global_batch, dp, m))]
     if len(counts) == 1 and getattr(config, key) is not None:
         chosen = counts[0]  # given: the schedule's own check names what is wrong with it
-    elif not legal:
-        chosen = counts[-1]
-    elif pp == 1:
-        chosen = legal[0]
     else:
-        chosen = next((m for m in legal if m >= FILLING * pp), legal[-1])
+        chosen = legal[0] if legal else counts[-1]
     batch = _batch(global_batch, dp, chosen)
     if config.micro_batch is None and config.microbatches is None:
         filled.append(f"microbatches={chosen} of {batch.micro_batch} (filled: the schedule)")

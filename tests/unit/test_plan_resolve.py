@@ -252,16 +252,14 @@ def test_the_default_global_batch_is_48_in_one_microbatch_without_a_pipeline():
     assert (batch.global_batch, batch.micro_batch, batch.microbatches) == (48, 24, 1)
 
 
-def test_a_pipeline_gets_at_least_four_microbatches_a_position():
+def test_unset_microbatches_are_the_fewest_that_the_schedule_allows():
     batch = tiny_plan(global_batch=48, pp=4).batch
-    assert (batch.micro_batch, batch.microbatches) == (3, 16)
-    assert tiny_plan(global_batch=8, pp=4).batch.microbatches == 8, "as many as there are, if there are fewer"
-    assert tiny_plan(global_batch=8, pp=4, schedule="naive").batch.microbatches == 1
+    assert (batch.micro_batch, batch.microbatches) == (12, 4)
 
 
 def test_48_samples_that_are_too_few_for_the_plan_are_raised_and_it_is_said():
     plan = tiny_plan({"global_batch": None, "dp": 6, "pp": 16, "model.layers": 16})
-    assert plan.batch.global_batch == 6 * 64 and plan.batch.microbatches == 64
+    assert plan.batch.global_batch == 6 * 16 and plan.batch.microbatches == 16
     assert any("too few for the plan" in sentence for sentence in plan.filled)
 
 
