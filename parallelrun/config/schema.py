@@ -147,7 +147,7 @@ class ClusterConfig:
 @dataclass
 class EvalConfig:
     every: int = 10  # steps; 0: only after the last step
-    batches: int = 4  # global batches
+    batches: int = 2  # global batches
 
 
 @dataclass
