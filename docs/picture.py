@@ -1,6 +1,6 @@
 """Draws docs/run.svg: the README's picture, from a real run in a pseudo-terminal.
 
-    python docs/picture.py            # runs the main job and draws its screen
+python docs/picture.py            # runs the main job and draws its screen
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from math import prod
 
 
 def chunk_range(length: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """[start, stop) of chunk `index` of `length` cut into `num_chunks`, as `torch.chunk` does: uneven or empty ones too."""
+    """[start, stop) of chunk `index` of `length` cut into `num_chunks`, as `torch.chunk` does."""
     size = -(-length // num_chunks)
     start = min(index * size, length)
     return start, min(start + size, length)
@@ -69,7 +69,3 @@ class Layout:
     def local_numel(self, shape: tuple[int, ...], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
         """Number of elements of the part held at `coordinate`."""
         return prod(self.local_shape(shape, sizes, coordinate))
-
-    def owns(self, leaf_axes: tuple[str, ...], coordinate: Mapping[str, int]) -> bool:
-        """True on exactly one rank per distinct part: coordinate 0 on every leaf axis that holds copies."""
-        return all(coordinate.get(axis, 0) == 0 for axis in leaf_axes if axis not in self.axes)

@@ -101,9 +101,8 @@ def untied_embedding() -> None:
 
 def bias_added_by_every_rank() -> None:
     """The row bias is added before the sum: tp times."""
-    from parallelrun.strategies.tensor.megatron import layers, operators
-
     from parallelrun.models import layers as one_device
+    from parallelrun.strategies.tensor.megatron import layers, operators
 
     def wrong(self: layers.Row, x: torch.Tensor) -> torch.Tensor:
         partial = one_device.linear(x, self.weight, self.bias, self.compute_dtype)

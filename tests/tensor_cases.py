@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallelrun.strategies.tensor.megatron.place import place
-from parallelrun.strategies.tensor.megatron.plan import Way
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,6 +22,8 @@ from parallelrun.models.network import Network
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, PipelineWay, Plan
+from parallelrun.strategies.tensor.megatron.place import place
+from parallelrun.strategies.tensor.megatron.plan import Way
 from parallelrun.verify.measure import tensor_errors
 from tests.plans import tiny_config
 

@@ -118,10 +118,8 @@ def _microbatches(
         problems.append(Problem(what, key, fix, kind="arithmetic"))
         return None
     legal = [m for m in counts if not violations(_batch(global_batch, dp, m))]
-    if len(counts) == 1 and getattr(config, key) is not None:
-        chosen = counts[0]  # given: the schedule's own check names what is wrong with it
-    else:
-        chosen = legal[0] if legal else counts[-1]
+    # a count that was given may be illegal: the schedule's own check names what is wrong with it
+    chosen = legal[0] if legal else counts[-1]
     batch = _batch(global_batch, dp, chosen)
     if config.micro_batch is None and config.microbatches is None:
         filled.append(f"microbatches={chosen} of {batch.micro_batch} (filled: the schedule)")

@@ -22,10 +22,13 @@ from parallelrun.verify.trace import Trace, record
 
 
 def checked_config(config: Config) -> Config:
-    """The config that is really compared: verify's precision, and SGD without momentum unless `same` is asked for."""
+    """The config that is really compared: verify's precision, and SGD without momentum unless `same` is asked for.
+
+    Its learning rate is large, so that in fp32 too the updates stand above the rounding of the weights.
+    """
     optimizer = config.optimizer
     if config.verify.optimizer != "same":
-        optimizer = replace(optimizer, name="sgd", momentum=0.0, schedule="constant", warmup=0)
+        optimizer = replace(optimizer, name="sgd", lr=1.0, momentum=0.0, schedule="constant", warmup=0)
     precision = replace(config.precision, name=config.verify.precision)
     return replace(config, optimizer=optimizer, precision=precision, resume=None)
 

@@ -13,7 +13,7 @@ from parallelrun.exchange import gather_json
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.train import schedule
 from parallelrun.train.build import Training
-from parallelrun.train.parameters import LocalParameter
+from parallelrun.train.parameters import LocalParameter, owns
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 
@@ -72,13 +72,12 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     """
     mesh, plan = training.mesh, training.plan
     sizes = mesh.shape.sizes
-    leaf_axes = tuple(axis for axis in mesh.shape.leaf_names if axis != "pp")
     entries, owned = [], []
     for parameter in training.parameters:
         local = part(parameter).to("cpu", copy=True)
         ranges = parameter.layout.ranges(parameter.spec.shape, sizes, mesh.coordinate)
         assert tuple(local.shape) == tuple(stop - start for start, stop in ranges), f"{parameter.name}: {local.shape}"
-        mine = not parameter.shared and parameter.layout.owns(leaf_axes, mesh.coordinate)
+        mine = not parameter.shared and owns(parameter.layout, mesh.shape, mesh.coordinate)
         digest = [float(local.double().sum()), float(local.double().abs().sum())]
         entries.append({"name": parameter.name, "ranges": ranges, "owned": mine, "digest": digest})
         if mine:

@@ -175,10 +175,11 @@ def test_ctrl_c_ends_all_ranks_without_a_stack_and_without_orphans(tmp_path):
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_will_not_end(tmp_path):
-    run = run_launcher(tmp_path, {**ENDLESS, "rank": 0, "do": "hold the GIL"})
+    run = run_launcher(tmp_path, {**ENDLESS, "rank": 0, "do": "ignore signals"})
     run.reaches(3)
+    time.sleep(0.5)  # rank 0 has reached its third step: give it time to stop listening
     os.kill(run.pid, signal.SIGINT)
-    time.sleep(0.2)
+    time.sleep(0.5)
     os.kill(run.pid, signal.SIGINT)
     assert run.wait() == 130
     assert not survivors(run.rank_pids(), 1.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import time
 
 import torch
@@ -58,6 +59,10 @@ def misbehave(how: str) -> None:
     if how == "sys.exit":
         raise SystemExit(0)
     if how == "sleep":
+        time.sleep(1000)
+    if how == "ignore signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         time.sleep(1000)
     if how == "hold the GIL":
         while True:  # a signal ends the sleep

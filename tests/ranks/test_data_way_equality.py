@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from parallelrun.strategies.data.bucketed import Bucket
 from torch import Tensor
 
 from parallelrun.plan.resolve import resolve
+from parallelrun.strategies.data.bucketed import Bucket
 from parallelrun.train.build import Training
 from parallelrun.verify.measure import BOUNDS, tensor_errors
 from tests.plans import tiny_config

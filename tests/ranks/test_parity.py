@@ -49,3 +49,14 @@ def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[st
 @pytest.mark.parametrize("dp, tp, pp, data, schedule", cells())
 def test_plan_equals_one_device_in_fp64(dp: int, tp: int, pp: int, data: str, schedule: str) -> None:
     assert_equal(parity(overrides_of(dp, tp, pp, data, schedule)))
+
+
+@pytest.mark.parametrize("dp, tp, pp", DEGREES, ids=str)
+def test_plan_equals_one_device_in_fp32(dp: int, tp: int, pp: int) -> None:
+    data, schedule = ("zero1" if pp == 1 else "fsdp") if dp > 1 else "ddp", "interleaved" if pp > 1 else "none"
+    assert_equal(parity({**overrides_of(dp, tp, pp, data, schedule), "verify.precision": "fp32"}))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gpt2s_vocabulary_need_not_divide(tp: int) -> None:
+    assert_equal(parity({"tp": tp, "model.vocab": 50257, "dataset.vocab": 50257, "model.layers": 1}))

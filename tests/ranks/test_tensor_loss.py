@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from parallelrun.strategies.tensor.megatron.loss import VocabParallelLoss
 from torch import Tensor
 from torch.nn import functional
 
 from parallelrun.layout import chunk_range
 from parallelrun.mesh.runtime import Group
+from parallelrun.strategies.tensor.megatron.loss import VocabParallelLoss
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND
 

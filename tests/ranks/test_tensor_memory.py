@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from parallelrun.strategies.tensor.megatron.plan import Way
 
+from parallelrun.strategies.tensor.megatron.plan import Way
 from tests.pool import run_ranks
 from tests.tensor_cases import gpt_plan, held_by_layer, llama, saved_by_block
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from parallelrun.strategies.tensor.megatron import layers, layouts, loss, operators, place
 
 from parallelrun import comm
 from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
+from parallelrun.strategies.tensor.megatron import layers, layouts, loss, operators, place
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND, Proof, llama, prove_gpt
 

@@ -8,12 +8,12 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parallelrun.strategies.data import buckets
 
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
 from parallelrun.plan.resolve import load_way
 from parallelrun.plan.ways import Request
+from parallelrun.strategies.data import buckets
 from parallelrun.train.parameters import held_parameters, owns
 from tests.plans import tiny_config, tiny_plan
 

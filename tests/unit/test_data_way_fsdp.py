@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallelrun.strategies.data.fsdp.units import units
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan.resolve import load_way
+from parallelrun.strategies.data.fsdp.units import units
 from tests.plans import tiny_plan
 
 FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.layout import Layout, chunk_range
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.train.parameters import owns
 
 
 @settings(deadline=None)
@@ -36,12 +38,13 @@ def coordinates(sizes):
 def test_parts_cover_a_tensor_once_per_copy_with_one_owner_each(shape, sizes, dims):
     layout = Layout(dims)
     covered, owned = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    mesh = MeshShape(tuple((axis, size) for axis, size in sizes.items() if axis != "pp"))
     for place in coordinates(sizes):
         part = tuple(slice(*bounds) for bounds in layout.ranges(shape, sizes, place))
         assert covered[part].shape == layout.local_shape(shape, sizes, place)
         assert covered[part].numel() == layout.local_numel(shape, sizes, place)
         covered[part] += 1
-        owned[part] += layout.owns(tuple(sizes), place)
+        owned[part] += owns(layout, mesh, place) and place["pp"] == 0
     copies = 1
     for axis, size in sizes.items():
         copies *= 1 if axis in layout.axes else size

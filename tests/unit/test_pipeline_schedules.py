@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from parallelrun.strategies.pipeline import schedules
 
 from parallelrun import torch_private
 from parallelrun.plan.ways import Action
+from parallelrun.strategies.pipeline import schedules
 
 SIZES = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 3, 4, 8, 9)]
 

@@ -11,12 +11,12 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallelrun.strategies.tensor.megatron.plan import Way
 
 from parallelrun.errors import ConfigError
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.structure import Collective, PipelineWay, Plan
 from parallelrun.plan.ways import Request
+from parallelrun.strategies.tensor.megatron.plan import Way
 from tests.plans import tiny_config, tiny_plan
 
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
