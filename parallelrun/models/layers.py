@@ -149,7 +149,7 @@ class Columns(RoleLayer):
 
     def weights(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one output."""
-        part: Any = self.get_submodule(name)
+        part: Any = getattr(self, name) if name else self  # get_submodule costs more than a small product
         return part.weight, part.bias
 
 

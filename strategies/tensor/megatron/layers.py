@@ -38,7 +38,7 @@ class Columns(one_device.Columns):
             self.hold(name, part)
 
     def forward(self, x: Tensor) -> Any:
-        parts: list[Any] = [self.get_submodule(name) for name in self.outputs]
+        parts: list[Any] = [getattr(self, name) if name else self for name in self.outputs]
         weights = [(part.weight, part.bias) for part in parts]
         return self.give(_columns(x.to(self.compute_dtype), weights, self.span))
 
