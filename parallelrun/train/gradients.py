@@ -38,7 +38,8 @@ def norm_contribution(parameters: Sequence[LocalParameter], plan: Plan, mesh: Me
     Each logical element is counted once over the world: by the owner of its part, and by the original of a tied pair.
     The sum over the world is not finite exactly if some gradient element is not (or its square sum overflows fp32).
     """
-    counted = [p for p in parameters if not p.shared and owns(p.layout, plan.mesh, mesh.coordinate)]
+    owned = {layout: owns(layout, plan.mesh, mesh.coordinate) for layout in {p.layout for p in parameters}}
+    counted = [p for p in parameters if not p.shared and owned[p.layout]]
     held = [_gradient(p) for p in counted]
     norms = [norm for gradient in held if gradient.numel() > ROW for norm in _row_norms(gradient)]
     small = [gradient for gradient in held if gradient.numel() <= ROW]
