@@ -9,10 +9,10 @@ from rich.table import Table
 
 MEANING = {
     "initial": "initial weights",
-    "loss": "loss of every step",
-    "grads": "every gradient of every step",
-    "grad_norm": "gradient norm of every step",
-    "params": "weight updates after the last step",
+    "loss": "losses",
+    "grads": "every gradient",
+    "grad_norm": "gradient norms",
+    "params": "weight updates",
     "val_loss": "validation loss",
 }
 
@@ -25,7 +25,9 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     degrees = " ".join(f"{axis}={size}" for axis, size in document["degrees"].items() if size > 1) or "one rank"
     table = Table(title=f"{document['preset']} {degrees} against {document['against']} ({document['precision']})")
     for heading in ("compared", "largest error", "bound", "where", ""):
-        table.add_column(heading, justify="right" if heading in ("largest error", "bound") else "left")
+        table.add_column(
+            heading, justify="right" if heading in ("largest error", "bound") else "left", no_wrap=heading != "where"
+        )
     for kind, error in document["max_error"].items():
         good = error is not None and error <= document["tolerance"]
         shown = "not finite" if error is None else f"{error:.1e}"
