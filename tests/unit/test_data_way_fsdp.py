@@ -119,3 +119,13 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(overrides, what, su
     (problem,) = caught.value.problems
     assert what in problem.what
     assert suggestion in problem.suggestion
+
+
+def test_a_tensor_rank_without_rows_of_the_vocabulary_is_refused():
+    empty = {**FSDP, "dp": 2, "tp": 4, "model.vocab": 5, "dataset.vocab": 5}
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan(empty)
+    (problem,) = caught.value.problems
+    assert problem.kind == "not_built" and "strategy.data.kind=zero1" in problem.suggestion
+    assert tiny_plan({**empty, "strategy.data.kind": "zero1"})
+    assert tiny_plan({**empty, "model.vocab": 7, "dataset.vocab": 7}), "two, two, two and one"

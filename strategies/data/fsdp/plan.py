@@ -27,7 +27,8 @@ class Way:
 
     def check(self, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
-        return [*check_splits(request, "fsdp"), *_check_shard(request), *_check_reshard(request)]
+        problems = [*check_splits(request, "fsdp"), *_check_shard(request), *_check_reshard(request)]
+        return [*problems, *_check_empty_vocabulary_shard(request)]
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         shard = request.config.strategy.data.shard or request.dp
@@ -109,6 +110,16 @@ def _check_shard(request: Request) -> list[Problem]:
         return [Problem(what, where, f"strategy.data.kind=ddp, or strategy.data.shard={nearest}", kind="undefined")]
     what = f"strategy.data.shard={shard} does not divide dp={dp}"
     return [Problem(what, where, f"strategy.data.shard={nearest}", kind="arithmetic")]
+
+
+def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
+    """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary."""
+    rows, tp = request.spec.vocab, request.tp
+    if request.dp == 1 or tp == 1 or -(-rows // tp) * (tp - 1) < rows:
+        return []
+    fits = max(degree for degree in range(1, tp) if -(-rows // degree) * (degree - 1) < rows)
+    what = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"
+    return [Problem(what, "tp", f"tp={fits} or strategy.data.kind=zero1", kind="not_built")]
 
 
 def _check_reshard(request: Request) -> list[Problem]:
