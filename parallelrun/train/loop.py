@@ -15,7 +15,7 @@ from parallelrun.train.recorder import Recorder, StepRecord
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import StepResult, evaluate, train_step
 
-COUNTED_STEP = 2  # the step whose collectives are counted: the first one has set-up traffic
+COUNTED_STEP = 2  # of this process; its first step has set-up traffic, so a run of one step is not counted
 MAX_SKIPS = 20
 
 
@@ -24,14 +24,14 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     config = training.config
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
     start = checkpointing.resume(training, scaler)
-    counted: list[Collective] = []
+    counted: list[Collective] | None = None
     skips = 0
     began = time.perf_counter()
     for step in range(start + 1, config.steps + 1):
         context.heartbeat(step, "step")
         step_began = time.perf_counter()
         lr = schedule.learning_rate(config.optimizer, step, config.steps)
-        if step == min(start + COUNTED_STEP, config.steps):
+        if step == start + COUNTED_STEP:
             with CommunicationCounter(training.mesh) as counter:
                 result = train_step(training, step, lr, scaler, context.stop_requested())
             counted = counter.rows()

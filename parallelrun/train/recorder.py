@@ -79,13 +79,16 @@ class Recorder:
             self._tracker.log(record.step, row)
         self._progress.update(row)
 
-    def finish(self, counted: list[Collective], state: str) -> None:
-        """Gather every rank's counts and peak memory; write comm.json and summary.json. Collective."""
+    def finish(self, counted: list[Collective] | None, state: str) -> None:
+        """Gather every rank's counts (None: no step was counted) and peak memory; write comm.json and summary.json.
+
+        Collective.
+        """
         training = self._training
-        everyone = gather_json({"peak_bytes": peak_bytes(training.mesh.device), "rows": [asdict(c) for c in counted]},
-                               training.mesh)  # fmt: skip
+        mine = {"peak_bytes": peak_bytes(training.mesh.device), "rows": [asdict(c) for c in counted or []]}
+        everyone = gather_json(mine, training.mesh)
         if self._writes:
-            rows = communication_rows([one["rows"] for one in everyone], training)
+            rows = communication_rows([one["rows"] for one in everyone], training) if counted is not None else []
             write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
             write_json(self._directory / "summary.json", self._summary(everyone, rows, state))
             if self._tracker:
@@ -129,10 +132,7 @@ class Recorder:
             "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
             "payload_bytes_per_step": sum(row["payload_bytes"] for row in rows),
             "wire_bytes_per_step": sum(row["wire_bytes"] for row in rows),
-            "communication_as_predicted": all(
-                row["calls"] == row["predicted_calls"] and row["payload_bytes"] == row["predicted_payload_bytes"]
-                for row in rows
-            ),
+            "communication_as_predicted": all(_as_predicted(row) for row in rows) if rows else None,
             "bubble_predicted": simulate.of_plan(plan, ways_of(plan).pipeline).bubble_of_total,
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
@@ -164,6 +164,10 @@ def communication_rows(measured: list[list[dict]], training: Training) -> list[d
                 }
             )
     return rows
+
+
+def _as_predicted(row: dict[str, Any]) -> bool:
+    return row["calls"] == row["predicted_calls"] and row["payload_bytes"] == row["predicted_payload_bytes"]
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,0 +1,52 @@
+"""run, verify and bench with real ranks, as a user starts them; the owner's 32-rank command among them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.cli.test_program import TINY, run
+
+
+def only_run(directory: Path) -> Path:
+    return (directory / "runs" / "latest").resolve(strict=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def test_the_owners_command_runs_32_ranks_on_whatever_there_is(tmp_path: Path) -> None:
+    done = run("model=gpt", "strategy=ptdp", "tp=8", "pp=4", "steps=2", "eval.batches=1", cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "as predicted, to the byte" in done.stdout and "32 ranks on" in done.stdout + done.stderr
+    directory = only_run(tmp_path)
+    summary, communication = read(directory / "summary.json"), read(directory / "comm.json")
+    assert (summary["world"], summary["tp"], summary["pp"], summary["state"]) == (32, 8, 4, "done")
+    assert summary["communication_as_predicted"] and {row["rank"] for row in communication["rows"]} == set(range(32))
+    assert read(directory / "status.json")["exit_code"] == 0
+
+
+def test_verify_proves_a_plan_and_writes_its_verdict(tmp_path: Path) -> None:
+    done = run("verify", "strategy=ptdp", "tp=2", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "verified: exact" in done.stdout
+    verdict = read(only_run(tmp_path) / "verify.json")
+    assert verdict["passed"] and verdict["precision"] == "fp64" and verdict["max_error"]["grads"] < 1e-10
+    assert set(verdict["max_error"]) == {"initial", "loss", "grads", "grad_norm", "params", "val_loss"}
+
+
+def test_a_difference_ends_with_4_and_is_shown(tmp_path: Path) -> None:
+    """An impossible tolerance stands for a wrong plan: rounding alone breaks it."""
+    done = run("verify", "strategy=ddp", "dp=2", "verify.tolerance=1e-30", *TINY, cwd=tmp_path)
+    assert done.returncode == 4
+    assert "DIFFERS" in done.stdout and not read(only_run(tmp_path) / "verify.json")["passed"]
+
+
+def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
+    done = run("bench", "strategy=ddp", "dp=2", "bench.steps=4", "bench.warmup=1", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = read(only_run(tmp_path) / "bench.json")
+    assert len(figures["step_times_s"]) == 4
+    assert figures["min_s"] <= figures["lower_quartile_s"] <= figures["median_s"] <= figures["upper_quartile_s"]
