@@ -7,13 +7,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from parallelrun.report.figures import degrees_text
+
 
 def show(document: dict[str, Any], enabled: bool = True) -> None:
     """Print median and spread; nothing on ranks that do not own the console."""
     if not enabled:
         return
     console = Console(highlight=False)
-    degrees = " ".join(f"{axis}={size}" for axis, size in document["degrees"].items() if size > 1) or "one rank"
+    degrees = degrees_text(document["degrees"])
     table = Table(title=f"bench: {document['model']} {document['preset']} {degrees} ({document['precision']})")
     for heading in ("step time", "", "rate", ""):
         table.add_column(heading, justify="left" if heading else "right")

@@ -11,6 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from parallelrun.report.figures import bytes_text, degrees_text
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,15 +31,6 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join(" " if cell is None else BARS[int((cell - low) / span * (len(BARS) - 1))] for cell in cells)
 
 
-def bytes_text(count: float) -> str:
-    """A byte count for people: 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
 def show(directory: Path, console: Console | None = None) -> None:
     """Draw the panel of a finished run from its metrics.jsonl, summary.json and comm.json."""
     console = console or Console(highlight=False)
@@ -48,7 +41,7 @@ def show(directory: Path, console: Console | None = None) -> None:
     if communication:
         parts += [Text(""), communication_table(communication)]
     parts += [Text(""), _files(directory)]
-    degrees = " ".join(f"{axis}={summary[axis]}" for axis in ("dp", "tp", "pp") if summary[axis] > 1) or "one rank"
+    degrees = degrees_text({axis: summary[axis] for axis in ("dp", "tp", "pp")})
     title = f"{summary['model']} · {summary['strategy']} · {degrees} · {summary['state']}"
     console.print(Panel(Group(*parts), title=title, expand=False))
 

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from parallelrun.report.figures import degrees_text
+
 MEANING = {
     "initial": "initial weights",
     "loss": "losses",
@@ -22,7 +24,7 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     if not enabled:
         return
     console = Console(highlight=False)
-    degrees = " ".join(f"{axis}={size}" for axis, size in document["degrees"].items() if size > 1) or "one rank"
+    degrees = degrees_text(document["degrees"])
     table = Table(title=f"{document['preset']} {degrees} against {document['against']} ({document['precision']})")
     for heading in ("compared", "largest error", "bound", "where", ""):
         table.add_column(

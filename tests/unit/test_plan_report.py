@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from parallelrun.plan.resolve import resolve
-from parallelrun.report.plan import bytes_text, count_text, document, flops_text, ranks_text, seconds_text, show
+from parallelrun.report.figures import bytes_text, count_text, flops_text, seconds_text
+from parallelrun.report.plan import document, ranks_text, show
 from tests.plans import tiny_config
 
 ROOT = Path(__file__).parents[2]

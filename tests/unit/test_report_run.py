@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parallelrun.report.run import bytes_text, communication_table, show, sparkline
+from parallelrun.report.figures import bytes_text, degrees_text
+from parallelrun.report.run import communication_table, show, sparkline
 
 
 def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
@@ -18,8 +19,10 @@ def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
     assert sparkline([]) == ""
 
 
-def test_bytes_are_told_in_powers_of_1024() -> None:
-    assert [bytes_text(n) for n in (0, 1023, 1536, 3 * 2**20)] == ["0 B", "1023 B", "1.50 KiB", "3.00 MiB"]
+def test_bytes_and_degrees_are_told_as_on_every_screen() -> None:
+    assert [bytes_text(n) for n in (0, 512, 1536, 3 * 2**20)] == ["0 B", "512 B", "1.5 KiB", "3 MiB"]
+    assert degrees_text({"dp": 1, "tp": 2, "pp": 4}) == "tp=2 pp=4"
+    assert degrees_text({"dp": 1}) == "one rank"
 
 
 def communication_row(**changed: object) -> dict:

@@ -1,0 +1,57 @@
+"""Figures for people: counts, bytes, FLOPs, seconds, degrees. One way of writing each, on every screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def digits(number: float) -> str:
+    """Three significant digits, never in powers of ten: 0.00123, 1.23, 123, 1234."""
+    return (
+        f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.3g}" if abs(number) >= 1e-4 or not number else "0.0001"
+    )
+
+
+def count_text(count: float) -> str:
+    """A count for people: 175 B."""
+    for unit in ("", " k", " M", " B"):
+        if abs(count) < 999.5:
+            return f"{digits(count)}{unit}"
+        count /= 1000
+    return f"{digits(count)} T"
+
+
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def byte_unit(largest: float) -> tuple[str, int]:
+    """(name, bytes) of the unit in which `largest` has at most three digits before the point."""
+    index = 0
+    while index < len(BYTE_UNITS) - 1 and largest / 1024**index >= 999.5:
+        index += 1
+    return BYTE_UNITS[index], 1024**index
+
+
+def bytes_text(count: float) -> str:
+    """A byte count for people: 1.5 MiB."""
+    unit, size = byte_unit(abs(count))
+    return f"{digits(count / size)} {unit}"
+
+
+def flops_text(count: float) -> str:
+    """FLOPs for people: 12.3 TFLOP."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:.3g} EFLOP"
+
+
+def seconds_text(seconds: float) -> str:
+    """3.1 ms, 12.0 s."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def degrees_text(degrees: Mapping[str, int]) -> str:
+    """The axes that have more than one rank: `tp=2 pp=2`, or `one rank`."""
+    return " ".join(f"{axis}={size}" for axis, size in degrees.items() if size > 1) or "one rank"
