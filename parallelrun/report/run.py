@@ -78,7 +78,7 @@ def _speed(summary: dict[str, Any]) -> Text:
     return text
 
 
-def communication_table(rows: list[dict[str, Any]]) -> Table:
+def communication_table(rows: list[dict[str, Any]]) -> Group:
     """One row per axis, operation and purpose, summed over ranks: measured beside predicted, for one step.
 
     Receives are left out: their bytes are counted at the sender.
@@ -92,14 +92,14 @@ def communication_table(rows: list[dict[str, Any]]) -> Table:
                 total[index] += row[name]
     exact = all(calls == said and payload == foretold for calls, said, payload, foretold, _ in merged.values())
     title = "sent in one step, over all ranks: " + ("as predicted, to the byte" if exact else "NOT as predicted")
-    table = Table(title=title, title_justify="left", title_style="green" if exact else "red", box=None)
+    table = Table(box=None)
     for heading in ("axis", "operation", "purpose", "calls", "payload", "wire"):
         table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left", no_wrap=True)
     for (axis, operation, purpose), (calls, said, payload, foretold, wire) in sorted(merged.items()):
         table.add_row(axis, operation, purpose, f"{calls:,}", bytes_text(payload), bytes_text(wire))
         if calls != said or payload != foretold:
             table.add_row("", "", "[red]predicted[/]", f"[red]{said:,}[/]", f"[red]{bytes_text(foretold)}[/]", "")
-    return table
+    return Group(Text(title, style="green" if exact else "red"), table)  # a table's own title wraps at its width
 
 
 def _files(directory: Path) -> Text:
