@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from types import ModuleType
 
 STRATEGIES = {
@@ -16,6 +15,9 @@ STRATEGIES = {
     "data.zero1": "parallelrun.strategies.data.zero1",
     "data.fsdp": "parallelrun.strategies.data.fsdp",
     "tensor.megatron": "parallelrun.strategies.tensor.megatron",
+    "tensor.2d": "parallelrun.strategies.tensor.grid",
+    "tensor.2.5d": "parallelrun.strategies.tensor.grid",
+    "tensor.3d": "parallelrun.strategies.tensor.grid",
     "pipeline.none": "parallelrun.strategies.pipeline.none",
     "pipeline.naive": "parallelrun.strategies.pipeline.naive",
     "pipeline.gpipe": "parallelrun.strategies.pipeline.gpipe",
@@ -26,6 +28,7 @@ STRATEGIES = {
 }
 MODELS = {
     "gpt": "parallelrun.models.gpt",
+    "bert": "parallelrun.models.bert",
     "mlp": "parallelrun.models.mlp",
     "matmul": "parallelrun.models.matmul",
     "module": "parallelrun.models.module",
@@ -44,13 +47,20 @@ def names(kind: str) -> dict[str, str]:
     return {**_plug_ins(kind), **_BUILT_IN[kind]}
 
 
+def has(kind: str, name: str) -> bool:
+    """Whether `name` is known; for a built-in name no package's metadata is read."""
+    return name in _BUILT_IN[kind] or name in _plug_ins(kind)
+
+
 @lru_cache(maxsize=3)
 def _plug_ins(kind: str) -> dict[str, str]:
-    """Reading the metadata of every installed package takes milliseconds: once per process."""
+    """Reading the metadata of every installed package takes tens of milliseconds: once per process, where needed."""
+    from importlib.metadata import entry_points
+
     return {point.name: point.value for point in entry_points(group=f"parallelrun.{kind}")}
 
 
 def load(kind: str, name: str, half: str = "") -> ModuleType:
     """Import the module of `name`, or its submodule `half` (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
-    path = names(kind)[name]
+    path = _BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
     return import_module(f"{path}.{half}" if half else path)

@@ -52,8 +52,8 @@ class LayerSpec:
     """One role layer: the unit that a tensor way places.
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
-    by a tensor way), `row`, `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own
-    layer). in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
+    by a tensor way), `row`, `linear` (between two layers that see the whole hidden size: nothing is split in between),
+    `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own layer). in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
     weight, `parameters` is empty and `tied` names the parameter it reads.
     """
 
@@ -143,6 +143,11 @@ class ModelSpec:
     @cached_property
     def _by_name(self) -> dict[str, BlockSpec]:
         return {block.name: block for block in self.blocks}
+
+    @cached_property
+    def layer_of(self) -> dict[str, LayerSpec]:
+        """The layer that lists each logical parameter, by the parameter's name."""
+        return {parameter.name: layer for layer in self.layers() for parameter in layer.parameters}
 
     def layers(self) -> Iterator[LayerSpec]:
         for block in self.blocks:

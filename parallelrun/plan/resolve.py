@@ -15,7 +15,7 @@ from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan import partition, rules, shorthands
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.names import did_you_mean, either
-from parallelrun.plan.structure import Batch, DataWay, Equivalence, PipelineWay, Plan, Stage, TensorWay
+from parallelrun.plan.structure import Batch, DataWay, Equivalence, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, TensorWayPlan
 from parallelrun.precision import TABLE
@@ -108,9 +108,8 @@ def _pipeline_kind(config: Config, degrees: Degrees) -> str:
 def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
     """The model's spec, or None with its violations appended."""
     for kind, name in (("models", config.model.name), ("datasets", config.dataset.name)):
-        known = registry.names(kind)
-        if name not in known:
-            key = kind[:-1]
+        if not registry.has(kind, name):
+            key, known = kind[:-1], registry.names(kind)
             what = f"{key}={name} is unknown; it is one of {', '.join(known)}"
             problems.append(Problem(what, key, f"{key}={did_you_mean(name, known)}", f"parallelrun ls {kind}"))
             return None
@@ -191,7 +190,6 @@ def _plan(
     data = config.strategy.data
     sharded = data.kind == "fsdp"
     reshard = data.reshard_after_forward if data.reshard_after_forward is not None else request.pp == 1
-    kv_heads = request.spec.kv_heads
     assert request.batch is not None
     plan = Plan(
         preset=config.strategy.name,
@@ -204,12 +202,7 @@ def _plan(
             reshard_after_forward=sharded and reshard,
             bucket_bytes=int(data.bucket_mb * 2**20),
         ),
-        tensor=TensorWay(
-            kind=config.strategy.tensor.kind,
-            sequence_parallel=config.strategy.tensor.sequence_parallel and request.tp > 1,
-            overlap=config.strategy.tensor.overlap,
-            kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
-        ),
+        tensor=ways.tensor.settle(request),
         pipeline=PipelineWay(_pipeline_kind(config, degrees), request.chunks),
         stages=stages,
         spec=request.spec,

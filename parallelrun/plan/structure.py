@@ -42,12 +42,18 @@ class DataWay:
 
 @dataclass(frozen=True)
 class TensorWay:
-    """kind: megatron. kv_copies: ranks that hold a copy of one kv head (tp > kv heads), else 1."""
+    """kind: megatron (1D) | 2d | 2.5d | 3d. kv_copies: ranks that hold a copy of one kv head (tp > kv heads), else 1.
+
+    Of the grid kinds only: forms: how each pair of layers multiplies, by its sizes (`strategies/tensor/grid/choose.py`);
+    save_gathered: keep for backward what forward gathered, instead of gathering it again.
+    """
 
     kind: str
     sequence_parallel: bool = False
     overlap: bool = True
     kv_copies: int = 1
+    forms: tuple[tuple[tuple[int, int, int, int], tuple[str, str]], ...] = ()
+    save_gathered: bool = True
 
 
 @dataclass(frozen=True)

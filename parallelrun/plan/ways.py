@@ -14,7 +14,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
-from parallelrun.plan.structure import Batch, Collective, Equivalence, Plan
+from parallelrun.plan.structure import Batch, Collective, Equivalence, Plan, TensorWay
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,14 @@ class TensorWayPlan(Protocol):
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
         """How a logical parameter lies on the tensor axes, with the axes its gradient is partial over."""
 
-    def boundary_elements(self, plan: Plan) -> int:
-        """Elements of the local tensor that passes between blocks, for one microbatch."""
+    def settle(self, request: Request) -> TensorWay:
+        """The plan's TensorWay, everything chosen. Asked once, of a request without violations."""
+
+    def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
+        """Shape of the local tensor that passes between blocks, for one microbatch."""
+
+    def loss_axes(self, plan: Plan) -> tuple[str, ...]:
+        """Leaf axes over which the loss of a microbatch is a partial sum: each rank has that of its own samples."""
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Bytes one microbatch of `block` keeps for backward on a rank, under plan.recompute."""

@@ -42,7 +42,20 @@ class Training:
 
     @property
     def counts_loss(self) -> bool:
-        """True on the one rank of every data replica that contributes the loss: last stage, tensor coordinate 0."""
+        """True where this rank's loss is counted: on the last stage, once for every sample.
+
+        Where each tensor rank has the whole replica's loss, that is tensor coordinate 0; where a layout splits the
+        samples, coordinate 0 of the axes that do not.
+        """
+        way = registry.load("strategies", f"tensor.{self.plan.tensor.kind}", "plan").Way()
+        split = way.loss_axes(self.plan)
+        place = self.mesh.coordinate
+        copies = [leaf for leaf in self.plan.mesh.leaf_axes("tp") if leaf not in split]
+        return place.get("pp", 0) == self.plan.last_stage_position and not any(place.get(leaf, 0) for leaf in copies)
+
+    @property
+    def counts_targets(self) -> bool:
+        """True on the one rank of every data replica that counts its valid targets: last stage, tensor coordinate 0."""
         place = self.mesh.coordinate
         return place.get("pp", 0) == self.plan.last_stage_position and place.get("tp", 0) == 0
 

@@ -70,8 +70,7 @@ def train_step(
     if observe:
         observe(training)
     squares = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
-    counted = training.counts_loss
-    totals = control.agree(loss_sum if counted else 0.0, num_valid if counted else 0, squares, stop, training.mesh)
+    totals = _agree(training, loss_sum, num_valid, squares, stop)
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
@@ -90,5 +89,12 @@ def evaluate(training: Training) -> float:
         batch = training.eval_reader.batch(number)
         loss_sum += training.engine.evaluate(batch)
         num_valid += count_valid(training, batch)[1]
-    counted = training.counts_loss
-    return control.agree(loss_sum if counted else 0.0, num_valid if counted else 0, 0.0, False, training.mesh).loss
+    return _agree(training, loss_sum, num_valid, 0.0, False).loss
+
+
+def _agree(
+    training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool
+) -> control.Totals:
+    """The step's exchange, with every sample's loss and every target counted once."""
+    counted_loss = loss_sum if training.counts_loss else 0.0
+    return control.agree(counted_loss, num_valid if training.counts_targets else 0, squares, stop, training.mesh)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -16,14 +15,8 @@ from parallelrun.plan.structure import Plan
 
 
 def boundary_shape(plan: Plan) -> tuple[int, ...]:
-    """Shape of one microbatch between two stages on one rank: (micro_batch, seq or seq / tp, hidden) for gpt."""
-    shape = list(plan.spec.boundary_shape)
-    if plan.tensor.sequence_parallel:
-        shape[0] //= plan.mesh.size("tp")
-    shape.insert(0, plan.batch.micro_batch)
-    tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
-    assert prod(shape) == tensor.boundary_elements(plan), f"the tensor way plans another boundary than {shape}"
-    return tuple(shape)
+    """Shape of one microbatch between two stages on one rank, as the tensor way cuts it."""
+    return registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().boundary_shape(plan)
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:

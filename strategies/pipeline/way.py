@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.plan.structure import Collective, Plan
@@ -128,4 +130,4 @@ def _nearest_in_rounds(request: Request, way: PipelineWay) -> int:
 def boundary_bytes(plan: Plan) -> int:
     """Bytes of what one rank passes to the next stage for one microbatch."""
     tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
-    return tensor.boundary_elements(plan) * BYTES[plan.precision.compute]
+    return prod(tensor.boundary_shape(plan)) * BYTES[plan.precision.compute]

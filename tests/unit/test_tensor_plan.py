@@ -168,8 +168,8 @@ def test_gradients_of_slices_and_of_copied_heads_are_partial():
 
 
 def test_between_blocks_pass_slices_under_sequence_parallel():
-    assert WAY.boundary_elements(tiny_plan(tp=2, micro_batch=2)) == 2 * 8 * 16
-    assert WAY.boundary_elements(tiny_plan({"tp": 2, "micro_batch": 2, **SEQUENCE})) == 2 * 8 * 16 // 2
+    assert WAY.boundary_shape(tiny_plan(tp=2, micro_batch=2)) == (2, 8, 16)
+    assert WAY.boundary_shape(tiny_plan({"tp": 2, "micro_batch": 2, **SEQUENCE})) == (2, 4, 16)
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

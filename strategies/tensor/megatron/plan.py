@@ -5,13 +5,11 @@ Source: Shoeybi et al. 2019 (columns then rows, split vocabulary), Korthikanti e
 
 from __future__ import annotations
 
-from math import prod
-
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.names import divisors, either, nearest
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Request
 
 from . import layouts, memory, traffic
@@ -51,10 +49,25 @@ class Way:
         """See `layouts`."""
         return layouts.layout(parameter, plan)
 
-    def boundary_elements(self, plan: Plan) -> int:
-        """Elements that pass between blocks for one microbatch: the slice of the sequence under sequence parallel."""
+    def settle(self, request: Request) -> TensorWay:
+        """Nothing to choose; sequence parallel needs something to cut."""
+        asked, kv_heads = request.config.strategy.tensor, request.spec.kv_heads
+        return TensorWay(
+            kind=asked.kind,
+            sequence_parallel=asked.sequence_parallel and request.tp > 1,
+            overlap=asked.overlap,
+            kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
+        )
+
+    def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
+        """What passes between blocks for one microbatch: the slice of the sequence under sequence parallel."""
+        first, *rest = plan.spec.boundary_shape
         parts = plan.mesh.size(AXIS) if plan.tensor.sequence_parallel else 1
-        return plan.batch.micro_batch * prod(plan.spec.boundary_shape) // parts
+        return (plan.batch.micro_batch, first // parts, *rest)
+
+    def loss_axes(self, plan: Plan) -> tuple[str, ...]:
+        """None: every rank computes the loss of all samples."""
+        return ()
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Bytes one microbatch of `block` keeps for backward on the rank that keeps most. See `memory`."""
