@@ -71,11 +71,15 @@ class DataWayConfig:
 
 @dataclass
 class TensorWayConfig:
-    """The way of the tensor axes: megatron (layout 1d)."""
+    """The way of the tensor axes: megatron (layout 1d) | 2d | 2.5d | 3d."""
 
     kind: str = "megatron"
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # 1d only
     overlap: bool = True  # input-gradient reduce under the weight-gradient product
+    grid: str | None = None  # 2d, 2.5d: rows x columns, such as 2x3; None: square
+    depth: int | None = None  # 2.5d: number of grids; None: the largest legal one
+    form: str = "auto"  # 2d, 2.5d: auto (by volume) | stationary_x | stationary_y | stationary_w | summa
+    save_gathered: bool = True  # 2d, 2.5d, 3d: keep gathered operands for backward, or gather them again
 
 
 @dataclass
