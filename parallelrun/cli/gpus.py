@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None, devices: Path = Path("/dev")) -> int:
     """GPUs that torch would count: the driver's devices cut by CUDA_VISIBLE_DEVICES; 0 with a torch built for CPU."""
     environment = os.environ if environment is None else environment
-    if _torch_is_cpu_only():
-        return 0
     try:
         present = sum(1 for path in devices.iterdir() if re.fullmatch(r"nvidia\d+", path.name))
     except OSError:
         return 0
+    if not present or _torch_is_cpu_only():
+        return 0
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or not present:
+    if chosen is None:
         return present
     listed = 0
     for entry in chosen.split(","):
@@ -31,6 +30,8 @@ def visible_gpus(environment: Mapping[str, str] | None = None, devices: Path = P
 
 
 def _torch_is_cpu_only() -> bool:
+    from importlib import metadata  # here: a host without GPUs never pays for it
+
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.plan.names import did_you_mean, one_of
-from parallelrun.registry import names
+from parallelrun.registry import has, names
 
 # The tensor way of every layout; None where the layout has a meaning but no way yet.
 LAYOUTS = {"1d": "megatron", "2d": None, "2.5d": None, "3d": None}
@@ -45,7 +45,7 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
         problems += _contradiction("chunks", config.chunks, "strategy.pipeline.chunks", pipeline.chunks, given)
         pipeline = replace(pipeline, chunks=config.chunks)
     for axis, way in (("data", data), ("tensor", tensor), ("pipeline", pipeline)):
-        if not (axis == "pipeline" and way.kind == "none"):
+        if not (has("strategies", f"{axis}.{way.kind}") and (axis == "pipeline" or way.kind != "none")):
             problems += one_of(f"strategy.{axis}.kind", way.kind, kinds(axis))
     return replace(config, strategy=replace(config.strategy, data=data, tensor=tensor, pipeline=pipeline)), problems
 
