@@ -57,6 +57,10 @@ class EnvironmentProblem(ParallelrunError):
     exit_code = EXIT_ENVIRONMENT
 
 
+class SaveFailed(EnvironmentProblem):
+    """A checkpoint could not be written (a full disk, a lost mount): exit 3 where the loop does not try again."""
+
+
 class CheckpointError(ParallelrunError):
     """A checkpoint is missing, incomplete, corrupt or of another model: exit 4."""
 

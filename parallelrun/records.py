@@ -6,6 +6,7 @@ Non-finite numbers become null and the top-level object then carries `nonfinite:
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -51,11 +52,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def append_jsonl(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Append `document(fields)` as one line, in one write: a line is there whole or not at all. Raises OSError."""
+    """Append `document(fields)` as one line, in one write: a line is there whole or not at all. Raises OSError.
+
+    A disk that fills up in the middle of a line takes a part of it: that part is cut off again.
+    """
     line = json.dumps(document(fields), allow_nan=False) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, line.encode())
+        whole = line.encode()
+        before = os.fstat(descriptor).st_size
+        if os.write(descriptor, whole) < len(whole):
+            os.ftruncate(descriptor, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
     finally:
         os.close(descriptor)
 

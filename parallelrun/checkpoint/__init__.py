@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.checkpoint.find import check_resume, complete_steps, keep_last, latest, resolve_resume
+from parallelrun.checkpoint.find import check_resume, complete_steps, keep_last, latest, resolve_resume, resumed_from
 from parallelrun.checkpoint.index import check_model, read_index, reshard_note
 from parallelrun.plan.structure import Plan
 
@@ -34,6 +34,7 @@ __all__ = [
     "read_index",
     "reshard_note",
     "resolve_resume",
+    "resumed_from",
     "save",
 ]
 

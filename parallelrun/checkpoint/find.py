@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from parallelrun.checkpoint.files import remove_tree
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model, missing_files, read_index
@@ -122,6 +122,31 @@ def check_resume(config: Config, plan: Plan) -> Path | None:
             )
         )
     return path
+
+
+def resumed_from(path: Path, dataset: str, fingerprint: str) -> tuple[dict[str, Any], str | None]:
+    """(what the manifest says of the checkpoint a run goes on from, a warning if it was trained on other data).
+
+    dataset, fingerprint: name and sha256 of the data this run reads. Other data is no reason to refuse (fine-tuning),
+    but never goes unsaid: the order of samples is that of the new data. Raises CheckpointError.
+    """
+    extra = read_index(path).extra
+    before = extra.get("dataset") or {"name": None, "fingerprint": None}
+    changed = before["fingerprint"] is not None and before["fingerprint"] != fingerprint
+    facts = {
+        "checkpoint": str(path),
+        "step": extra.get("step"),
+        "dataset": before["name"],
+        "dataset_sha256": before["fingerprint"],
+        "dataset_changed": changed,
+    }
+    if not changed:
+        return facts, None
+    return facts, (
+        f"THE DATA SET HAS CHANGED since {path} was saved: it was trained on {before['name']}, "
+        f"sha256 {before['fingerprint']}; this run reads {dataset}, sha256 {fingerprint}. Training goes on with other "
+        "samples than the uninterrupted run would have seen"
+    )
 
 
 def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:

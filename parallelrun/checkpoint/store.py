@@ -15,7 +15,7 @@ from torch import Tensor
 from parallelrun.checkpoint.index import Index, check_model, describe_plan, reshard_note, state_key, weight_key
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.errors import CheckpointError, EnvironmentProblem, ParallelrunError, Problem
+from parallelrun.errors import CheckpointError, ParallelrunError, Problem, SaveFailed
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.optimizer import Optimizer
@@ -141,7 +141,7 @@ def _raise_for_user(error: dcp.CheckpointException, what: str) -> NoReturn:
     if len(failures) > 1:
         said += f" (and {len(failures) - 1} more ranks)"
     if isinstance(cause, OSError):
-        raise EnvironmentProblem(Problem(f"{said}; earlier checkpoints are untouched", where="runs")) from cause
+        raise SaveFailed(Problem(f"{said}; earlier checkpoints are untouched", where="runs")) from cause
     raise CheckpointError(Problem(said)) from cause
 
 

@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 
 _HEADER, _SLOT = 64, 64
-_STOP = struct.Struct("=q")
+_NUMBER = struct.Struct("=q")  # the stop flag, then the step of the last failed save
+_FAILED_SAVE_AT = 8
 _BEAT = struct.Struct("=qqq32s")  # monotonic ns, step, number of beats, phase
-_RETURNED = struct.Struct("=q")
 _RETURNED_AT = 56
 NOT_RETURNED = -1
 
@@ -50,7 +50,7 @@ class Board:
         board = cls(num_ranks)
         for rank in range(num_ranks):
             board.beat(rank, 0, "start")
-            _RETURNED.pack_into(board._bytes, _HEADER + rank * _SLOT + _RETURNED_AT, NOT_RETURNED)
+            _NUMBER.pack_into(board._bytes, _HEADER + rank * _SLOT + _RETURNED_AT, NOT_RETURNED)
         return board
 
     def beat(self, rank: int, step: int, phase: str) -> None:
@@ -66,18 +66,26 @@ class Board:
 
     def set_returned(self, rank: int, code: int) -> None:
         """The worker of `rank` returned `code` by itself: its exit is no death."""
-        _RETURNED.pack_into(self._bytes, _HEADER + rank * _SLOT + _RETURNED_AT, code)
+        _NUMBER.pack_into(self._bytes, _HEADER + rank * _SLOT + _RETURNED_AT, code)
 
     def returned(self, rank: int) -> int:
         """What the worker of `rank` returned, or NOT_RETURNED."""
-        return _RETURNED.unpack_from(self._bytes, _HEADER + rank * _SLOT + _RETURNED_AT)[0]
+        return _NUMBER.unpack_from(self._bytes, _HEADER + rank * _SLOT + _RETURNED_AT)[0]
 
     def request_stop(self) -> None:
         """Ask every rank to finish its step, save and leave."""
-        _STOP.pack_into(self._bytes, 0, 1)
+        _NUMBER.pack_into(self._bytes, 0, 1)
 
     def stop_requested(self) -> bool:
-        return bool(_STOP.unpack_from(self._bytes, 0)[0])
+        return bool(_NUMBER.unpack_from(self._bytes, 0)[0])
+
+    def set_failed_save(self, step: int) -> None:
+        """The checkpoint of `step` could not be written, and the training goes on."""
+        _NUMBER.pack_into(self._bytes, _FAILED_SAVE_AT, step)
+
+    def failed_save(self) -> int:
+        """The last step whose checkpoint could not be written; 0 when none failed."""
+        return _NUMBER.unpack_from(self._bytes, _FAILED_SAVE_AT)[0]
 
 
 def _anonymous_file() -> int:

@@ -18,6 +18,7 @@ class WorkerContext:
     heartbeat(step, phase): "I am alive and here"; a rank that is silent for `config.timeout_s` seconds is a hang.
     stop_requested(): SIGTERM has come: finish the step, save, return EXIT_PREEMPTED. Ranks may see it at different
     steps, so the loop must agree on it (sum it over the world) before it acts.
+    save_failed(step): the checkpoint of that step could not be written and the training goes on; status.json says so.
     console_owner: this rank may write to the terminal (rank 0 only); the others' output goes to their logs.
     """
 
@@ -28,4 +29,5 @@ class WorkerContext:
     directory: Path
     heartbeat: Callable[[int, str], None]
     stop_requested: Callable[[], bool]
+    save_failed: Callable[[int], None]
     console_owner: bool

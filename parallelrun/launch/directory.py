@@ -103,14 +103,21 @@ def _point_latest(root: Path, directory: Path) -> None:
         os.replace(temporary, root / "latest")
 
 
-def describe(directory: Path, config: Config, plan: Plan, argv: Sequence[str], overrides: Sequence[str]) -> None:
-    """Write config.yaml, plan.json and manifest.json."""
+def describe(
+    directory: Path,
+    config: Config,
+    plan: Plan,
+    argv: Sequence[str],
+    overrides: Sequence[str],
+    resumed: dict[str, Any] | None = None,
+) -> None:
+    """Write config.yaml, plan.json and manifest.json. resumed: of the checkpoint the run goes on from, if any."""
     from parallelrun.config.freeze import freeze
     from parallelrun.report.plan import document
 
     write_text(directory / "config.yaml", freeze(config, plan))
     write_json(directory / "plan.json", document(plan, config))
-    write_json(directory / "manifest.json", manifest(config, plan, argv, overrides))
+    write_json(directory / "manifest.json", {**manifest(config, plan, argv, overrides), "resumed": resumed})
 
 
 def manifest(config: Config, plan: Plan, argv: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:

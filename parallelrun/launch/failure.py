@@ -6,17 +6,20 @@ kind first (signals, exceptions and exits, then aborts, then lost connections) a
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
 import signal
 import socket
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, ParallelrunError, Problem
+from parallelrun import sequences
+from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
@@ -27,6 +30,7 @@ _LOST_PEER = re.compile(
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout after|Wait timeout|operation timed out", re.IGNORECASE)
 _OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAX_LINES = 25
 
 
@@ -51,6 +55,8 @@ def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, 
     if isinstance(error, ParallelrunError):
         return Failure(rank, str(error), error.exit_code, time_ns, problems=error.problems, traceback=traceback)
     chain = list(_chain(error))
+    if any(isinstance(e, OSError) and e.errno in _NO_ROOM for e in chain):
+        return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=traceback)
     name = type(error).__name__
     what = f"{name}: {_first_line(str(error))}".rstrip(": ")
     torch_said = [str(e) for e in chain if type(e).__name__ in _OF_TORCH]
@@ -80,6 +86,23 @@ def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """The failure that came first, victims last."""
     return min(failures, key=lambda failure: (failure.order, failure.time_ns))
+
+
+def of_mismatch(directory: Path) -> Failure | None:
+    """The Failure of ranks that have issued different collectives in their first steps; None when they have not."""
+    found = sequences.first_mismatch(sequences.read_all(directory))
+    if found is None:
+        return None
+    problem = found.problem()
+    return Failure(found.suspects[0], problem.what, EXIT_RANK_DIED, time.monotonic_ns(), problems=(problem,))
+
+
+def explained(failure: Failure, directory: Path) -> Failure:
+    """The same failure, or the mismatch of collectives that a hang, a crash or a lost connection came from."""
+    found = None if failure.problems else of_mismatch(directory)
+    if found is None:
+        return failure
+    return replace(found, pid=failure.pid if failure.rank == found.rank else 0, step=failure.step, phase=failure.phase)
 
 
 def write(directory: Path, failure: Failure) -> None:

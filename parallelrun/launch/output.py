@@ -46,7 +46,8 @@ class Screen:
         return self._descriptor
 
     def write(self, text: str) -> int:
-        self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
+        with contextlib.suppress(OSError):  # a full disk must not end a run that only wanted to say something
+            self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
         self._try(text)
         return len(text)
 
@@ -55,7 +56,8 @@ class Screen:
             self.write(line)
 
     def flush(self) -> None:
-        self._log.flush()
+        with contextlib.suppress(OSError):
+            self._log.flush()
         self._try(None)
 
     def _try(self, text: str | None) -> None:

@@ -92,6 +92,7 @@ def _work(place: Place, config: Config, plan: Plan, board: Board, connect: Calla
         directory=place.directory,
         heartbeat=partial(board.beat, place.slot),
         stop_requested=board.stop_requested,
+        save_failed=board.set_failed_save,
         console_owner=place.rank == 0,
     )
     code = find_worker(place.worker)(config, plan, context)

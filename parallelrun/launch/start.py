@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parallelrun.checkpoint import check_resume
+from parallelrun.checkpoint import check_resume, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
@@ -73,7 +73,7 @@ def start(
 
 def conclude(outcome: Outcome, job: Job, overrides: Sequence[str], verbose: bool) -> None:
     """The last status, and on a failure the last words on the screen."""
-    status, cause = Status(job.directory), outcome.cause
+    status, cause = Status(job.directory, failed_save_step=outcome.failed_save_step), outcome.cause
     status.step = max(outcome.step, cause.step if cause else 0)
     status.ended(outcome.exit_code, cause.what if cause else outcome.note or None, cause.rank if cause else None)
     if cause:
@@ -104,14 +104,18 @@ def _prepare(
     name = directory.name_of(config, plan)
     for note in preflight.check(config, plan, attached):
         print(f"note: {note}", file=sys.stderr)
-    if config.model.name != "matmul":  # the lesson makes its own numbers
-        open_dataset(config, plan.spec)
+    dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
+    resumed = None
     if config.verb == "run":
         found = check_resume(config, plan)
         config = replace(config, resume=str(found)) if found else config  # what `latest` is now, for all ranks
+        if found and dataset:
+            resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
+            if warning:
+                print(f"warning: {warning}", file=sys.stderr)
     os.umask(0o077)
     place = directory.create(Path(config.runs), name, run_root)
-    directory.describe(place, config, plan, command.argv, command.overrides)
+    directory.describe(place, config, plan, command.argv, command.overrides, resumed)
     return Job(config, plan, place, worker, method)
 
 
@@ -128,13 +132,12 @@ def _inline(job: Job, command: Command) -> Outcome:
 
         with Watchdog(board, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
             code = rank.serve(place, job.config, job.plan, board, None)
-    step = board.read(0).step
+    step, failed_save = board.read(0).step, board.failed_save()
     if code == EXIT_INTERRUPTED:
         code = EXIT_TERMINATED if board.stop_requested() else code
-        return Outcome(
-            code, note=f"{'terminated' if board.stop_requested() else 'interrupted'} at step {step}", step=step
-        )
-    return Outcome(code, failure.read(job.directory, 0), step=step)
+        note = f"{'terminated' if board.stop_requested() else 'interrupted'} at step {step}"
+        return Outcome(code, note=note, step=step, failed_save_step=failed_save)
+    return Outcome(code, failure.read(job.directory, 0), step=step, failed_save_step=failed_save)
 
 
 @contextmanager

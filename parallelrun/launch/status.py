@@ -17,10 +17,12 @@ STATES = ("running", "done", "failed", "preempted")
 
 @dataclass
 class Status:
-    """The writer of one run's status.json. `pid` is the process that watches the ranks."""
+    """The writer of one run's status.json. `pid` is the process that watches the ranks. failed_save_step: the last step
+    whose checkpoint could not be written, told for the rest of the run; 0 when none failed."""
 
     directory: Path
     step: int = 0
+    failed_save_step: int = 0
     pid: int = field(default_factory=os.getpid)
 
     def running(self, step: int = 0) -> None:
@@ -46,4 +48,6 @@ class Status:
             "step": self.step,
             "updated_utc": utc_now(),
         }
+        if self.failed_save_step:
+            fields["failed_save_step"] = self.failed_save_step
         write_json(self.directory / "status.json", fields)

@@ -28,6 +28,7 @@ GRACE_S = 1.0  # after the first failure: time for others to tell theirs
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 STATUS_EVERY_S = 2.0
 TICK_S = 0.25
+LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 DUMP_S = 0.5  # for faulthandler to write
 _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
 
@@ -40,6 +41,7 @@ class Outcome:
     cause: Failure | None = None
     note: str = ""
     step: int = 0
+    failed_save_step: int = 0
 
 
 def supervise(job: Job) -> Outcome:
@@ -71,6 +73,7 @@ class Supervisor:
         self._verdict: Outcome | None = None
         self._selector = selectors.DefaultSelector()
         self._next_status = 0.0
+        self._next_look = 0.0
         self._oom_kills = _oom_kills()
 
     def start(self) -> None:
@@ -100,7 +103,7 @@ class Supervisor:
                 for rank in list(self._alive):
                     self._reap(rank, None)
             self._tick()
-        return self._outcome()
+        return replace(self._outcome(), failed_save_step=self._board.failed_save())
 
     def end_all(self) -> None:
         """Kill and reap whatever is left."""
@@ -187,12 +190,14 @@ class Supervisor:
         now = time.monotonic()
         if self._alive and not self._failures and self._verdict is None:
             self._look_for_hang()
+            self._look_for_mismatch(now)
         if now >= self._deadline:
             for rank, pid in self._alive.items():
                 self._ended_by_us.add(rank)
                 processes.kill(pid, signal.SIGKILL)
         if now >= self._next_status:
             self._next_status = now + STATUS_EVERY_S
+            self._status.failed_save_step = self._board.failed_save()
             self._status.running(self._step())
 
     def _look_for_hang(self) -> None:
@@ -215,6 +220,18 @@ class Supervisor:
             Failure(rank, what, EXIT_HANG, time.monotonic_ns(), 0, self._pids[rank], beat.step, beat.phase)
         )
         self._deadline = 0.0
+
+    def _look_for_mismatch(self, now: float) -> None:
+        """Silent in the first steps: do the ranks wait in different collectives? Certain long before the timeout."""
+        if now < self._next_look or all(self._board.read(rank).age_s < LOOK_S for rank in self._alive):
+            return
+        self._next_look = now + LOOK_S
+        found = failure.of_mismatch(self._job.directory)
+        if found is not None:
+            beat = self._board.read(found.rank)
+            pid = self._pids[found.rank]
+            self._failures.append(replace(found, pid=pid, step=beat.step, phase=beat.phase))
+            self._deadline = 0.0
 
     def _dump_stacks(self, stopped: set[int]) -> dict[int, str]:
         """Every live rank writes its threads' stacks into its log; what they wrote."""
@@ -239,7 +256,7 @@ class Supervisor:
         if self._verdict is not None:
             return replace(self._verdict, step=step)
         if self._failures:
-            cause = failure.root_cause(self._failures)
+            cause = failure.explained(failure.root_cause(self._failures), self._job.directory)
             return Outcome(cause.exit_code, cause, step=step)
         codes = {code for code in self._codes.values() if code not in (EXIT_OK, EXIT_PREEMPTED)}
         assert NOT_RETURNED not in codes

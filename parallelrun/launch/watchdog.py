@@ -51,6 +51,7 @@ class Watchdog:
             beat = self._board.read(0)
             if self._status is not None and time.monotonic() >= next_status:
                 next_status = time.monotonic() + _STATUS_EVERY_S
+                self._status.failed_save_step = self._board.failed_save()
                 self._status.running(beat.step)
             if beat.age_s > self._timeout_s:
                 self._on_hang(self._describe(beat))

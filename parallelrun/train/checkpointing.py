@@ -1,14 +1,66 @@
-"""When the loop saves, and what goes into a checkpoint beside weights and optimizer state."""
+"""When the loop saves, what goes into a checkpoint beside weights and optimizer state, and what a failed save means."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from parallelrun import checkpoint
 from parallelrun.config.schema import Config
-from parallelrun.errors import CheckpointError, Problem
+from parallelrun.errors import CheckpointError, Problem, SaveFailed
+from parallelrun.launch.context import WorkerContext
 from parallelrun.train.build import Training
 from parallelrun.train.scaler import LossScaler
+
+MAX_FAILED_SAVES = 2  # in a row: a training that cannot be saved any more is stopped, not left to run for nothing
+
+
+class Checkpoints:
+    """The checkpoints of one run: where it goes on from, and when it saves. All ranks decide alike."""
+
+    def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
+        self._training, self._scaler, self._context = training, scaler, context
+        self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint this run went on from
+        self._failed_steps: list[int] = []
+        self._failed_in_a_row = 0
+
+    def resume(self) -> int:
+        """Load `config.resume` if given; return the step it was saved after, else 0. Raises CheckpointError."""
+        self._resumed = load(self._training, self._scaler)
+        return int(self._resumed.get("step", 0))
+
+    def after_step(self, step: int, stopping: bool) -> None:
+        """Save if it is time to. A periodic save that fails is said and tried again when the next one is due.
+
+        Raises SaveFailed when it was the last chance (the run ends with this step), or the second failure in a row.
+        """
+        config = self._training.config
+        if not due(config, step, stopping):
+            return
+        self._context.heartbeat(step, "save")
+        try:
+            save(self._training, self._scaler, step, self._context.directory)
+        except SaveFailed as error:
+            self._failed_steps.append(step)
+            self._failed_in_a_row += 1
+            self._context.save_failed(step)
+            if stopping or step >= config.steps or self._failed_in_a_row == MAX_FAILED_SAVES:
+                raise
+            if self._context.console_owner:
+                print(f"warning: {error}; training goes on, the next save is {_next_save(config, step)}", flush=True)
+        else:
+            self._failed_in_a_row = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary says about them."""
+        before, now = self._resumed.get("dataset"), self._training.dataset.fingerprint
+        return {
+            "failed_saves": len(self._failed_steps),
+            "failed_save_step": self._failed_steps[-1] if self._failed_steps else None,
+            "resumed_step": self._resumed.get("step"),
+            "resumed_dataset_sha256": before["fingerprint"] if before else None,
+            "dataset_changed": before["fingerprint"] != now if before else None,
+        }
 
 
 def due(config: Config, step: int, stopping: bool) -> bool:
@@ -19,8 +71,13 @@ def due(config: Config, step: int, stopping: bool) -> bool:
     return (every > 0 and step % every == 0) or (config.checkpoint.last and step == config.steps)
 
 
+def _next_save(config: Config, step: int) -> str:
+    later = next((one for one in range(step + 1, config.steps + 1) if due(config, one, False)), None)
+    return f"at step {later}" if later else "only if the run is asked to stop"
+
+
 def save(training: Training, scaler: LossScaler, step: int, run_directory: Path) -> None:
-    """Write `checkpoints/step_<n>` of the run and delete the ones beyond `checkpoint.keep`."""
+    """Write `checkpoints/step_<n>` of the run and delete the ones beyond `checkpoint.keep`. Raises SaveFailed."""
     config, plan = training.config, training.plan
     extra = {
         "step": step,
@@ -35,11 +92,11 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
     checkpoint.keep_last(directory, config.checkpoint.keep, training.mesh)
 
 
-def resume(training: Training, scaler: LossScaler) -> int:
-    """Load `config.resume` if given; return the step it was saved after, else 0. Raises CheckpointError."""
+def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
+    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError."""
     config, plan = training.config, training.plan
     if not config.resume:
-        return 0
+        return {}
     path = checkpoint.resolve_resume(config.resume, config.runs)
     extra = checkpoint.load(path, training.parameters, training.optimizer, plan, training.mesh)
     training.data.finish_update()  # zero1: the loaded shards go back into the weights
@@ -53,4 +110,4 @@ def resume(training: Training, scaler: LossScaler) -> int:
             )
         )
     scaler.load_state(extra["scaler"])
-    return int(extra["step"])
+    return extra

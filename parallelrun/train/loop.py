@@ -9,8 +9,9 @@ from parallelrun.accounting import CommunicationCounter
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Collective
-from parallelrun.train import checkpointing, schedule
+from parallelrun.train import schedule
 from parallelrun.train.build import Training
+from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.recorder import Recorder, StepRecord
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import StepResult, evaluate, train_step
@@ -23,7 +24,8 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     """Train from the resumed step to `config.steps`. Returns the exit code; raises NumericsError."""
     config = training.config
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
-    start = checkpointing.resume(training, scaler)
+    checkpoints = Checkpoints(training, scaler, context)
+    start = checkpoints.resume()
     counted: list[Collective] | None = None
     skips = 0
     began = time.perf_counter()
@@ -45,13 +47,11 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
             StepRecord(step, result.loss, result.grad_norm, lr, result.applied, step_time,
                        time.perf_counter() - began, val_loss, scaler.scale)
         )  # fmt: skip
-        if checkpointing.due(config, step, result.stop):
-            context.heartbeat(step, "save")
-            checkpointing.save(training, scaler, step, context.directory)
+        checkpoints.after_step(step, result.stop)
         if result.stop:
-            recorder.finish(counted, "preempted")
+            recorder.finish(counted, "preempted", checkpoints.facts())
             return EXIT_PREEMPTED
-    recorder.finish(counted, "done")
+    recorder.finish(counted, "done", checkpoints.facts())
     return EXIT_OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import statistics
@@ -46,6 +47,7 @@ class Recorder:
         self._directory = context.directory
         self._writes = context.rank == 0
         self._records: list[StepRecord] = []
+        self._unwritten: list[dict[str, Any]] = []  # rows of metrics.jsonl for which the disk had no room
         self._progress = Progress(training.config.steps, enabled=context.console_owner)
         self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
 
@@ -74,23 +76,33 @@ class Recorder:
             row["loss_scale"] = record.loss_scale
         if record.val_loss is not None:
             row["val_loss"] = record.val_loss
-        append_jsonl(self._directory / "metrics.jsonl", row)
+        self._append(row)
         if self._tracker:
             self._tracker.log(record.step, row)
         self._progress.update(row)
 
-    def finish(self, counted: list[Collective] | None, state: str) -> None:
+    def _append(self, row: dict[str, Any]) -> None:
+        """Add a row to metrics.jsonl, after those that a full disk has kept back: that must not end a training."""
+        self._unwritten.append(row)
+        with contextlib.suppress(OSError):
+            while self._unwritten:
+                append_jsonl(self._directory / "metrics.jsonl", self._unwritten[0])
+                del self._unwritten[0]
+
+    def finish(self, counted: list[Collective] | None, state: str, more: dict[str, Any]) -> None:
         """Gather every rank's counts (None: no step was counted) and peak memory; write comm.json and summary.json.
 
-        Collective.
+        Collective. more: what else the summary says.
         """
         training = self._training
         mine = {"peak_bytes": peak_bytes(training.mesh.device), "rows": [asdict(c) for c in counted or []]}
         everyone = gather_json(mine, training.mesh)
+        for row in self._unwritten:
+            append_jsonl(self._directory / "metrics.jsonl", row)
         if self._writes:
             rows = communication_rows([one["rows"] for one in everyone], training) if counted is not None else []
             write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
-            write_json(self._directory / "summary.json", self._summary(everyone, rows, state))
+            write_json(self._directory / "summary.json", {**self._summary(everyone, rows, state), **more})
             if self._tracker:
                 self._tracker.close()
         self._progress.close()

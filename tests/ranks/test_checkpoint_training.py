@@ -26,7 +26,7 @@ def train(folder, overrides, resume):
     changes = {**BASE, **overrides, "resume": str(resume) if resume else None}
     training = build(tiny_config(changes), tiny_plan(changes), torch.device("cpu"))
     scaler = LossScaler(PrecisionConfig(), scaled=False)
-    start = checkpointing.resume(training, scaler)
+    start = checkpointing.load(training, scaler).get("step", 0)
     losses = {}
     for step in range(start + 1, STEPS + 1):
         losses[step] = train_step(training, step, 0.01, scaler).loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 
 import pytest
@@ -191,3 +192,10 @@ def test_more_memory_than_there_is_is_refused_with_numbers(monkeypatch):
 def test_another_launcher_s_world_must_be_the_plan_s():
     with pytest.raises(preflight.ConfigError, match="torchrun started 3 ranks, the plan has 2"):
         preflight.check(tiny_config(dp=2), tiny_plan(dp=2), Attached(0, 3, 0, "127.0.0.1", 1, "torchrun", "x"))
+
+
+def test_a_full_disk_is_the_machine_s_fault():
+    full = OSError(errno.ENOSPC, "No space left on device", "summary.json")
+    said = of_exception(full, 0, 1, "")
+    assert (said.exit_code, said.order) == (3, 0) and "no room to write" in said.what and "summary.json" in said.what
+    assert of_exception(OSError(errno.EACCES, "Permission denied"), 0, 1, "").exit_code == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,3 +75,17 @@ def test_lines_are_appended_whole(tmp_path):
         append_jsonl(tmp_path / "m.jsonl", {"step": step, "loss": float("nan")})
     rows = [strict(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert rows == [{"schema": 1, "step": s, "loss": None, "nonfinite": True} for s in (1, 2)]
+
+
+def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "m.jsonl"
+    append_jsonl(path, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            append_jsonl(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    append_jsonl(path, {"step": 3})
+    assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
