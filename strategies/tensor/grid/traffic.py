@@ -1,0 +1,133 @@
+"""Collectives of the grid tensor ways in closed form: calls and payload bytes of one step on one rank. Torch-free.
+
+Per microbatch, everything that a layer's Product moves (`parallelrun.product.transfers`): operands and their gradients
+in the compute dtype, gradients of weights in the dtype that gradients are reduced in. Besides, over the axis that
+splits the features, r being a rank's rows:
+
+    layernorm      all-gather of 2 numbers a row (mean, sum of squares about it); backward all-reduce of 2 r
+    rmsnorm        all-reduce of r; backward all-reduce of r
+    loss           all-reduce (max) of r, all-reduce of 2 r, both in the accurate dtype; backward nothing
+
+Gradients of biases, norms, positions and, in 2.5D, of weights over depth are summed once per step: the data way's rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import NamedTuple
+
+from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.precision import BYTES
+from parallelrun.product import Transfer, transfers
+
+from .products import lies, product_of
+
+PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # of operands; whatever else moves is an activation
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+
+
+class Call(NamedTuple):
+    """`calls` collectives, `payload` bytes together."""
+
+    axis: str
+    operation: str
+    purpose: str
+    calls: int
+    payload: int
+
+
+def overlaps(plan: Plan) -> bool:
+    """May one node move operands and multiply? Never under a split backward, which runs such a node twice."""
+    return plan.tensor.overlap and plan.pipeline.kind not in SPLIT_BACKWARD
+
+
+def rows(plan: Plan) -> int:
+    """Positions of one microbatch of the whole replica: M of every product."""
+    return plan.batch.micro_batch * prod(plan.spec.boundary_shape[:-1])
+
+
+def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+    """One rank's collectives over the tensor axes of one training step (all microbatches) for the blocks it holds."""
+    if plan.mesh.size("tp") == 1:
+        return []
+    counts: Counter[tuple[str, str, str]] = Counter()
+    payload: Counter[tuple[str, str, str]] = Counter()
+    known: dict[object, list[Call]] = {}
+    for block in blocks:
+        ends = block.name in (plan.spec.blocks[0].name, plan.spec.blocks[-1].name) and block.name
+        looks = ends, block.kind, tuple((x.layer_role, x.in_features, x.out_features) for x in block.layers)
+        if looks not in known:
+            known[looks] = of_block(block, plan)
+        for call in known[looks]:
+            counts[call[:3]] += plan.batch.microbatches * call.calls
+            payload[call[:3]] += plan.batch.microbatches * call.payload
+    return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+
+
+def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
+    """Everything that one microbatch of a block sends, forward and backward; of the last block the loss too."""
+    forward = [call for layer in block.layers for call in _layer(layer, "forward", plan)]
+    again = forward if plan.recompute == "full" and block.is_recomputed else []
+    backward = [call for layer in block.layers for call in _layer(layer, "backward", plan)]
+    loss = _loss(plan) if block.name == plan.spec.blocks[-1].name else []
+    return [*forward, *again, *backward, *loss]
+
+
+def moves(layer: LayerSpec, plan: Plan) -> list[Transfer]:
+    """What one microbatch of a layer with a Product moves. The model's own input has no gradient."""
+    product = product_of(layer, plan)
+    if product is None:
+        return []
+    return transfers(
+        product, rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes,
+        save_gathered=plan.tensor.save_gathered,
+        input_gradient=layer.name != plan.spec.blocks[0].layers[0].name,
+    )  # fmt: skip
+
+
+def _layer(layer: LayerSpec, phase: str, plan: Plan) -> list[Call]:
+    if layer.layer_role == "norm":
+        return _norm(layer, phase, plan)
+    return [_call(transfer, plan) for transfer in moves(layer, plan) if transfer.phase == phase]
+
+
+def _call(transfer: Transfer, plan: Plan) -> Call:
+    purpose = PURPOSES.get(transfer.operand, "activations")
+    dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
+    size = transfer.calls * transfer.elements * BYTES[dtype]
+    return Call(transfer.axis, transfer.operation, purpose, transfer.calls, size)
+
+
+def _norm(layer: LayerSpec, phase: str, plan: Plan) -> list[Call]:
+    """Statistics of rows whose features are split."""
+    activation = lies(layer, plan)
+    local_rows, _ = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
+    size = local_rows * BYTES[plan.precision.accurate]
+    found = []
+    for axis in activation.features:
+        degree = plan.mesh.size(axis)
+        if plan.spec.norm == "rmsnorm":
+            found.append(Call(axis, "all_reduce", "norm", 1, size))
+        elif phase == "forward":
+            found.append(Call(axis, "all_gather", "norm", 1, degree * 2 * size))
+        else:
+            found.append(Call(axis, "all_reduce", "norm", 1, 2 * size))
+    return [call for call in found if plan.mesh.size(call.axis) > 1]
+
+
+def _loss(plan: Plan) -> list[Call]:
+    """The largest logit, then both sums at once, over the axes that split the vocabulary."""
+    head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
+    product = product_of(head, plan) if head else None
+    if product is None:
+        return []
+    targets = plan.batch.micro_batch * plan.spec.targets_per_sample
+    size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
+    return [
+        Call(axis, "all_reduce", "loss", 1, factor * size)
+        for axis in product.y.features
+        if plan.mesh.size(axis) > 1
+        for factor in (1, 2)
+    ]
