@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -27,10 +27,11 @@ from parallelrun.errors import (
     ParallelrunError,
     Problem,
 )
-from parallelrun.launch import directory, environment, failure, meeting, output, rank
+from parallelrun.launch import directory, environment, failure, meeting, output, rank, survivors
 from parallelrun.launch.board import Board
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import Failure
+from parallelrun.launch.meeting import Member, Peers
 from parallelrun.launch.processes import Job
 from parallelrun.launch.status import Status
 from parallelrun.launch.watchdog import Watchdog
@@ -91,10 +92,9 @@ def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: b
         return error.exit_code
     finally:
         meeting.forget_port(attached)
-    hosts = [member.host for member in members]
-    _complete_manifest(job.directory, sorted(set(hosts)))
-    meeting.put(store, "go", {"hosts": hosts})
-    return _serve(attached, job, store, hosts, Voice(tuple(overrides), verbose))
+    _complete_manifest(job.directory, sorted({member.host for member in members}))
+    meeting.put(store, "go", {"members": [asdict(member) for member in members]})
+    return _serve(attached, job, store, members, Voice(tuple(overrides), verbose))
 
 
 def follow(argv: Sequence[str]) -> int:
@@ -116,12 +116,12 @@ def follow(argv: Sequence[str]) -> int:
     meeting.put(store, f"joined/{attached.rank}", _member(attached, run["config"], folder))
     go = meeting.get(store, "go", meeting.JOIN_S + 30)
     if go is None or "failed" in go:
-        return int(go["failed"]) if go else EXIT_HANG
+        return int(go["failed"]) if go else survivors.leader_left_early(folder)
     config = load_frozen(run["config"])
     from parallelrun.plan.resolve import resolve
 
     job = Job(config, resolve(config), folder, run["worker"])
-    return _serve(attached, job, store, go["hosts"], Voice())
+    return _serve(attached, job, store, [Member(**fields) for fields in go["members"]], Voice())
 
 
 def _member(attached: Attached, config: str, folder: Path) -> dict:
@@ -130,6 +130,8 @@ def _member(attached: Attached, config: str, folder: Path) -> dict:
     return {
         "rank": attached.rank,
         "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "born": meeting.birth(os.getpid()),
         "code": directory.code_fingerprint(),
         "torch": version("torch"),
         "config": digest(config),
@@ -145,8 +147,9 @@ def _complete_manifest(folder: Path, hosts: list[str]) -> None:
     write_json(folder / "manifest.json", {**fields, "hosts": hosts})
 
 
-def _serve(attached: Attached, job: Job, store: Store, hosts: list[str], voice: Voice) -> int:
+def _serve(attached: Attached, job: Job, store: Store, members: list[Member], voice: Voice) -> int:
     """Run this rank's worker, watched; a failure is told on the screen by the rank that caused it."""
+    hosts = [member.host for member in members]
     local_world = hosts.count(hosts[attached.rank])
     if len(set(hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", environment.loopback_interface())
@@ -159,13 +162,18 @@ def _serve(attached: Attached, job: Job, store: Store, hosts: list[str], voice: 
     output.redirect(job.directory, attached.rank, place.keeps_terminal)
     board = Board.fresh(1)
     _take_signals(board)
-    tell = _teller(attached, job, voice, terminal)
+    peers = Peers.of(attached.rank, members)
+    tell = _teller(attached, job, voice, terminal, peers)
     status = Status(job.directory) if attached.rank == 0 else None
+    if attached.rank:
+        survivors.watch(
+            attached.rank, job.directory, peers, lambda: tell(survivors.blocked(attached.rank, board.read(0)))
+        )
     with Watchdog(board, attached.rank, job.config.timeout_s, sys.stderr, tell, status):
         code = rank.serve(place, job.config, job.plan, board, lambda: store)
     if code in (EXIT_OK, EXIT_PREEMPTED) or board.returned(0) == code:
         if status is not None:
-            status.step = board.read(0).step
+            status.step, status.failed_save_step = board.read(0).step, board.failed_save()
             status.ended(code)
         if status is not None and code == EXIT_PREEMPTED:
             print("\n".join(["preempted", *failure.how_to_resume(job.directory, voice.overrides)]), file=terminal)
@@ -180,35 +188,27 @@ def _serve(attached: Attached, job: Job, store: Store, hosts: list[str], voice: 
     raise AssertionError("unreachable")
 
 
-def _teller(attached: Attached, job: Job, voice: Voice, terminal: TextIO) -> Callable[[Failure], int]:
-    """What a failing rank does: the cause tells the user; rank 0 writes the status, after the others have spoken."""
+def _teller(attached: Attached, job: Job, voice: Voice, terminal: TextIO, peers: Peers) -> Callable[[Failure], int]:
+    """What a failing rank does: the cause tells the user; rank 0, or the lowest rank that is left, writes the status,
+    after the others have spoken."""
 
     def tell(own: Failure) -> int:
         if attached.rank and own.order < 2:
             print("\n".join(failure.block(own, job.plan, job.directory, voice.overrides, voice.verbose)), file=terminal)
         if attached.rank:
             failure.write(job.directory, own)
-            return own.exit_code
-        if own.order:
+            if not survivors.must_speak(own, job.directory, peers):
+                return own.exit_code
+        elif own.order:
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
-        cause = _cause(own, attached.world, job.directory)
+        cause = failure.explained(survivors.cause(own, job.directory, peers), job.directory)
         status = Status(job.directory, cause.step)
         status.ended(cause.exit_code, cause.what, cause.rank)
         lines = failure.block(cause, job.plan, job.directory, voice.overrides, voice.verbose)
         print("\n".join(lines), file=terminal, flush=True)
-        return cause.exit_code
+        return own.exit_code if attached.rank else cause.exit_code
 
     return tell
-
-
-def _cause(own: Failure, world: int, folder: Path) -> Failure:
-    """What came first, from what every rank has written. Where all who wrote were waiting, the silent one hangs."""
-    said = {r: found for r in range(world) if (found := failure.read(folder, r))}
-    cause = failure.root_cause([own, *said.values()])
-    silent = [r for r in range(world) if r not in said and r != own.rank]
-    if cause.exit_code == EXIT_HANG and cause.order == 2 and silent:
-        return replace(cause, rank=silent[0], pid=0, what="hangs: all other ranks wait for it, and it does not answer")
-    return cause
 
 
 def _take_signals(board: Board) -> None:

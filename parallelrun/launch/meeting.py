@@ -12,6 +12,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -76,10 +77,13 @@ def get(store: Store, key: str, timeout_s: float) -> Any:
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells when it joins. directory_seen: it can see the run directory that rank 0 has made."""
+    """What a rank tells when it joins. directory_seen: it can see the run directory that rank 0 has made; born: when
+    its process was started, see `birth`."""
 
     rank: int
     host: str
+    pid: int
+    born: str
     code: str
     torch: str
     config: str
@@ -89,6 +93,31 @@ class Member:
     def version(self) -> tuple[str, str, str]:
         """What must be equal on all ranks."""
         return self.code, self.torch, self.config
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Where the ranks live, by rank, as seen from one of them."""
+
+    hosts: tuple[str, ...]
+    pids: tuple[int, ...]
+    born: tuple[str, ...]
+    seen: frozenset[int]
+
+    @classmethod
+    def of(cls, rank: int, members: Sequence[Member]) -> Peers:
+        """As `rank` sees them at the start: those on its host, unless containers hide their processes."""
+        here = members[rank].host
+        seen = frozenset(m.rank for m in members if m.host == here and m.born and birth(m.pid) == m.born)
+        return cls(*(tuple(getattr(m, name) for m in members) for name in ("host", "pid", "born")), seen)
+
+    def sees(self, rank: int) -> bool:
+        """Could this rank see that one's process end?"""
+        return rank in self.seen
+
+    def is_gone(self, rank: int) -> bool:
+        """True if that rank's process has been seen to have ended."""
+        return rank in self.seen and birth(self.pids[rank]) != self.born[rank]
 
 
 def gather(store: Store, world: int, timeout_s: float) -> list[Member]:
@@ -151,7 +180,7 @@ def _port_file(attached: Attached) -> Path:
 
 
 def _announce_port(attached: Attached, port: int) -> None:
-    write_text(_port_file(attached), json.dumps({"port": port, "pid": os.getpid(), "born": _birth(os.getpid())}))
+    write_text(_port_file(attached), json.dumps({"port": port, "pid": os.getpid(), "born": birth(os.getpid())}))
 
 
 def forget_port(attached: Attached) -> None:
@@ -167,16 +196,20 @@ def _find_port(attached: Attached, timeout_s: float) -> int:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError):
             said = json.loads(path.read_text())
-            if _birth(said["pid"]) == said["born"]:
+            if birth(said["pid"]) == said["born"]:
                 return int(said["port"])
         time.sleep(0.02)
     what = f"rank {attached.rank} has waited {timeout_s:g} s for rank 0 to come"
     raise EnvironmentProblem(Problem(what, "rank 0"), exit_code=EXIT_HANG)
 
 
-def _birth(pid: int) -> str:
-    """When a process was started: with its number, a name that is never given twice. Empty off Linux."""
+def birth(pid: int) -> str:
+    """When a process was started: with its number, a name that is never given twice. Empty off Linux.
+
+    One that has ended, and that nobody has asked yet how, has none.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[19] if fields[0] not in "ZX" else f"gone {pid}"
     except OSError:
         return "" if not Path("/proc/self/stat").exists() else f"gone {pid}"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import ROOT, read, run_attached, survivors
+from tests.cli.launcher import ROOT, read, run_attached, survivors, wait_for
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -85,7 +85,43 @@ def test_a_killed_rank_ends_the_others_with_6(tmp_path):
     ranks[0].reaches(2)
     os.kill(ranks[1].pid, signal.SIGKILL)
     assert codes(ranks) == [6, -9]
-    assert ranks[0].status["state"] == "failed"
+    assert (ranks[0].status["state"], ranks[0].status["failed_rank"]) == ("failed", 1)
+    assert re.search(rf"error: rank 1 \(dp=1 .* pid {ranks[1].pid}\) died: ", ranks[0].stderr)
+
+
+def test_when_rank_0_is_killed_the_lowest_rank_that_is_left_writes_it_down(tmp_path):
+    ranks = run_attached(tmp_path, ENDLESS, world=3, overrides={"dp": 3, "global_batch": 9})
+    ranks[0].reaches(2)
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    assert codes(ranks) == [-9, 6, 6]
+    status = ranks[0].status
+    assert (status["state"], status["exit_code"], status["failed_rank"]) == ("failed", 6, 0)
+    assert status["error"].startswith("died: ") and status["step"] >= 2 and status["pid"] == ranks[1].pid
+    assert re.search(rf"error: rank 0 \(dp=0 .* pid {ranks[0].pid}\) died: ", ranks[1].stderr)
+    assert "died" not in ranks[2].stderr  # one voice
+
+
+def test_a_rank_that_waits_for_a_dead_rank_0_for_ever_still_writes_it_down(tmp_path):
+    """As under NCCL, where the survivors' collectives do not fail: here rank 1 sleeps."""
+    ranks = run_attached(tmp_path, {**ENDLESS, "rank": 1, "do": "sleep"})
+    ranks[0].reaches(2)
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    wait_for(lambda: ranks[1].status["state"] == "failed", "the survivor's word")
+    assert (ranks[1].status["failed_rank"], ranks[1].status["exit_code"]) == (0, 6)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+
+
+def test_torchrun_s_rank_0_is_killed(tmp_path):
+    argument = json.dumps({"overrides": {"dp": 2}, "runs": str(tmp_path / "runs")})
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PARALLELRUN_TEST": json.dumps(ENDLESS)}
+    command = [*TORCHRUN, "-m", "tests.cli.attached", argument]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, cwd=ROOT) as job:
+        at = wait_for(lambda: next((tmp_path / "runs").glob("gpt*/*/at_0"), None), "the first step")
+        os.kill(int(read(at.with_name("started_0"))), signal.SIGKILL)
+        output, _ = job.communicate(timeout=60)
+    assert job.returncode == 1  # torchrun's own code for everything
+    status = json.loads((at.parent / "status.json").read_text())
+    assert (status["state"], status["failed_rank"], status["exit_code"]) == ("failed", 0, 6), output
 
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path):

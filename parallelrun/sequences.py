@@ -1,0 +1,168 @@
+"""Sequences of collectives: what every rank has sent in its first steps, and where two ranks differ. Torch-free.
+
+gloo and NCCL pair the n-th collective of a group on one rank with the n-th on the others, whatever they are: ranks that
+differ hang, crash, or compute garbage without a word. So each rank notes what it is about to send, in a file that
+outlives it; whoever looks (the ranks after the step, the launcher while they hang) finds the first difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from parallelrun.errors import Problem
+
+_NOTHING = "nothing (it has ended the step)"
+_SHOWN = 8  # ranks of a group that are named
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What is sent in order: the collectives of one group, or the messages of one purpose from one rank to another."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    messages: str = ""
+
+    def __str__(self) -> str:
+        if self.messages:
+            return f"{self.axis}, messages from rank {self.ranks[0]} to rank {self.ranks[1]}"
+        return f"{self.axis} (ranks {_numbers(self.ranks)})"
+
+
+@dataclass
+class Sequence:
+    """What one rank has issued: per lane (step, what), and the last step that it has ended."""
+
+    issued: dict[Lane, list[tuple[int, str]]] = field(default_factory=dict)
+    ended: int = 0
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first collective in which members of a lane differ. suspects: the ranks that differ from the most."""
+
+    lane: Lane
+    step: int
+    number: int
+    said: Mapping[int, str]
+    suspects: tuple[int, ...]
+
+    def problem(self) -> Problem:
+        """As it is told to the user."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in sorted(self.said.items()):
+            by_text.setdefault(text, []).append(rank)
+        told = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {text}" for text, ranks in by_text.items()
+        )
+        return Problem(
+            f"step {self.step}: ranks issue different collectives over {self.lane}: number {self.number} is {told}",
+            where=f"rank {_numbers(self.suspects)}",
+            command="every rank must run the same layers in the same order: look for what depends on the rank or on "
+            "data (logs/collectives_rank_<n>.txt has all of them)",
+        )
+
+
+class SequenceFile:
+    """Writes one rank's sequence: a line a collective, flushed before it is sent."""
+
+    def __init__(self, directory: Path, rank: int):
+        self.path = path_of(directory, rank)
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._file: TextIO = open(self.path, "w", buffering=1)  # noqa: SIM115
+        self._numbers: dict[Lane, int] = {}
+
+    def begin(self, step: int) -> None:
+        self._file.write(f"step {step}\n")
+
+    def end(self, step: int) -> None:
+        self._file.write(f"end {step}\n")
+
+    def note(self, lane: Lane, what: str) -> None:
+        """The rank is about to send `what`."""
+        number = self._numbers.get(lane)
+        if number is None:
+            number = self._numbers[lane] = len(self._numbers)
+            ranks = ",".join(map(str, lane.ranks))
+            self._file.write(f"lane {number} {lane.axis} {ranks} {lane.messages}\n")
+        self._file.write(f"{number} {what}\n")
+
+    def remove(self) -> None:
+        """The first steps are over, and were alike."""
+        self._file.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def path_of(directory: Path, rank: int) -> Path:
+    """Where the sequence of a rank is, in a run directory."""
+    return directory / "logs" / f"collectives_rank_{rank}.txt"
+
+
+def parse(text: str) -> Sequence:
+    """Read what a SequenceFile wrote; a line that was cut off by a kill is left out."""
+    sequence, lanes, step = Sequence(), {}, 0
+    for line in text.split("\n")[:-1]:
+        first, _, rest = line.partition(" ")
+        if first == "step":
+            step = int(rest)
+        elif first == "end":
+            sequence.ended = int(rest)
+        elif first == "lane":
+            number, axis, ranks, messages = rest.split(" ", 3)
+            lanes[number] = Lane(axis, tuple(map(int, ranks.split(","))), messages)
+        else:
+            sequence.issued.setdefault(lanes[first], []).append((step, rest))
+    return sequence
+
+
+def read_all(directory: Path) -> dict[int, Sequence]:
+    """The sequences in a run directory, by rank; empty once the first steps are over."""
+    found = {}
+    for path in (directory / "logs").glob("collectives_rank_*.txt"):
+        with contextlib.suppress(OSError):  # its rank has just removed it
+            found[int(path.stem.rpartition("_")[2])] = parse(path.read_text())
+    return found
+
+
+def first_mismatch(sequences: Mapping[int, Sequence], lanes: Iterable[Lane] | None = None) -> Mismatch | None:
+    """The earliest certain difference between members of a lane; None if there is none, or not yet.
+
+    Ranks that are merely behind are none: a difference is certain when two ranks have issued different collectives at
+    the same place, or one has ended the step in which another issued one more.
+    """
+    wanted = dict.fromkeys(lanes if lanes is not None else (l for s in sequences.values() for l in s.issued))  # noqa: E741
+    found = [mismatch for lane in wanted if (mismatch := _of_lane(lane, sequences)) is not None]
+    return min(found, key=lambda mismatch: mismatch.step, default=None)
+
+
+def _of_lane(lane: Lane, sequences: Mapping[int, Sequence]) -> Mismatch | None:
+    members = {rank: sequences[rank] for rank in lane.ranks if rank in sequences}
+    issued = {rank: sequence.issued.get(lane, []) for rank, sequence in members.items()}
+    for index in range(max(map(len, issued.values()), default=0)):
+        there = {rank: items[index] for rank, items in issued.items() if index < len(items)}
+        step = min(at for at, _ in there.values())
+        said = {rank: what if at == step else f"{what}, of step {at}" for rank, (at, what) in there.items()}
+        said |= {rank: _NOTHING for rank in members if rank not in there and members[rank].ended >= step}
+        if len(set(said.values())) > 1:
+            one = next(rank for rank, (at, _) in there.items() if at == step)
+            number = 1 + sum(at == step for at, _ in issued[one][:index])
+            return Mismatch(lane, step, number, said, _suspects(said))
+    return None
+
+
+def _suspects(said: Mapping[int, str]) -> tuple[int, ...]:
+    """Those who differ from the largest set that agrees; all, when no set is the largest."""
+    counts = sorted(((list(said.values()).count(text), text) for text in set(said.values())), reverse=True)
+    if counts[0][0] == counts[1][0]:
+        return tuple(sorted(said))
+    return tuple(sorted(rank for rank, text in said.items() if text != counts[0][1]))
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return ", ".join(map(str, ranks[:_SHOWN])) + (f", ... {len(ranks)} in all" if len(ranks) > _SHOWN else "")
