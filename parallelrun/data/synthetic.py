@@ -37,7 +37,7 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     Token models get windows of a noisy Markov chain over the vocab, feature models get normal features with the class
     of a noisy linear teacher. Raises EnvironmentProblem when there are fewer samples than a global batch.
     """
-    vocab = min(vocab_size(config), spec.vocab)
+    vocab = min(vocab_size(config), spec.vocab - (spec.mask_token is not None))
     num_val = max(1, round(config.dataset.samples * config.dataset.val_fraction))
     kind = Teacher if spec.kind == "features" else MarkovChain
 

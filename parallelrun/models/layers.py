@@ -67,19 +67,23 @@ def drop(x: Tensor, keep: Tensor, rate: float) -> Tensor:
     return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention (batch, heads, seq, head_dim); fewer key/value heads serve groups of query heads."""
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Tensor:
+    """Attention (batch, heads, seq, head_dim); fewer key/value heads serve groups of query heads."""
     grouped = query.size(1) != key.size(1)
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
 
-def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rate: float) -> Tensor:
+def attend_with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rate: float, causal: bool = True
+) -> Tensor:
     """The same, written out, with dropped probabilities. keep: bool (batch, heads, query, key)."""
     group = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    scores = scores.to(accurate_dtype(scores.dtype)).masked_fill(future, float("-inf"))
+    scores = scores.to(accurate_dtype(scores.dtype))
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
     probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
     return drop(probabilities, keep, rate) @ value
 
@@ -157,6 +161,21 @@ class Row(RoleLayer):
     """A linear layer whose input a tensor way may split. Parameters `weight` (out, in) and `bias` (out)."""
 
     layer_role = "row"
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.compute_dtype)
+
+
+class Linear(RoleLayer):
+    """A linear layer between two that see the whole hidden size. Parameters `weight` (out, in) and `bias` (out)."""
+
+    layer_role = "linear"
 
     def __init__(self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
@@ -286,26 +305,27 @@ class Dropout(_Masked):
 
 
 class AttentionProduct(_Masked):
-    """Causal attention on (batch, heads, seq, head_dim). With a rate above 0, probabilities are dropped by hash over
-    (head, query, key) and attention is written out, which costs memory of seq x seq per head.
+    """Attention on (batch, heads, seq, head_dim), `causal` or both ways. With a rate above 0, probabilities are dropped
+    by hash over (head, query, key) and attention is written out, which costs memory of seq x seq per head.
 
     head_offset: set by the tensor way: the global index of the first query head held here.
     """
 
     layer_role = "attention"
 
-    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
+    def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype, causal: bool = True):
         super().__init__(rate, seed, site, compute_dtype)
+        self.causal = causal
         self.head_offset = 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.active:
-            return attend(query, key, value)
+            return attend(query, key, value, self.causal)
         batch, heads, seq = query.shape[:3]
         rows = torch.arange(heads * seq, device=query.device) + self.head_offset * seq
         columns = torch.arange(seq, device=query.device)
         keep = masks.keep_mask(self.key, self.sample_ids(batch), rows, columns, self.rate)
-        return attend_with_dropout(query, key, value, keep.view(batch, heads, seq, seq), self.rate)
+        return attend_with_dropout(query, key, value, keep.view(batch, heads, seq, seq), self.rate, self.causal)
 
 
 class TokenLoss(nn.Module):

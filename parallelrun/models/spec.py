@@ -53,7 +53,8 @@ class LayerSpec:
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
     by a tensor way), `row`, `linear` (between two layers that see the whole hidden size: nothing is split in between),
-    `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own layer). in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
+    `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own layer).
+    in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
     weight, `parameters` is empty and `tied` names the parameter it reads.
     """
 
@@ -101,6 +102,7 @@ class ModelSpec:
     sample_shape: shape of one input sample; boundary_shape: shape of what passes between blocks, for one sample
     (`(seq, hidden)` for gpt). targets_per_sample: loss terms a sample contributes (seq for gpt, 1 for a classifier).
     tied: (copy, original) parameter names that are one logical tensor; only the original is listed in `parameters`.
+    mask_token: the id that hides a token, for models that fill in masked ones; no token of the data has it.
     """
 
     name: str
@@ -120,6 +122,7 @@ class ModelSpec:
     norm: str = "layernorm"
     attention_dropout: float = 0.0
     tied: tuple[tuple[str, str], ...] = ()
+    mask_token: int | None = None
     notes: tuple[str, ...] = field(default=())
 
     @cached_property

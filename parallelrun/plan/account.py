@@ -20,6 +20,7 @@ from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
 WORLD, EMBEDDING, CONTROL = "world", "embedding", "control"
+INT64_BYTES = 8
 # The part of a full-size buffer of n ranks that one rank must send under a bandwidth-optimal algorithm.
 WIRE = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -66,6 +67,8 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     ]
     if plan.world > 1:
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, CONTROL_ELEMENTS * BYTES["float64"]))
+    if plan.spec.mask_token is not None and position == plan.last_stage_position and plan.mesh.size("dp") > 1:
+        rows.append(Collective("dp", "all_reduce", CONTROL, 1, INT64_BYTES))  # how many targets are not ignored
     return merge(rows)
 
 

@@ -170,7 +170,7 @@ def _depth(request: Request) -> list[Problem]:
     fixes = [either("pp", [most // request.chunks])] if most >= request.chunks else []
     if request.chunks > 1 and most // request.pp > 1:
         fixes.append(f"chunks={most // request.pp}")
-    if request.config.model.name in ("gpt", "mlp"):
+    if request.config.model.name in ("gpt", "bert", "mlp"):
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 

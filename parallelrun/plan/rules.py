@@ -46,6 +46,7 @@ WHOLE = {
 }
 MODEL_WHOLE = {
     "gpt": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
+    "bert": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
     "mlp": ("layers", "hidden", "ffn", "vocab"),
     "matmul": ("rows", "inner", "columns"),
 }

@@ -44,7 +44,7 @@ class DataWay:
 class TensorWay:
     """kind: megatron (1D) | 2d | 2.5d | 3d. kv_copies: ranks that hold a copy of one kv head (tp > kv heads), else 1.
 
-    Of the grid kinds only: forms: how each pair of layers multiplies, by its sizes (`strategies/tensor/grid/choose.py`);
+    Of the grid kinds only: forms: how each pair of layers multiplies, by its sizes (`tensor/grid/choose.py`);
     save_gathered: keep for backward what forward gathered, instead of gathering it again.
     """
 

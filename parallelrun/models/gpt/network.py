@@ -30,6 +30,9 @@ class Factory:
     def row(self, in_features: int) -> layers.Row:
         return layers.Row(in_features, self.model.hidden, self.model.bias, self.dtype)
 
+    def linear(self, features: int) -> layers.Linear:
+        return layers.Linear(features, features, self.model.bias, self.dtype)
+
     def norm(self) -> layers.Norm:
         bias = self.model.bias and self.model.norm == "layernorm"
         return layers.Norm(self.model.norm, self.model.hidden, self.model.norm_eps, bias, self.dtype)
@@ -37,8 +40,8 @@ class Factory:
     def dropout(self, site: str) -> layers.Dropout:
         return layers.Dropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
 
-    def product(self, site: str) -> layers.AttentionProduct:
-        return layers.AttentionProduct(self.model.attention_dropout, self.seed, site, self.dtype)
+    def product(self, site: str, causal: bool) -> layers.AttentionProduct:
+        return layers.AttentionProduct(self.model.attention_dropout, self.seed, site, self.dtype, causal)
 
 
 class Embeddings(nn.Module):
@@ -59,15 +62,15 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over the heads it sees: their number follows from what `qkv` returns."""
+    """Self-attention over the heads it sees: their number follows from what `qkv` returns."""
 
-    def __init__(self, name: str, make: Factory):
+    def __init__(self, name: str, make: Factory, causal: bool = True):
         super().__init__()
         model = make.model
         self.head_dim = model.hidden // model.heads
         self.rope_theta = model.rope_theta if model.position == "rope" else None
         self.qkv = make.columns(sizes.projections(model))
-        self.product = make.product(f"{name}.product")
+        self.product = make.product(f"{name}.product", causal)
         self.out = make.row(model.hidden)
         self.dropout = make.dropout(f"{name}.dropout")
 

@@ -108,7 +108,7 @@ def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
     if model.position == "learned":
         position = ParameterSpec("embedding.position.weight", (model.seq, model.hidden), normal, "position")
         layers.append(LayerSpec("embedding.position", "position", model.hidden, model.hidden, (position,)))
-    layers.append(_dropout("embedding.dropout", model))
+    layers.append(dropout("embedding.dropout", model))
     return BlockSpec("embedding", "embedding", tuple(layers), forward_flops=0.0)
 
 
@@ -122,16 +122,20 @@ def _transformer(name: str, model: ModelConfig) -> BlockSpec:
         norm(f"{name}.attention_norm", model),
         qkv,
         row(f"{name}.attention.out", model.hidden, model.hidden, model.bias, residual),
-        _dropout(f"{name}.attention.dropout", model),
+        dropout(f"{name}.attention.dropout", model),
         norm(f"{name}.mlp_norm", model),
         up,
         row(f"{name}.mlp.down", ffn_size(model), model.hidden, model.bias, residual),
-        _dropout(f"{name}.mlp.dropout", model),
+        dropout(f"{name}.mlp.dropout", model),
     )
+    return BlockSpec(name, "transformer", layers, transformer_flops(layers, model))
+
+
+def transformer_flops(layers: tuple[LayerSpec, ...], model: ModelConfig) -> float:
+    """Forward FLOPs of a block of those layers, for one sample: its products, its scores and their product with v."""
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in ("columns", "row"))
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
-    flops = 2.0 * products * model.seq + 4.0 * model.seq**2 * model.hidden
-    return BlockSpec(name, "transformer", layers, forward_flops=flops)
+    return 2.0 * products * model.seq + 4.0 * model.seq**2 * model.hidden
 
 
 def _head(model: ModelConfig, vocab: int) -> BlockSpec:
@@ -174,6 +178,14 @@ def row(name: str, in_features: int, out_features: int, bias: bool, initialiser:
     return LayerSpec(name, "row", in_features, out_features, tuple(parameters))
 
 
+def linear(name: str, in_features: int, out_features: int, bias: bool, initialiser: Initialiser) -> LayerSpec:
+    """A linear layer from the whole hidden size to the whole: weight (out, in) and, with `bias`, a bias (out)."""
+    parameters = [ParameterSpec(f"{name}.weight", (out_features, in_features), initialiser, "linear")]
+    if bias:
+        parameters.append(ParameterSpec(f"{name}.bias", (out_features,), ZEROS, "linear"))
+    return LayerSpec(name, "linear", in_features, out_features, tuple(parameters))
+
+
 def norm(name: str, model: ModelConfig) -> LayerSpec:
     """A norm over hidden. RMSNorm has no bias; LayerNorm has one when the model has biases."""
     parameters = [ParameterSpec(f"{name}.weight", (model.hidden,), ONES, "norm")]
@@ -182,5 +194,6 @@ def norm(name: str, model: ModelConfig) -> LayerSpec:
     return LayerSpec(name, "norm", model.hidden, model.hidden, tuple(parameters))
 
 
-def _dropout(name: str, model: ModelConfig) -> LayerSpec:
+def dropout(name: str, model: ModelConfig) -> LayerSpec:
+    """What drops elements of hidden."""
     return LayerSpec(name, "dropout", model.hidden, model.hidden)

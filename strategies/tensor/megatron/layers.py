@@ -122,7 +122,7 @@ class AttentionProduct(one_device.AttentionProduct):
     """Attention over local heads; dropped probabilities are those of the global heads."""
 
     def __init__(self, source: one_device.AttentionProduct, span: Span):
-        super().__init__(source.rate, source.seed, source.site, source.compute_dtype)
+        super().__init__(source.rate, source.seed, source.site, source.compute_dtype, source.causal)
         self.span = span
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Counted per storage, as autograd keeps them: once, however many nodes save it. R
     attention      q, k, v and one statistic per row and head (written out, with dropout: probabilities, mask, product)
     activation     what it reads; swiglu also silu(gate)
     row            its input R in, its rounded weights
+    linear         its input, its rounded weights, what the activation behind it reads (bert's head)
     dropout        a byte per element
     loss           the logits and two numbers a row (one device: log-probabilities in the accurate dtype)
 
@@ -55,6 +56,8 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         attends = any(parameter.heads for parameter in layer.parameters)
         inside = _attention(layer, plan) if attends else _activation(layer, plan)
         return _columns_input(layer, block, plan) + _rounded(layer, plan) + inside
+    if layer.layer_role == "linear":  # its input, and its output as the activation's input
+        return _local_rows(plan) * (layer.in_features + layer.out_features) * compute + _rounded(layer, plan)
     if layer.layer_role == "row":
         activated = not _follows_attention(layer, block)
         dropped = activated and plan.recompute == "selective" and block.is_recomputed

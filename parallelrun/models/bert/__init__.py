@@ -1,0 +1,1 @@
+"""BERT: a bidirectional encoder trained to fill in masked tokens."""

@@ -1,0 +1,120 @@
+"""bert: published sizes, modules that hold what the spec lists, both directions seen, masked samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from parallelrun.config.schema import Config
+from parallelrun.data import open_dataset
+from parallelrun.data.masked import IGNORED, RATE, MaskedSplit
+from parallelrun.errors import ConfigError
+from parallelrun.models import initialise
+from parallelrun.models.bert import network, spec
+from parallelrun.models.network import Network
+from parallelrun.precision import TABLE
+from tests.plans import tiny_config, tiny_plan
+
+PRESETS = Path(__file__).parents[2] / "conf" / "model"
+SMALL: dict[str, Any] = {"model.name": "bert", "model.preset": "bert", "model.layers": 2}
+
+
+def preset_spec(name: str):
+    config = Config()
+    for key, value in yaml.safe_load((PRESETS / f"{name}.yaml").read_text()).items():
+        setattr(config.model, key, value)
+    return spec.make(config, 256)
+
+
+def built(overrides: dict[str, Any], seed: int = 3) -> Network:
+    config = tiny_config({**SMALL, **overrides})
+    made = spec.make(config, 31)
+    bert = network.build(config, made, TABLE["fp64"])
+    with torch.no_grad():
+        for name, parameter in bert.named_parameters():
+            parameter.copy_(initialise.logical(made.parameters[name], seed))
+    return bert
+
+
+# Hugging Face's BertForMaskedLM has 109,514,298 and 335,174,458: with 2 token types and a decoder bias, left out here.
+@pytest.mark.parametrize(
+    ("name", "published", "hidden"), [("bert_base", 109_514_298, 768), ("bert_large", 335_174_458, 1024)]
+)
+def test_presets_have_the_published_number_of_parameters(name: str, published: int, hidden: int) -> None:
+    assert preset_spec(name).num_parameters == published - 2 * hidden - 30522
+
+
+def test_modules_hold_exactly_what_the_spec_lists() -> None:
+    bert, made = built({}), spec.make(tiny_config(SMALL), 31)
+    assert {name: tuple(p.shape) for name, p in bert.named_parameters()} == {
+        name: p.shape for name, p in made.parameters.items()
+    }
+
+
+def test_a_position_sees_what_comes_after_it() -> None:
+    """A gpt would give the same logits at position 0; an encoder must not."""
+    bert = built({})
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, -1] = 20
+    assert not torch.allclose(bert(tokens)[0, 0], bert(changed)[0, 0])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_attention_is_the_same_written_out(rate: float) -> None:
+    """With a dropout of zero kept probabilities, both forms of attention agree in both directions."""
+    from parallelrun.models.layers import attend, attend_with_dropout
+
+    query, key, value = torch.randn(3, 2, 4, 8, 4, dtype=torch.float64)
+    keep = torch.ones(2, 4, 8, 8, dtype=torch.bool)
+    written = attend_with_dropout(query, key, value, keep, 0.0, causal=False)
+    torch.testing.assert_close(attend(query, key, value, causal=False), written)
+
+
+def test_what_makes_a_bert_cannot_be_changed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny_plan({**SMALL, "model.norm": "rmsnorm"})
+    assert "model.norm=layernorm" in str(caught.value.problems[0].suggestion)
+
+
+def test_the_mask_token_needs_an_id_of_its_own() -> None:
+    config = tiny_config({**SMALL, "dataset.name": "pystdlib", "dataset.vocab": None, "model.vocab": 256})
+    with pytest.raises(ConfigError) as caught:
+        spec.make(config, 256)
+    assert caught.value.problems[0].suggestion == "model.vocab=257"
+    config.model.vocab = None
+    assert spec.make(config, 256).vocab == 257
+
+
+def masked(**overrides: Any) -> MaskedSplit:
+    config = tiny_config({**SMALL, "model.seq": 64, "dataset.samples": 400, **overrides})
+    return open_dataset(config, spec.make(config, 32)).train  # type: ignore[return-value]
+
+
+def test_masks_are_what_bert_describes() -> None:
+    split = masked()
+    inputs, targets = (np.stack(parts) for parts in zip(*(split.sample(i) for i in range(400))))
+    originals = np.stack([split.inner.sample(i)[0] for i in range(400)])
+    chosen = targets != IGNORED
+    assert chosen.mean() == pytest.approx(RATE, abs=0.01)
+    assert (targets[chosen] == originals[chosen]).all()
+    assert (inputs[~chosen] == originals[~chosen]).all()
+    assert (inputs[chosen] == 31).mean() == pytest.approx(0.8, abs=0.02)
+    assert (originals < 31).all()
+    assert (inputs[chosen] == originals[chosen]).mean() == pytest.approx(0.1 + 0.1 / 31, abs=0.02)
+
+
+def test_masks_follow_from_seed_and_sample_alone() -> None:
+    first, again = masked().sample(5), masked().sample(5)
+    assert all((a == b).all() for a, b in zip(first, again))
+    assert (masked(seed=7).sample(5)[0] != first[0]).any()
+
+
+def test_every_sample_has_something_to_fill_in() -> None:
+    split = masked(**{"model.seq": 2})
+    assert all((split.sample(i)[1] != IGNORED).any() for i in range(50))
