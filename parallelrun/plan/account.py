@@ -28,6 +28,7 @@ WIRE = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
     "send": lambda n: 1,
     "recv": lambda n: 0,
 }
@@ -156,26 +157,25 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     classes = []
     for positions in position_classes(plan):
         held = held_parameters(plan, positions[0])
-        uneven = _uneven(plan, positions[0], held)
-        summed_last = [h for h in held if h.layout.partial or h.spec.name in originals]
-        shards = {(h.spec.shape, state_layout(h.layout, plan)) for h in summed_last}
-        for tensor in range(num_tensor if uneven else 1):
-            alike: dict[tuple[int, ...], list[int]] = {}
-            for data in range(num_data) if shards else (0,):
-                rank = plan.mesh.rank(pp=positions[0], dp=data, tp=tensor)
-                place = plan.mesh.coordinate(rank)
-                sizes = tuple(layout.local_numel(shape, plan.mesh.sizes, place) for shape, layout in shards)
-                alike.setdefault(sizes, []).append(rank)
-            each = len(positions) * (1 if uneven else num_tensor) * (1 if shards else num_data)
-            classes += [(ranks[0], len(ranks) * each) for ranks in alike.values()]
+        parts = {(h.spec.shape, h.layout) for h in held}
+        summed_last = {(h.spec.shape, h.layout) for h in held if h.layout.partial or h.spec.name in originals}
+        shards = {(shape, state_layout(layout, plan)) for shape, layout in summed_last}
+        for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=positions[0], tp=i) for i in range(num_tensor)]):
+            tensor = plan.mesh.coordinate(first)["tp"]
+            replicas = [plan.mesh.rank(pp=positions[0], dp=i, tp=tensor) for i in range(num_data)]
+            found = _alike(plan, shards, replicas) if shards else [(first, num_data)]
+            classes += [(rank, len(positions) * num_alike * count) for rank, count in found]
     return classes
 
 
-def _uneven(plan: Plan, position: int, held: tuple[HeldParameter, ...]) -> bool:
-    """Does any parameter of this coordinate lie unevenly on the tensor axes?"""
-    first = plan.mesh.coordinate(plan.mesh.rank(pp=position))
-    last = plan.mesh.coordinate(plan.mesh.rank(pp=position, tp=plan.mesh.size("tp") - 1))
-    return any(_numel(h, h.layout, plan, first) != _numel(h, h.layout, plan, last) for h in held)
+def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[int]) -> list[tuple[int, int]]:
+    """(the first, how many) of those ranks that hold parts of the same shapes of all these tensors."""
+    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in ranks:
+        place = plan.mesh.coordinate(rank)
+        shapes = tuple(layout.local_shape(shape, plan.mesh.sizes, place) for shape, layout in parts)
+        found.setdefault(shapes, []).append(rank)
+    return [(same[0], len(same)) for same in found.values()]
 
 
 @dataclass(frozen=True)
