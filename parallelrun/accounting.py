@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelrun import comm
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Collective
+from parallelrun.sequences import Lane
 
 ENGINE = "engine"
 
@@ -46,6 +48,29 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 }
 
 
+def _group(args: tuple) -> dist.ProcessGroup | None:
+    """The process group among the arguments of a c10d operation."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def _tensor_text(value: Any) -> str:
+    """Dtype, shape and bytes of a tensor, or of those in nested lists: `float32 4x8 (128 bytes)`."""
+    tensors: list[Tensor] = []
+    rest = [value]
+    while rest:
+        item = rest.pop(0)
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        else:
+            rest[:0] = item
+    shapes = " + ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors)
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    return f"{dtypes} {shapes} ({_nbytes(tensors)} bytes)"
+
+
 def _purpose(operation: str, args: tuple) -> str:
     """Purpose of an unlabelled call: by the tag of a point-to-point message (tensors, group, peer, tag), else none."""
     by_tag = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
@@ -57,12 +82,15 @@ class CommunicationCounter(TorchDispatchMode):
 
     Payload is the full-size buffer of a collective, the tensor of a point-to-point message at its sender. A call inside
     `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine` (messages of
-    pipeline schedules: by their tag).
+    pipeline schedules: by their tag). note: told of every call before it is sent, in words that are the same on all
+    ranks that take part (`sequences` compares them).
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, note: Callable[[Lane, str], None] | None = None):
         super().__init__()
+        self._rank = mesh.rank
         self._axis_of_group = mesh.axis_of_group
+        self._note = note
         self._calls: dict[tuple[str, str, str], int] = defaultdict(int)
         self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
 
@@ -76,16 +104,30 @@ class CommunicationCounter(TorchDispatchMode):
         if name not in _COUNTED:
             return
         operation, buffer = _COUNTED[name]
-        axis, purpose = comm.current_label() or (self._axis(args), _purpose(operation, args))
+        group = _group(args)
+        axis, purpose = comm.current_label() or (self._axis(group), _purpose(operation, args))
+        if self._note and group is not None and name != "recv_any_source_":
+            self._note(*self._described(operation, purpose, buffer, args, group))
         key = (axis, operation, purpose)
         self._calls[key] += 1
         self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0
 
-    def _axis(self, args: tuple) -> str:
-        for value in args:
-            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-                return self._axis_of_group.get(dist.ProcessGroup.unbox(value).group_name, "other")
-        return "other"
+    def _axis(self, group: dist.ProcessGroup | None) -> str:
+        return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
+
+    def _described(
+        self, operation: str, purpose: str, buffer: int | None, args: tuple, group: dist.ProcessGroup
+    ) -> tuple[Lane, str]:
+        """(lane, what) of a call. What may differ between its members (uneven parts, buffers of a root) is left out."""
+        axis, ranks = self._axis(group), tuple(dist.get_process_group_ranks(group))
+        if operation in ("send", "recv"):
+            peer = ranks[args[2]]
+            pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
+            return Lane(axis, pair, purpose), f"a message of {_tensor_text(args[0])}, {purpose}"
+        same = operation not in ("all_to_all", "reduce", "gather", "scatter") and buffer is not None
+        reduction = f" ({reduced})" if (reduced := comm.current_reduction()) else ""
+        of = f" of {_tensor_text(args[buffer])}" if same and buffer is not None else ""
+        return Lane(axis, ranks), f"{operation}{reduction}{of}, {purpose}"
 
     def rows(self) -> list[Collective]:
         """What was counted, sorted by axis, operation and purpose."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallelrun.mesh.runtime import Group
 
-_LABEL: ContextVar[tuple[str, str] | None] = ContextVar("parallelrun_comm_label", default=None)
+_LABEL: ContextVar[tuple[str, str, str] | None] = ContextVar("parallelrun_comm_label", default=None)
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,9 +26,12 @@ MESSAGE_TAGS = {"activations": 1, "gradients": 2}
 
 
 @contextmanager
-def label(axis: str, purpose: str) -> Iterator[None]:
-    """Name every collective sent inside, an engine of torch's included, as `purpose` over `axis`."""
-    token = _LABEL.set((axis, purpose))
+def label(axis: str, purpose: str, reduction: str = "") -> Iterator[None]:
+    """Name every collective sent inside, an engine of torch's included, as `purpose` over `axis`.
+
+    reduction: `sum` or `max`, which torch does not let anyone read from a call.
+    """
+    token = _LABEL.set((axis, purpose, reduction))
     try:
         yield
     finally:
@@ -37,14 +40,21 @@ def label(axis: str, purpose: str) -> Iterator[None]:
 
 def current_label() -> tuple[str, str] | None:
     """(axis, purpose) of the innermost `label`, for the counter."""
-    return _LABEL.get()
+    found = _LABEL.get()
+    return found and found[:2]
+
+
+def current_reduction() -> str:
+    """The reduction of the innermost `label`: `sum`, `max`, or empty when nobody has said."""
+    found = _LABEL.get()
+    return found[2] if found else ""
 
 
 def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False) -> dist.Work | None:
     """Reduce `tensor` over the group, in place. With async_op the Work to wait for (None on a group of one)."""
     if group.size == 1:
         return None
-    with label(group.axis, purpose):
+    with label(group.axis, purpose, op):
         return dist.all_reduce(tensor, op=_OPERATIONS[op], group=group.process_group, async_op=async_op)
 
 

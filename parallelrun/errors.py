@@ -77,3 +77,9 @@ class NumericsError(ParallelrunError):
     """Non-finite loss or gradient, or too many skipped steps: exit 5."""
 
     exit_code = EXIT_NUMERICS
+
+
+class CollectiveMismatch(ParallelrunError):
+    """Ranks issue different collectives: exit 6."""
+
+    exit_code = EXIT_RANK_DIED

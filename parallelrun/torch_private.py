@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -50,6 +56,11 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, 0-d, with one call from Python."""
+    return list(torch._foreach_norm(tensors)) if tensors else []
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors with one call from Python."""
     if targets:
@@ -67,3 +78,33 @@ def keep_compiled_buffers() -> None:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
+
+
+@contextmanager
+def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
+    """Call `waited(is_message, seconds)` after every `Work.wait` inside: ours, FSDP2's, the pipeline schedules'.
+
+    is_message: of a send or a receive. torch has no hook for waits, so the method is replaced meanwhile; nothing is
+    paid outside. Not for two threads at once, and not for CUDA, where `wait` returns at once.
+    """
+    work_type: Any = dist.Work
+    c10d: Any = torch._C._distributed_c10d
+    op_type = c10d.OpType
+    original, messages = work_type.wait, {int(op_type.SEND), int(op_type.RECV), int(op_type.RECVANYSOURCE)}
+
+    def wait(work: Any, *args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        result = original(work, *args, **options)
+        waited(work._get_op_type() in messages, time.perf_counter() - began)
+        return result
+
+    work_type.wait = wait
+    try:
+        yield
+    finally:
+        work_type.wait = original
+
+
+def default_store() -> dist.Store:
+    """The store by which the ranks met. Small facts go through it where a collective might pair with a wrong one."""
+    return dist.distributed_c10d._get_default_store()

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from parallelrun.report.figures import bytes_text, degrees_text
+from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -68,12 +68,28 @@ def _speed(summary: dict[str, Any]) -> Text:
     text = Text.assemble(
         ("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {summary['tokens_per_s']:,.0f} tokens/s"
     )
+    text.append(_parts_of_a_step(summary))
     text.append(f"\nmemory    {bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")
     crowd = summary["ranks_per_core"]
     if crowd and crowd > 1:
         cores = round(summary["world"] / crowd)
         text.append(
             f"\n          step time is no scaling measurement: {summary['world']} ranks on {cores} cores", "yellow"
+        )
+    return text
+
+
+def _parts_of_a_step(summary: dict[str, Any]) -> str:
+    """Where the time of a step goes, mean over ranks: nothing where waits were not timed, nor for one rank."""
+    names = {"compute_s": "computing", "comm_exposed_s": "exposed communication", "data_s": "reading data"}
+    if summary.get("bubble_measured") is None or summary["world"] == 1:
+        return ""
+    parts = [f"{name} {seconds_text(summary[key])}" for key, name in names.items()]
+    text = "\n          " + ", ".join(parts)
+    if summary["pp"] > 1:
+        text += (
+            f"\nbubble    {summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])}), "
+            f"{summary['bubble_predicted']:.0%} predicted"
         )
     return text
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from math import isfinite
 
-from parallelrun.accounting import CommunicationCounter
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
 from parallelrun.launch.context import WorkerContext
-from parallelrun.plan.structure import Collective
 from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
+from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.recorder import Recorder, StepRecord
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import StepResult, evaluate, train_step
+from parallelrun.train.timing import StepClock
 
-COUNTED_STEP = 2  # of this process; its first step has set-up traffic, so a run of one step is not counted
 MAX_SKIPS = 20
 
 
@@ -26,32 +25,27 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
     checkpoints = Checkpoints(training, scaler, context)
     start = checkpoints.resume()
-    counted: list[Collective] | None = None
+    first_steps = FirstSteps(training.mesh, config, start, context.directory)
+    clock = StepClock(training)
     skips = 0
     began = time.perf_counter()
     for step in range(start + 1, config.steps + 1):
         context.heartbeat(step, "step")
-        step_began = time.perf_counter()
         lr = schedule.learning_rate(config.optimizer, step, config.steps)
-        if step == start + COUNTED_STEP:
-            with CommunicationCounter(training.mesh) as counter:
-                result = train_step(training, step, lr, scaler, context.stop_requested())
-            counted = counter.rows()
-        else:
+        with first_steps.watch(step), clock:
             result = train_step(training, step, lr, scaler, context.stop_requested())
-        step_time = time.perf_counter() - step_began
         skips = _check(training, result, scaler, step, skips)
         scaler.update(result.applied)
         val_loss = _evaluate(training, context, step)
         recorder.step(
-            StepRecord(step, result.loss, result.grad_norm, lr, result.applied, step_time,
-                       time.perf_counter() - began, val_loss, scaler.scale)
+            StepRecord(step, result.loss, result.grad_norm, lr, result.applied, clock.seconds,
+                       time.perf_counter() - began, val_loss, scaler.scale, clock.times)
         )  # fmt: skip
         checkpoints.after_step(step, result.stop)
         if result.stop:
-            recorder.finish(counted, "preempted", checkpoints.facts())
+            recorder.finish(first_steps.counted, "preempted", checkpoints.facts())
             return EXIT_PREEMPTED
-    recorder.finish(counted, "done", checkpoints.facts())
+    recorder.finish(first_steps.counted, "done", checkpoints.facts())
     return EXIT_OK
 
 

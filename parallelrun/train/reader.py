@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ class Reader:
     """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch.
 
     Ranks of the first stage read inputs, ranks of the last stage read targets, each by itself; the others read neither.
+    `seconds` is what reading has taken so far, until the tensors are on their way to the device.
     """
 
     def __init__(self, split: Any, sampler: Sampler, plan: Plan, mesh: Mesh):
@@ -29,9 +31,11 @@ class Reader:
         self._needs_inputs = position == plan.stages[0].position
         self._needs_targets = position == plan.last_stage_position
         self._float = getattr(torch, plan.precision.compute)
+        self.seconds = 0.0
 
     def batch(self, step: int) -> Batch:
         """The samples of step `step` (from 1)."""
+        began = time.perf_counter()
         start = self._replica * self._size
         indices, sample_ids = self._sampler.indices(step, start, start + self._size)
         inputs = targets = None
@@ -40,6 +44,7 @@ class Reader:
             inputs = self._tensor([sample[0] for sample in samples]) if self._needs_inputs else None
             targets = self._tensor([sample[1] for sample in samples]) if self._needs_targets else None
         ids = torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)).to(self._device)
+        self.seconds += time.perf_counter() - began
         return Batch(inputs, targets, ids)
 
     def _tensor(self, arrays: list[np.ndarray]) -> torch.Tensor:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import resource
 import statistics
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +21,11 @@ from parallelrun.plan.structure import Collective
 from parallelrun.records import append_jsonl, write_json
 from parallelrun.report.progress import Progress
 from parallelrun.train.build import Training
+from parallelrun.train.timing import StepTimes
 from parallelrun.train.tracker import Tracker, open_tracker
 
 FIRST_TIMED_STEP = 3  # steps 1 and 2 pay for set-up and for being counted
+STEPS_KEPT = 1000  # the parts of a step's time are kept on every rank, so not for ever
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class StepRecord:
     time_s: float
     val_loss: float | None
     loss_scale: float
+    times: StepTimes
 
 
 class Recorder:
@@ -47,12 +52,14 @@ class Recorder:
         self._directory = context.directory
         self._writes = context.rank == 0
         self._records: list[StepRecord] = []
+        self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._unwritten: list[dict[str, Any]] = []  # rows of metrics.jsonl for which the disk had no room
         self._progress = Progress(training.config.steps, enabled=context.console_owner)
         self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
 
     def step(self, record: StepRecord) -> None:
-        """Append the step to metrics.jsonl and redraw the progress line."""
+        """Append the step to metrics.jsonl and redraw the progress line. Its times are rank 0's own."""
+        self._recent.append(record)
         if not self._writes:
             return
         self._records.append(record)
@@ -69,6 +76,7 @@ class Recorder:
             "step_time_s": record.step_time_s,
             "time_s": record.time_s,
             "tokens_per_s": tokens / record.step_time_s,
+            **record.times.known,
         }
         if not record.applied:
             row["skipped"] = True
@@ -95,7 +103,11 @@ class Recorder:
         Collective. more: what else the summary says.
         """
         training = self._training
-        mine = {"peak_bytes": peak_bytes(training.mesh.device), "rows": [asdict(c) for c in counted or []]}
+        mine = {
+            "peak_bytes": peak_bytes(training.mesh.device),
+            "rows": [asdict(c) for c in counted or []],
+            "times": median_times(_timed(self._recent)),
+        }
         everyone = gather_json(mine, training.mesh)
         for row in self._unwritten:
             append_jsonl(self._directory / "metrics.jsonl", row)
@@ -109,9 +121,7 @@ class Recorder:
 
     def _summary(self, everyone: list[dict], rows: list[dict], state: str) -> dict[str, Any]:
         training, plan = self._training, self._training.plan
-        times = sorted(r.step_time_s for r in self._records if r.step >= FIRST_TIMED_STEP) or sorted(
-            r.step_time_s for r in self._records
-        )
+        times = sorted(r.step_time_s for r in _timed(self._records))
         median = statistics.median(times) if times else None
         tokens = plan.batch.global_batch * plan.spec.targets_per_sample
         val = [r.val_loss for r in self._records if r.val_loss is not None]
@@ -137,6 +147,7 @@ class Recorder:
             "step_time_p95_s": times[min(len(times) - 1, int(0.95 * len(times)))] if times else None,
             "tokens_per_s": tokens / median if median else None,
             "samples_per_s": plan.batch.global_batch / median if median else None,
+            **mean_times([one["times"] for one in everyone]),
             "first_loss": self._records[0].loss if self._records else None,
             "loss": self._records[-1].loss if self._records else None,
             "first_val_loss": val[0] if val else None,
@@ -149,6 +160,32 @@ class Recorder:
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
         }
+
+
+def _timed(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """The steps that count for times, or all of a run that has no other."""
+    return [record for record in records if record.step >= FIRST_TIMED_STEP] or list(records)
+
+
+def median_times(records: list[StepRecord]) -> dict[str, float]:
+    """One rank's medians over steps of its StepTimes, and of bubble_s / step_time_s as `bubble_measured`."""
+    rows = [
+        {**record.times.known, "bubble_measured": record.times.bubble_s / record.step_time_s}
+        if record.times.bubble_s is not None
+        else record.times.known
+        for record in records
+    ]
+    return {name: statistics.median(row[name] for row in rows) for name in (rows[0] if rows else ())}
+
+
+def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
+    """The mean over ranks of their medians; None for what was not timed (CUDA).
+
+    `bubble_measured` is thus the part of a step in which a rank idles for other stages (see StepTimes.bubble_s),
+    averaged over ranks; the prediction beside it knows neither message times nor what comes after the schedule.
+    """
+    names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "bubble_measured")
+    return {name: statistics.fmean(one[name] for one in everyone) if name in everyone[0] else None for name in names}
 
 
 def communication_rows(measured: list[list[dict]], training: Training) -> list[dict[str, Any]]:

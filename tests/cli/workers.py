@@ -92,3 +92,32 @@ def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
     (context.directory / f"facts_{context.rank}.json").write_text(json.dumps(facts))
     dist.barrier()
     return EXIT_OK
+
+
+def differ(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The real training, in which rank `rank` sends its `number`-th all-reduce of `purpose` otherwise: `do`."""
+    from parallelrun import comm
+    from parallelrun.train import worker
+
+    wanted, real, seen, kept = {"rank": 3, "number": 3, **wish()}, comm.all_reduce, [0], []
+
+    def otherwise(tensor, group, purpose, op="sum", async_op=False):
+        seen[0] += purpose == wanted["purpose"]
+        if purpose != wanted["purpose"] or seen[0] != wanted["number"]:
+            work = real(tensor, group, purpose, op, async_op)
+            while kept:
+                real(*kept.pop())
+            return work
+        if wanted["do"] == "skip":
+            return None
+        if wanted["do"] == "late":
+            kept.append((tensor, group, purpose, op))
+            return None
+        if wanted["do"] == "double":
+            real(tensor.clone(), group, purpose, op)
+        return real(tensor, group, purpose, op, async_op)
+
+    note(context, "started", os.getpid())
+    if context.rank == wanted["rank"]:
+        comm.all_reduce = otherwise
+    return worker.run(config, plan, context)

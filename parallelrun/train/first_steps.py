@@ -1,0 +1,102 @@
+"""The first steps of a process are watched: the second is counted, and in both all ranks must send the same.
+
+A difference is a bug of a way or of a user's module (a layer that depends on the rank or on data). After each step
+every rank compares its sequence of collectives with that of the member before it in each group, through the store:
+collectives could pair with one that is left over. If all ranks hang instead, the launcher reads the same sequences.
+"""
+
+from __future__ import annotations
+
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+from parallelrun import sequences, torch_private
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.config.schema import Config
+from parallelrun.errors import CollectiveMismatch
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.plan.structure import Collective
+from parallelrun.sequences import Lane, Sequence, SequenceFile
+
+COUNTED_STEP = 2  # of this process; its first step has set-up traffic, so a run of one step is not counted
+
+
+class FirstSteps:
+    """Watches steps `start + 1` and `start + 2`; `counted` is what the latter sent, None before.
+
+    The first step of `compile=true` is not watched: torch compiles nothing under a dispatch mode.
+    """
+
+    def __init__(self, mesh: Mesh, config: Config, start: int, directory: Path):
+        first, self._counted_step = start + (COUNTED_STEP if config.compile else 1), start + COUNTED_STEP
+        self._watched = range(first, min(self._counted_step, config.steps) + 1)
+        self._mesh, self._directory = mesh, directory
+        self._timeout_s = 2 * config.timeout_s  # the launcher's watch comes first, and knows more
+        self._file: SequenceFile | None = None
+        self.counted: list[Collective] | None = None
+
+    def watch(self, step: int) -> AbstractContextManager[object]:
+        """Around the training step. Raises CollectiveMismatch after it; costs nothing from the third step on."""
+        return self._watch(step) if step in self._watched else nullcontext()
+
+    @contextmanager
+    def _watch(self, step: int) -> Iterator[None]:
+        alone = self._mesh.shape.num_ranks == 1
+        if self._file is None and not alone:
+            self._file = SequenceFile(self._directory, self._mesh.rank)
+        if self._file is not None:
+            self._file.begin(step)
+        with CommunicationCounter(self._mesh, self._file.note if self._file is not None else None) as counter:
+            yield
+        if self._file is not None:
+            self._file.end(step)
+            compare(self._file.path, step, self._mesh.rank, self._timeout_s)
+        if step == self._counted_step:
+            self.counted = counter.rows()
+        if self._file is not None and step == self._watched[-1]:
+            self._file.remove()
+
+
+def compare(path: Path, step: int, rank: int, timeout_s: float) -> None:
+    """Publish the sequence in `path`; compare it with the preceding member's in every lane.
+
+    If each equals its predecessor, all are equal: a rank reads one sequence a lane, however large the group is.
+    Raises CollectiveMismatch on the ranks that see a difference, naming what each member issued.
+    """
+    store = torch_private.default_store()
+    text = path.read_text()
+    store.set(_key(step, rank), b64encode(zlib.compress(text.encode())).decode())
+    mine = sequences.parse(text)
+    known = {rank: mine}
+    for lane in mine.issued:
+        before = lane.ranks[lane.ranks.index(rank) - 1]
+        if before not in known:
+            known[before] = _fetch(store, step, before, timeout_s)
+        if sequences.first_mismatch(known, [lane]) is not None:
+            _blame(store, step, lane, known, timeout_s)
+
+
+def _blame(store, step: int, lane: Lane, known: dict[int, Sequence], timeout_s: float) -> None:
+    """Raise, with what all members of the lane have issued as far as they tell it soon."""
+    for member in lane.ranks:
+        if member not in known:
+            try:
+                known[member] = _fetch(store, step, member, min(timeout_s, 1.0))
+            except RuntimeError:  # DistStoreError: it has not ended the step
+                continue
+    found = sequences.first_mismatch(known, [lane])
+    assert found is not None, "more sequences cannot make two that differ alike"
+    raise CollectiveMismatch(found.problem())
+
+
+def _fetch(store, step: int, rank: int, timeout_s: float) -> Sequence:
+    store.wait([_key(step, rank)], timedelta(seconds=timeout_s))
+    return sequences.parse(zlib.decompress(b64decode(store.get(_key(step, rank)))).decode())
+
+
+def _key(step: int, rank: int) -> str:
+    return f"collectives/{step}/{rank}"
