@@ -120,15 +120,15 @@ def norm_counts_replicas() -> None:
 
 def label_smoothing_by_shard() -> None:
     """Smoothing spreads over the local vocabulary (Megatron-LM, until today)."""
-    from parallelrun.strategies.tensor.megatron import loss
+    from parallelrun.strategies.tensor import cross_entropy
 
-    right = loss.VocabParallelLoss.forward
+    right = cross_entropy.VocabParallelLoss.forward
 
-    def wrong(self: loss.VocabParallelLoss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def wrong(self: cross_entropy.VocabParallelLoss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.vocab = logits.size(-1)
         return right(self, logits, targets)
 
-    loss.VocabParallelLoss.forward = wrong
+    cross_entropy.VocabParallelLoss.forward = wrong
 
 
 def fsdp_divides() -> None:

@@ -12,7 +12,8 @@ from parallelrun import comm
 from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
-from parallelrun.strategies.tensor.megatron import layers, layouts, loss, operators, place
+from parallelrun.strategies.tensor import cross_entropy
+from parallelrun.strategies.tensor.megatron import layers, layouts, operators, place
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND, Proof, llama, prove_gpt
 
@@ -62,7 +63,7 @@ def wrong_group():
 
 
 def smoothing_over_the_shard():
-    class Loss(loss.VocabParallelLoss):
+    class Loss(cross_entropy.VocabParallelLoss):
         def forward(self, logits, targets):
             self.vocab = logits.size(-1)
             return super().forward(logits, targets)
@@ -71,13 +72,16 @@ def smoothing_over_the_shard():
 
 
 def target_counted_by_every_rank():
-    own = loss._own_column
-    loss._own_column = lambda targets, start, n: (own(targets, start, n)[0], torch.ones_like(targets, dtype=torch.bool))
+    own = cross_entropy._own_column
+    cross_entropy._own_column = lambda targets, start, n: (
+        own(targets, start, n)[0],
+        torch.ones_like(targets, dtype=torch.bool),
+    )
 
 
 def largest_logit_of_the_shard():
     right = comm.all_reduce
-    loss.comm.all_reduce = lambda *a, **k: None if k.get("op") == "max" else right(*a, **k)
+    cross_entropy.comm.all_reduce = lambda *a, **k: None if k.get("op") == "max" else right(*a, **k)
 
 
 def tokens_of_other_shards_not_masked():

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
 from parallelrun.models.network import Network
-from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
+from ..cross_entropy import VocabParallelLoss
+from ..placing import cut_parameters, put, splits_vocabulary
 from . import layers, layouts
-from .loss import VocabParallelLoss
 from .traffic import overlaps
 
 
@@ -23,33 +21,14 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
     group = mesh.group("tp")
     if group.size == 1:
         return
-    _cut_parameters(network, plan, mesh)
+    cut_parameters(network, plan, mesh, layouts.layout)
     span = layers.Span(group, plan.tensor.sequence_parallel, overlaps(plan))
     for name, layer in list(network.named_modules()):
         if isinstance(layer, one_device.RoleLayer):
-            _put(network, name, _replacement(layer, span, plan, mesh))
-    if isinstance(network.loss, one_device.TokenLoss) and _splits_vocabulary(plan):
+            put(network, name, _replacement(layer, span, plan, mesh))
+    if isinstance(network.loss, one_device.TokenLoss) and splits_vocabulary(plan):
         start, _ = layouts.row_range(plan.spec.vocab, plan, mesh.coordinate)
         network.loss = VocabParallelLoss(network.loss.label_smoothing, group, start, plan.spec.vocab)
-
-
-def _splits_vocabulary(plan: Plan) -> bool:
-    return any(layer.layer_role == "head" for layer in plan.spec.layers())
-
-
-def _cut_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Give every Parameter its local shape (uninitialised); one that several modules share stays shared."""
-    originals = {copy: plan.spec.parameters[original] for copy, original in plan.spec.tied}
-    known: dict[str, ParameterSpec] = {**plan.spec.parameters, **originals}
-    local: dict[int, nn.Parameter] = {}
-    for name, parameter in list(network.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in local:
-            layout = layouts.layout(known[name], plan)
-            shape = layout.local_shape(tuple(parameter.shape), plan.mesh.sizes, mesh.coordinate)
-            cut = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
-            local[id(parameter)] = cut
-        module, _, attribute = name.rpartition(".")
-        setattr(network.get_submodule(module), attribute, local[id(parameter)])
 
 
 def _replacement(layer: one_device.RoleLayer, span: layers.Span, plan: Plan, mesh: Mesh) -> one_device.RoleLayer:
@@ -60,8 +39,3 @@ def _replacement(layer: one_device.RoleLayer, span: layers.Span, plan: Plan, mes
         if isinstance(layer, role):
             return form(layer, span)
     return layer
-
-
-def _put(network: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(network.get_submodule(parent), leaf, layer)
