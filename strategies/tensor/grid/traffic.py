@@ -68,9 +68,10 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
 
 def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
     """Everything that one microbatch of a block sends, forward and backward; of the last block the loss too."""
-    forward = [call for layer in block.layers for call in _layer(layer, "forward", plan)]
+    both = [_layer(layer, plan) for layer in block.layers]
+    forward = [call for calls, _ in both for call in calls]
     again = forward if plan.recompute == "full" and block.is_recomputed else []
-    backward = [call for layer in block.layers for call in _layer(layer, "backward", plan)]
+    backward = [call for _, calls in both for call in calls]
     loss = _loss(plan) if block.name == plan.spec.blocks[-1].name else []
     return [*forward, *again, *backward, *loss]
 
@@ -87,10 +88,14 @@ def moves(layer: LayerSpec, plan: Plan) -> list[Transfer]:
     )  # fmt: skip
 
 
-def _layer(layer: LayerSpec, phase: str, plan: Plan) -> list[Call]:
+def _layer(layer: LayerSpec, plan: Plan) -> tuple[list[Call], list[Call]]:
+    """(what is sent forward, what backward)."""
     if layer.layer_role == "norm":
-        return _norm(layer, phase, plan)
-    return [_call(transfer, plan) for transfer in moves(layer, plan) if transfer.phase == phase]
+        return _norm(layer, plan)
+    phases: tuple[list[Call], list[Call]] = [], []
+    for transfer in moves(layer, plan):
+        phases[transfer.phase == "backward"].append(_call(transfer, plan))
+    return phases
 
 
 def _call(transfer: Transfer, plan: Plan) -> Call:
@@ -100,21 +105,19 @@ def _call(transfer: Transfer, plan: Plan) -> Call:
     return Call(transfer.axis, transfer.operation, purpose, transfer.calls, size)
 
 
-def _norm(layer: LayerSpec, phase: str, plan: Plan) -> list[Call]:
+def _norm(layer: LayerSpec, plan: Plan) -> tuple[list[Call], list[Call]]:
     """Statistics of rows whose features are split."""
     activation = lies(layer, plan)
     local_rows, _ = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
     size = local_rows * BYTES[plan.precision.accurate]
-    found = []
-    for axis in activation.features:
-        degree = plan.mesh.size(axis)
-        if plan.spec.norm == "rmsnorm":
-            found.append(Call(axis, "all_reduce", "norm", 1, size))
-        elif phase == "forward":
-            found.append(Call(axis, "all_gather", "norm", 1, degree * 2 * size))
-        else:
-            found.append(Call(axis, "all_reduce", "norm", 1, 2 * size))
-    return [call for call in found if plan.mesh.size(call.axis) > 1]
+    split = [axis for axis in activation.features if plan.mesh.size(axis) > 1]
+    if plan.spec.norm == "rmsnorm":
+        forward = [Call(axis, "all_reduce", "norm", 1, size) for axis in split]
+        return forward, forward
+    return (
+        [Call(axis, "all_gather", "norm", 1, plan.mesh.size(axis) * 2 * size) for axis in split],
+        [Call(axis, "all_reduce", "norm", 1, 2 * size) for axis in split],
+    )
 
 
 def _loss(plan: Plan) -> list[Call]:
