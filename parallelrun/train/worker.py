@@ -12,7 +12,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Run `config.verb` as this rank; return the exit code. Raises ParallelrunError subclasses for the user."""
     context.heartbeat(0, "build")
     if config.model.name == "matmul":
-        return _lesson(plan, context)
+        return _lesson(config, plan, context)
     if config.verb == "verify":
         from parallelrun.verify import run as verify
 
@@ -38,10 +38,10 @@ def _train(training, context: WorkerContext) -> int:
     return code
 
 
-def _lesson(plan: Plan, context: WorkerContext) -> int:
-    """The 4x5 by 5x8 product: every rank multiplies its blocks; rank 0 shows who held and sent what."""
+def _lesson(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The matmul lesson: every rank multiplies its blocks; rank 0 shows who held and sent what."""
     from parallelrun.mesh.runtime import build_mesh
     from parallelrun.models.matmul import lesson
 
-    lesson.run(plan, build_mesh(plan, context.device), show=context.console_owner)
+    lesson.run(plan, build_mesh(plan, context.device), context.console_owner, config.strategy.tensor.form)
     return EXIT_OK

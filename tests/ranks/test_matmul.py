@@ -71,3 +71,55 @@ def test_a_forgotten_reduce_is_found() -> None:
         run_ranks(2, lines_without_reduce, {"tp": 2})
     assert isinstance(failure.value.failures[0].exception, VerificationError)
     assert "rank 0 (tensor parallel, columns of W)" in str(failure.value)
+
+
+GRIDS = {
+    "SUMMA": {"layout": "2d", "tp": 4},
+    "stationary y": {"layout": "2d", "tp": 4, "strategy.tensor.form": "stationary_y"},
+    "stationary x": {"layout": "2d", "tp": 4, "strategy.tensor.form": "stationary_x"},
+    "stationary w": {"layout": "2d", "tp": 4, "strategy.tensor.form": "stationary_w"},
+    "uneven 2x3": {"layout": "2d", "tp": 6, "grid": "2x3"},
+    "2.5d": {"layout": "2.5d", "tp": 8, "depth": 2},
+    "3d": {"layout": "3d", "tp": 8},
+    "2d and dp": {"layout": "2d", "tp": 4, "dp": 2},
+}
+
+
+def grid_lines(overrides: dict[str, Any]) -> list[str]:
+    plan = tiny_plan({**MATMUL, **overrides})
+    return lesson.run(plan, build_mesh(plan, torch.device("cpu")), form=overrides.get("strategy.tensor.form", "auto"))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_grid_gives_the_same_product(name: str) -> None:
+    overrides = GRIDS[name]
+    told = "\n".join(run_ranks(overrides["tp"] * overrides.get("dp", 1), grid_lines, overrides)[0])
+    assert "Equal to X W, dX and dW" in told
+
+
+def test_summa_shows_its_panels_step_by_step() -> None:
+    told = "\n".join(run_ranks(4, grid_lines, GRIDS["SUMMA"])[0])
+    assert "X[0:2, 0:3]" in told and "W[0:3, 0:4]" in told and "W[3:5, 4:8]" in told
+    assert "step 1: X[0:2, 3:5] comes from rank 1 over col" in told
+    assert "step 1: W[3:5, 0:4] comes from rank 2 over row" in told
+    assert "Y after step 1[0:2, 0:4]" in told
+
+
+def test_depth_sums_the_gradient_of_w_and_nothing_else() -> None:
+    told = "\n".join(run_ranks(8, grid_lines, GRIDS["2.5d"])[0])
+    assert told.count("all-reduce of the partial dW") == 8 and "over depth, with ranks [0, 4]" in told
+
+
+def test_in_3d_each_axis_moves_one_matrix() -> None:
+    told = run_ranks(8, grid_lines, GRIDS["3d"])[0]
+    first = told[: next(i for i, line in enumerate(told) if "rank 1" in line)]
+    moves = [
+        line.split("(")[0].strip() + line.rpartition("over ")[2][:1]
+        for line in first
+        if line.startswith("     forward")
+    ]
+    assert moves == [
+        "forward: all-gather of Xy",
+        "forward: all-gather of Wx",
+        "forward: reduce-scatter of the partial Yz",
+    ]

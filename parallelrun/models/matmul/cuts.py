@@ -1,75 +1,99 @@
-"""The three ways to cut a matrix product Y = X W over ranks, as layouts. Torch-free: what `lesson` computes and prints.
+"""The ways to cut a matrix product Y = X W over ranks, as products. Torch-free: what `lesson` computes and prints.
 
-data: each rank has some rows of X and all of W (data parallelism; the data ways). column: all of X, some columns of W
-(the first half of Megatron's tensor parallelism). row: some columns of X, the same rows of W (its second half).
+data: each rank has some rows of X and all of W (data parallelism; the data ways). 1D: all of X and some columns of W,
+then some columns of X and the rows of W that meet them (the two halves of Megatron's tensor parallelism). 2D, 2.5D and
+3D: every matrix is cut along both dims (`parallelrun.product`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.mesh.shape import MeshShape
+from parallelrun.product import Activation, Product
+
+GRID_SAYS = {
+    "summa": "Every rank keeps one block of X, of W and of Y. The inner dim is cut into panels: panel after panel, a "
+    "block of X goes along its row of ranks and a block of W along its column, and each rank adds their product to its "
+    "block of Y (SUMMA; Optimus).",
+    "stationary_y": "Y stays where it is computed: each rank gathers its rows of X whole and its columns of W whole.",
+    "stationary_x": "X stays where it is: each rank gathers the rows of W that meet its columns of X; the partial sums "
+    "of Y are summed and dealt out along a row of ranks.",
+    "stationary_w": "W stays where it is: each rank gathers rows of X; the partial sums of Y are summed and dealt out. "
+    "The two axes change roles, so the next product leads back.",
+    "3d": "Every matrix is cut over all three axes. Rows of X are gathered over one axis, columns of W over another, "
+    "and the partial sums of Y are summed and dealt out over the third (Agarwal et al. 1995).",
+}
+DEPTH_SAYS = (
+    " Each depth slice does so with its own rows of X; only the gradient of W is summed over depth (Tesseract)."
+)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut. x, w, y: the layouts of X (rows x inner), W (inner x columns) and Y (rows x columns).
-
-    forward, backward: who must be summed over which axis: `("Y", "tp")` means that each rank has a partial sum of its Y
-    and they all-reduce over tp. backward names the gradients, with all of dY known where Y is.
-    """
+    """One way to cut: what it is called, what happens, and the product that says who holds and moves what."""
 
     title: str
     says: str
-    x: Layout
-    w: Layout
-    y: Layout
-    forward: tuple[tuple[str, str], ...]
-    backward: tuple[tuple[str, str], ...]
+    product: Product
 
 
-def cuts(mesh: MeshShape) -> list[Cut]:
-    """What a mesh can show: data parallelism when it has dp > 1, both tensor cuts when it has tp > 1."""
+def cuts(mesh: MeshShape, kind: str = "megatron", form: str = "auto") -> list[Cut]:
+    """What a mesh can show: data parallelism when it has dp > 1, both 1D cuts when it has tp > 1, or the grid's form.
+
+    form: of a 2d or 2.5d grid; `auto` shows SUMMA on a square grid and stationary_y on any other.
+    """
     over_dp = ("dp",) if mesh.size("dp") > 1 else ()
-    over_tp = ("tp",) if mesh.size("tp") > 1 else ()
-    weight_sum = (("dW", "dp"),) if over_dp else ()
-    if not over_tp:
-        return [
-            Cut(
-                "data parallel: rows of X" if over_dp else "one device: nothing is cut",
-                "Every rank has all of W and its own rows of X. Forward needs nobody; the gradients of W are summed."
-                if over_dp
-                else "One rank multiplies alone. Try dp=2 (rows of X), or tp=2 (columns, then rows, of W).",
-                Layout((over_dp, ())),
-                Layout(((), ())),
-                Layout((over_dp, ())),
-                (),
-                weight_sum,
-            )
-        ]
-    rows = " Rows of X are cut over dp besides." if over_dp else ""
+    if mesh.size("tp") == 1:
+        return [_without_tensor_axis(over_dp)]
+    besides = " Rows of X are cut over dp besides." if over_dp else ""
+    if kind != "megatron":
+        cut = _grid(mesh, kind, form)
+        return [Cut(cut.title, cut.says + besides, with_rows(cut.product, over_dp))]
     return [
         Cut(
             "tensor parallel, columns of W",
-            "Every rank has all of its X and some columns of W, and gets those columns of Y, finished." + rows,
-            Layout((over_dp, ())),
-            Layout(((), over_tp)),
-            Layout((over_dp, over_tp)),
-            (),
-            (("dX", "tp"), *weight_sum),
+            "Every rank has all of its X and some columns of W, and gets those columns of Y, finished." + besides,
+            with_rows(products.column_1d(), over_dp),
         ),
         Cut(
             "tensor parallel, rows of W",
             "Every rank has some columns of X and the rows of W that meet them: a partial sum of every number of Y."
-            + rows,
-            Layout((over_dp, over_tp)),
-            Layout((over_tp, ())),
-            Layout((over_dp, ())),
-            (("Y", "tp"),),
-            weight_sum,
+            + besides,
+            with_rows(products.row_1d(), over_dp),
         ),
     ]
+
+
+def with_rows(product: Product, axes: tuple[str, ...]) -> Product:
+    """The same product for each part of the rows over `axes` (dp): W is held whole by all of them."""
+
+    def wider(activation: Activation) -> Activation:
+        return Activation((*axes, *activation.rows), activation.features)
+
+    return replace(product, x=wider(product.x), y=wider(product.y))
+
+
+def _without_tensor_axis(over_dp: tuple[str, ...]) -> Cut:
+    alone = Product("data", Activation(over_dp), Activation(over_dp), Layout(((), ())))
+    if not over_dp:
+        says = "One rank multiplies alone. Try dp=2 (rows of X), tp=2 (columns, then rows, of W), layout=2d tp=4."
+        return Cut("one device: nothing is cut", says, alone)
+    says = "Every rank has all of W and its own rows of X. Forward needs nobody; the gradients of W are summed."
+    return Cut("data parallel: rows of X", says, alone)
+
+
+def _grid(mesh: MeshShape, kind: str, form: str) -> Cut:
+    if kind == "3d":
+        return Cut("3D tensor parallel", GRID_SAYS["3d"], products.cube(Activation(("x", "y"), ("z",))))
+    deep = mesh.size("depth") > 1
+    square = mesh.size("row") == mesh.size("col")
+    chosen = form if form != "auto" else "summa" if square else "stationary_y"
+    product = getattr(products, chosen)(Activation((*(("depth",) if deep else ()), "row"), ("col",)))
+    title = f"{'2.5D' if deep else '2D'} tensor parallel, {chosen.replace('_', ' ')}"
+    return Cut(title, GRID_SAYS[chosen] + (DEPTH_SAYS if deep else ""), product)
 
 
 def matrix_x(rows: int, inner: int) -> list[list[float]]:

@@ -1,0 +1,44 @@
+"""docs/tensor_layouts.md shows what the code does: its pictures and tables are what docs/layouts.py draws today."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def layouts() -> ModuleType:
+    source = importlib.util.spec_from_file_location("docs_layouts", DOCS / "layouts.py")
+    assert source is not None and source.loader is not None
+    module = importlib.util.module_from_spec(source)
+    sys.modules["docs_layouts"] = module  # dataclasses look their module up
+    source.loader.exec_module(module)
+    return module
+
+
+def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:
+    for path, content in layouts.files().items():
+        assert path.read_text() == content, f"run `python docs/layouts.py`: {path.name} shows an older layout"
+
+
+def test_every_picture_is_shown_and_every_one_shown_exists(layouts: ModuleType) -> None:
+    shown = set(re.findall(r"\(layouts/(\w+)\.svg\)", (DOCS / "tensor_layouts.md").read_text()))
+    assert shown == {picture.name for picture in layouts.PICTURES} == {p.stem for p in (DOCS / "layouts").glob("*.svg")}
+
+
+def test_a_picture_covers_each_matrix_with_the_blocks_of_all_ranks(layouts: ModuleType) -> None:
+    for picture in layouts.PICTURES:
+        drawn = layouts.draw(picture)
+        numbers = {
+            int(n)
+            for text in re.findall(r'text-anchor="middle"[^>]*>([\d,–]+)<', drawn)
+            for n in text.split("–")[0].split(",")
+        }
+        assert 0 in numbers and max(numbers) <= picture.mesh.num_ranks - 1
