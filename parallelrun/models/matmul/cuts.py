@@ -92,7 +92,7 @@ def _grid(mesh: MeshShape, kind: str, form: str) -> Cut:
     square = mesh.size("row") == mesh.size("col")
     chosen = form if form != "auto" else "summa" if square else "stationary_y"
     product = getattr(products, chosen)(Activation((*(("depth",) if deep else ()), "row"), ("col",)))
-    title = f"{'2.5D' if deep else '2D'} tensor parallel, {chosen.replace('_', ' ')}"
+    title = f"{'2.5D' if deep else '2D'} tensor parallel, {'SUMMA' if chosen == 'summa' else chosen.replace('_', ' ')}"
     return Cut(title, GRID_SAYS[chosen] + (DEPTH_SAYS if deep else ""), product)
 
 

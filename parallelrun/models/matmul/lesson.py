@@ -7,6 +7,8 @@ parallelrun model=matmul layout=2d tp=4
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 import torch
 import torch.distributed as dist
 
@@ -17,6 +19,9 @@ from parallelrun.models.matmul.blocks import Block, Matrices
 from parallelrun.models.matmul.cuts import Cut, cuts, matrix_dy, matrix_w, matrix_x
 from parallelrun.models.matmul.spec import WEIGHT
 from parallelrun.plan.structure import Plan
+
+
+WIDTH, INDENT = 100, "   "
 
 
 def run(plan: Plan, mesh: Mesh, show: bool = False, form: str = "auto") -> list[str]:
@@ -33,7 +38,7 @@ def run(plan: Plan, mesh: Mesh, show: bool = False, form: str = "auto") -> list[
     for number, cut in enumerate(cuts(plan.mesh, plan.tensor.kind, form), start=1):
         told, is_right = multiply(plan, mesh, cut)
         reports = _gather((mesh.rank, told, is_right), mesh)
-        lines += ["", f"{number}. {cut.title}", f"   {cut.says}"]
+        lines += ["", f"{number}. {cut.title}", *wrap(cut.says, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)]
         for rank, report, right in reports:
             lines += ["", f"   {_place(plan, rank)}", *(f"     {line}".rstrip() for line in report)]
             wrong += [] if right else [f"rank {rank} ({cut.title})"]
