@@ -34,6 +34,7 @@ class ParameterSpec:
     """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv apart).
 
     heads: for rows of dim 0 that belong to attention heads, how many heads they hold (kv heads for wk, wv); else None.
+    frozen: it keeps its initial (or resumed) values: no gradient, no optimizer state, no part in the norm.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ParameterSpec:
     initialiser: Initialiser
     layer_role: str
     heads: int | None = None
+    frozen: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,6 +66,17 @@ class LayerSpec:
     out_features: int
     parameters: tuple[ParameterSpec, ...] = ()
     tied: str | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The column layers of a block that read one input, and the row layer that reads what they give.
+
+    A column layer that no row layer follows is alone (row None); so is a row layer that follows none (no columns).
+    """
+
+    columns: tuple[LayerSpec, ...]
+    row: LayerSpec | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,11 @@ class ModelSpec:
         return sum(block.num_parameters for block in self.blocks)
 
     @property
+    def num_frozen(self) -> int:
+        """Elements of frozen parameters."""
+        return sum(parameter.numel for parameter in self.parameters.values() if parameter.frozen)
+
+    @property
     def forward_flops(self) -> float:
         """For one sample."""
         return sum(block.forward_flops for block in self.blocks)
@@ -152,6 +170,32 @@ class ModelSpec:
         """The layer that lists each logical parameter, by the parameter's name."""
         return {parameter.name: layer for layer in self.layers() for parameter in layer.parameters}
 
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Every pair of column layers and row layer, in order."""
+        return tuple({id(pair): pair for pair in self.pair_of.values()}.values())
+
+    @cached_property
+    def pair_of(self) -> dict[str, Pair]:
+        """By layer name: the pair that a layer is part of, or stands in between of."""
+        return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
+
     def layers(self) -> Iterator[LayerSpec]:
         for block in self.blocks:
             yield from block.layers
+
+
+def _pairs(block: BlockSpec) -> dict[str, Pair]:
+    """By name, in order: the pair of each layer of `block` that has one."""
+    found: dict[str, Pair] = {}
+    opened: list[LayerSpec] = []
+    for layer in block.layers:
+        if layer.layer_role == "row":
+            columns = tuple(other for other in opened if other.layer_role == "columns")
+            pair = Pair(columns, layer)
+            found |= {inside.name: pair for inside in (*opened, layer)}
+            opened = []
+        elif layer.layer_role == "columns" or opened:
+            opened.append(layer)
+    found |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "columns"}
+    return found

@@ -12,17 +12,23 @@ from parallelrun.plan.structure import Batch
 DEFAULT_GLOBAL_BATCH = 48
 
 Violations = Callable[[Batch], list[Problem]]
+Against = Callable[[Batch], bool]
 
 
 def fill(
-    config: Config, dp: int, pp: int, violations: Violations, filled: list[str], problems: list[Problem]
+    config: Config, dp: int, pp: int, parts: int, violations: Violations, filled: list[str], problems: list[Problem]
 ) -> Batch | None:
     """The batch, or None with the violations appended to `problems`.
 
-    violations: what the schedule has against a Batch; a count of microbatches is legal when it has nothing. Unset
-    counts become the fewest microbatches (the largest micro-batch) that the schedule allows.
+    parts: the tensor way cuts the samples of a microbatch into so many, so micro_batch must divide by it. violations:
+    what the schedule has against a Batch; a count of microbatches is legal when it has nothing. Unset counts become the
+    fewest microbatches (the largest micro-batch) that both allow.
     """
     before = len(problems)
+
+    def against(batch: Batch) -> bool:
+        return batch.micro_batch % parts > 0 or bool(violations(batch))
+
     problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
     for key in ("global_batch", "local_batch", "micro_batch", "microbatches"):
         value = getattr(config, key)
@@ -36,7 +42,7 @@ def fill(
     elif config.global_batch is not None:
         global_batch = config.global_batch
     else:
-        global_batch = _default_global_batch(config, dp, pp, violations)
+        global_batch = _default_global_batch(config, dp, pp, parts, against)
         why = (
             "the default"
             if global_batch == DEFAULT_GLOBAL_BATCH
@@ -46,7 +52,7 @@ def fill(
     if global_batch % dp:
         problems.append(_indivisible(config, global_batch, dp))
         return None
-    return _microbatches(config, global_batch, dp, violations, filled, problems)
+    return _microbatches(config, global_batch, dp, against, filled, problems)
 
 
 def _both(config: Config, one: str, other: str) -> list[Problem]:
@@ -65,21 +71,21 @@ def _indivisible(config: Config, global_batch: int, dp: int) -> Problem:
     return Problem(what, "global_batch", fix, kind="arithmetic")
 
 
-def _default_global_batch(config: Config, dp: int, pp: int, violations: Violations) -> int:
-    """48; where 48 are too few for the plan, the fewest samples that its schedule allows."""
-    step = config.micro_batch or config.microbatches or 1
+def _default_global_batch(config: Config, dp: int, pp: int, parts: int, against: Against) -> int:
+    """48; where 48 are too few for the plan, the fewest samples that its schedule and its grid allow."""
+    step = config.micro_batch or (config.microbatches or 1) * parts
     if DEFAULT_GLOBAL_BATCH % dp == 0 and DEFAULT_GLOBAL_BATCH // dp % step == 0:
         replica = DEFAULT_GLOBAL_BATCH // dp
         counts = _counts(config, replica)
-        if any(not violations(_batch(DEFAULT_GLOBAL_BATCH, dp, m)) for m in counts):
+        if any(not against(_batch(DEFAULT_GLOBAL_BATCH, dp, m)) for m in counts):
             return DEFAULT_GLOBAL_BATCH
     elif dp * step <= DEFAULT_GLOBAL_BATCH:
         return DEFAULT_GLOBAL_BATCH  # large enough, but indivisible: a violation that the user should see
     if config.microbatches is not None:
-        return dp * config.microbatches
+        return dp * step
     for count in range(1, 2 * pp + DEFAULT_GLOBAL_BATCH + 1):
         batch = Batch(dp * step * count, step, count)
-        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and not violations(batch):
+        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and not against(batch):
             return batch.global_batch
     # no small count gives both 48 samples and a legal schedule: let the schedule say why
     return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
@@ -102,7 +108,7 @@ def _microbatches(
     config: Config,
     global_batch: int,
     dp: int,
-    violations: Violations,
+    against: Against,
     filled: list[str],
     problems: list[Problem],
 ) -> Batch | None:
@@ -117,7 +123,7 @@ def _microbatches(
         fix = either(key, nearest(asked, divisors(replica))) + " or " + either("global_batch", around)
         problems.append(Problem(what, key, fix, kind="arithmetic"))
         return None
-    legal = [m for m in counts if not violations(_batch(global_batch, dp, m))]
+    legal = [m for m in counts if not against(_batch(global_batch, dp, m))]
     # a count that was given may be illegal: the schedule's own check names what is wrong with it
     chosen = legal[0] if legal else counts[-1]
     batch = _batch(global_batch, dp, chosen)

@@ -83,7 +83,7 @@ def _solve(
         problems += unread
     if spec is None or not degrees.sound or not known_ways:
         if degrees.sound:
-            batches.fill(config, degrees.dp, degrees.pp, lambda batch: [], degrees.filled, problems)
+            batches.fill(config, degrees.dp, degrees.pp, 1, lambda batch: [], degrees.filled, problems)
         return _distinct(problems)
     ways = Ways(
         load_way("data", config.strategy.data.kind),
@@ -139,7 +139,8 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
     def violations(batch: Batch) -> list[Problem]:
         return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]
 
-    batch = batches.fill(config, degrees.dp, degrees.pp, violations, degrees.filled, problems)
+    parts = ways.tensor.sample_parts(request)
+    batch = batches.fill(config, degrees.dp, degrees.pp, parts, violations, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
         problems += violations(batch)

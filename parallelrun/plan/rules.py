@@ -22,6 +22,7 @@ CHOICES = {
     "verify.optimizer": ("sgd", "same"),
     "verify.precision": ("fp64", "fp32"),
     "strategy.pipeline.partition": ("cost", "uniform"),
+    "strategy.tensor.form": ("auto", "stationary_x", "stationary_y", "stationary_w", "summa"),
 }
 # key: the least whole number allowed
 WHOLE = {
@@ -41,6 +42,7 @@ WHOLE = {
     "dataset.max_bytes": 1,
     "strategy.data.shard": 1,
     "strategy.pipeline.chunks": 1,
+    "strategy.tensor.depth": 1,
     "cluster.nodes": 1,
     "cluster.gpus_per_node": 1,
 }

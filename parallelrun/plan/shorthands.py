@@ -9,9 +9,9 @@ from parallelrun.errors import Problem
 from parallelrun.plan.names import did_you_mean, one_of
 from parallelrun.registry import has, names
 
-# The tensor way of every layout; None where the layout has a meaning but no way yet.
-LAYOUTS = {"1d": "megatron", "2d": None, "2.5d": None, "3d": None}
+LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor way of every layout
 OF_WAYS = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
+GRIDS = ("2d", "2.5d", "3d")  # tensor ways that split samples and features over several axes
 CHUNKED = ("interleaved", "zero_bubble", "zbv")
 
 
@@ -35,7 +35,13 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
         problems += found
         if kind and kind != tensor.kind:
             problems += _contradiction("layout", config.layout, "strategy.tensor.kind", tensor.kind, given)
+            problems += _other_preset(config, kind)
             tensor = replace(tensor, kind=kind)
+    for key in ("grid", "depth"):
+        value = getattr(config, key)
+        if value is not None:
+            problems += _contradiction(key, value, f"strategy.tensor.{key}", getattr(tensor, key), given)
+            tensor = replace(tensor, **{key: value})
     if config.schedule is not None:
         problems += one_of("schedule", config.schedule, kinds("pipeline"))
         problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, given)
@@ -55,10 +61,17 @@ def _layout(layout: str) -> tuple[str | None, list[Problem]]:
     if text not in LAYOUTS:
         what = f"layout={layout} is unknown; it is one of {', '.join(LAYOUTS)}"
         return None, [Problem(what, "layout", f"layout={did_you_mean(text, LAYOUTS)}")]
-    if LAYOUTS[text] is None:
-        what = f"layout={layout} has no tensor way yet"
-        return None, [Problem(what, "layout", "layout=1d", kind="not_built")]
     return LAYOUTS[text], []
+
+
+def _other_preset(config: Config, kind: str) -> list[Problem]:
+    """A preset that is about one tensor way names its layout: another one contradicts it."""
+    preset, own = config.strategy.name, config.strategy.tensor.kind
+    if config.strategy.own_axis != "tp":
+        return []
+    named = {way: layout for layout, way in LAYOUTS.items()}
+    what = f"layout={config.layout} contradicts strategy={preset}, which is layout={named.get(own, own)}"
+    return [Problem(what, "layout", f"layout={named.get(own, own)} or strategy=ptdp", kind="contradiction")]
 
 
 def _contradiction(short: str, asked: object, long: str, said: object, given: frozenset[str]) -> list[Problem]:
@@ -77,9 +90,10 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     def complain(key: str, value: object, fix: str) -> None:
         problems.append(Problem(f"{key}={value} is read by none of the chosen ways ({ways})", key, fix, kind="unread"))
 
+    shaped = {"grid": ("2d", "2.5d"), "depth": ("2.5d",)}
     for key in ("servers", "consistency", "staleness", "backup_workers", "grid", "depth"):
         value = getattr(config, key)
-        if value is not None and not (key == "servers" and value == 0):
+        if value is not None and not (key == "servers" and value == 0) and tensor not in shaped.get(key, ()):
             complain(key, value, f"leave {key} out")
     if pp == 1 and config.schedule is not None:
         complain("schedule", config.schedule, "pp=2, or leave schedule out")
@@ -91,6 +105,11 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         "strategy.data.shard": (data != "fsdp", "strategy=hsdp"),
         "strategy.data.reshard_after_forward": (data != "fsdp", "strategy=fsdp"),
         "strategy.data.bucket_mb": (data == "fsdp", "leave it out: fsdp makes one bucket per block"),
+        "strategy.tensor.sequence_parallel": (tensor in GRIDS, "layout=1d"),
+        "strategy.tensor.grid": (tensor not in ("2d", "2.5d"), "layout=2d"),
+        "strategy.tensor.depth": (tensor != "2.5d", "layout=2.5d"),
+        "strategy.tensor.form": (tensor not in ("2d", "2.5d"), "layout=2d"),
+        "strategy.tensor.save_gathered": (tensor not in GRIDS, "layout=2d"),
         "strategy.pipeline.kind": (pp == 1, "pp=2, or leave it out"),
         "strategy.pipeline.partition": (pp == 1, "pp=2, or leave it out"),
         "strategy.pipeline.split": (pp == 1, "pp=2, or leave it out"),

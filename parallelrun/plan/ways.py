@@ -34,6 +34,9 @@ class TensorWayPlan(Protocol):
     def check(self, request: Request) -> list[Problem]:
         """Every violation, each with the nearest legal values."""
 
+    def sample_parts(self, request: Request) -> int:
+        """Into how many parts this way cuts the samples of a microbatch: micro_batch must divide by it."""
+
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """(leaf axes with degrees that make up the tensor axes, factors): see MeshShape."""
 

@@ -199,10 +199,11 @@ def test_schedule_beats_the_preset_and_contradicts_an_explicit_kind():
     assert problem.kind == "contradiction"
 
 
-def test_layouts_other_than_1d_are_not_built():
-    assert tiny_plan(tp=2, layout="1d").tensor.kind == "megatron"
-    for layout in ("2d", "2.5d", "3d"):
-        assert only_problem({"tp": 4, "layout": layout}).kind == "not_built"
+def test_every_layout_names_a_tensor_way():
+    smallest = (("1d", 2), ("2d", 4), ("2.5d", 8), ("3d", 8))
+    kinds = {layout: tiny_plan(tp=tp, layout=layout).tensor.kind for layout, tp in smallest}
+    assert kinds == {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}
+    assert "2d" in only_problem({"tp": 4, "layout": "4d"}).suggestion
 
 
 # Keys that nobody reads

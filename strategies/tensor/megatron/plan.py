@@ -38,6 +38,10 @@ class Way:
             problems.append(Problem(what, "tp", fix + sizes, kind="arithmetic"))
         return problems
 
+    def sample_parts(self, request: Request) -> int:
+        """One: every rank works on all samples."""
+        return 1
+
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """One axis `tp`; made of kv heads and their copies where there are more ranks than kv heads."""
         kv_heads = request.spec.kv_heads

@@ -1,0 +1,173 @@
+"""How each pair of layers multiplies: the form that moves the fewest bytes among those that divide. Torch-free.
+
+A pair is the column layers of a block and the row layer that reads them (`models.spec.Pair`). Between the two an
+activation may lie in another way than between blocks, so both forms are chosen together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from parallelrun import product as products
+from parallelrun.models.spec import LayerSpec, ModelSpec, Pair
+from parallelrun.product import Activation, Product, Sizes, transfers
+
+from .axes import between_blocks, degree
+
+MAKE: dict[str, Callable[[Activation], Product]] = {
+    "stationary_y": products.stationary_y,
+    "stationary_x": products.stationary_x,
+    "stationary_w": products.stationary_w,
+    "summa": products.summa,
+    "cube": products.cube,
+}
+KEPT = ("stationary_y", "stationary_x")  # forms that keep the layout of their input
+FORMS = ("auto", *KEPT, "stationary_w", "summa")
+
+Key = tuple[int, int, int, int]
+Forms = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the forms depend on. kind: 2d | 2.5d | 3d; asked: `strategy.tensor.form`; sizes: of the axes, in mesh order.
+
+    positions: rows of X in a microbatch; samples: of a microbatch (0: not known yet). compute, reduce: bytes of an
+    element that moves, and of a weight gradient.
+    """
+
+    kind: str
+    asked: str
+    sizes: Sizes
+    positions: int = 1
+    samples: int = 0
+    save_gathered: bool = True
+    compute: int = 4
+    reduce: int = 4
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """`size` (of heads, features or samples, at config key `key`, or of layer `key`) does not divide by `parts`."""
+
+    key: str
+    size: int
+    parts: int
+
+
+def key_of(pair: Pair) -> Key:
+    """The sizes that a pair's forms are kept by; 0 for the half that is missing."""
+    columns, row = pair.columns, pair.row
+    first = (columns[0].in_features, sum(layer.out_features for layer in columns)) if columns else (0, 0)
+    return (*first, row.in_features, row.out_features) if row else (*first, 0, 0)
+
+
+def pair_products(forms: Forms, outside: Activation) -> tuple[Product, Product]:
+    """(product of the column layers, of the row layer); for the half that is missing, that of the other."""
+    first = MAKE[forms[0] or forms[1]](outside)
+    return first, MAKE[forms[1]](first.y if forms[0] else outside) if forms[1] else first
+
+
+def candidates(pair: Pair, kind: str, asked: str) -> Iterator[Forms]:
+    """Every pair of forms that could be, under `strategy.tensor.form`."""
+    if kind == "3d":
+        if pair.columns and pair.row:
+            yield "cube", "cube"
+        else:
+            yield _halves(pair, "stationary_y", "stationary_y")
+        return
+    alone = not (pair.columns and pair.row)
+    single = KEPT if asked in ("auto", "stationary_w") else (asked,)
+    if asked != "stationary_w" or alone or len(pair.columns) > 1:
+        for first in single if pair.columns else ("",):
+            for second in single if pair.row else ("",):
+                yield first, second
+    # several column layers side by side could also be one after the other: only forms that keep the layout suit both
+    if asked in ("auto", "stationary_w") and not alone and len(pair.columns) == 1:
+        yield "stationary_w", "stationary_w"
+
+
+def _halves(pair: Pair, first: str, second: str) -> Forms:
+    return first if pair.columns else "", second if pair.row else ""
+
+
+def choose(spec: ModelSpec, choice: Choice) -> tuple[tuple[Key, Forms], ...]:
+    """The forms of every pair of the model, by its sizes. Asked of sizes that fit some form."""
+    found = []
+    for key, pairs in distinct(spec).items():
+        every = list(candidates(pairs[0], choice.kind, choice.asked))
+        legal = [forms for forms in every if not misfits(pairs, forms, choice, spec)]
+        legal = legal or every  # where nothing is checked: the matmul lesson, tp = 1
+        found.append((key, min(legal, key=lambda forms: volume(pairs[0], forms, choice))))
+    return tuple(found)
+
+
+def distinct(spec: ModelSpec) -> dict[Key, list[Pair]]:
+    """The model's pairs by their sizes, one for each way in which they split their outputs."""
+    found: dict[Key, dict[object, Pair]] = {}
+    for pair in spec.pairs:
+        shapes = tuple((p.shape, p.heads) for layer in (*pair.columns, *_row(pair)) for p in layer.parameters)
+        found.setdefault(key_of(pair), {}).setdefault(shapes, pair)
+    return {key: list(pairs.values()) for key, pairs in found.items()}
+
+
+def _row(pair: Pair) -> tuple[LayerSpec, ...]:
+    return (pair.row,) if pair.row else ()
+
+
+def volume(pair: Pair, forms: Forms, choice: Choice) -> float:
+    """Bytes that a rank receives in the forward and backward pass of a microbatch through the pair."""
+    columns, row = pair_products(forms, between_blocks(choice.sizes))
+    layers = [(layer, columns) for layer in pair.columns] + [(layer, row) for layer in _row(pair)]
+    return sum(
+        transfer.received(choice.sizes) * (choice.reduce if transfer.operand == "dw" else choice.compute)
+        for layer, product in layers
+        for transfer in transfers(
+            product,
+            choice.positions,
+            layer.in_features,
+            layer.out_features,
+            choice.sizes,
+            save_gathered=choice.save_gathered,
+        )
+    )
+
+
+def misfits(pairs: list[Pair], forms: Forms, choice: Choice, spec: ModelSpec) -> list[Misfit]:
+    """All that does not divide when these pairs multiply so."""
+    columns, row = pair_products(forms, between_blocks(choice.sizes))
+    found = []
+    for pair in pairs:
+        for layer in pair.columns:
+            found += layer_misfits(layer, columns, choice, spec)
+        for layer in _row(pair):
+            found += layer_misfits(layer, row, choice, spec)
+    return list(dict.fromkeys(found))
+
+
+def layer_misfits(layer: LayerSpec, product: Product, choice: Choice, spec: ModelSpec) -> list[Misfit]:
+    """What of one layer does not divide: heads, features in and out, rows and columns of its weights, samples."""
+    sizes = choice.sizes
+    rows, width = (degree(axes, sizes) for axes in product.weight.dims)
+    found = []
+    parts = max(degree(product.x.features, sizes), width)
+    if product.panels:
+        parts = products.num_panels(product, sizes)
+    found.append(_feature(layer, layer.in_features, parts, spec))
+    outputs = degree(product.y.features, sizes)
+    for parameter in layer.parameters:
+        if parameter.heads and parameter.heads % outputs:
+            which = "model.heads" if parameter.heads == spec.heads else "model.kv_heads"
+            found.append(Misfit(which, parameter.heads, outputs))
+        elif len(parameter.shape) == 2:
+            found.append(_feature(layer, parameter.shape[0], max(rows, outputs), spec))
+    for axes in (product.x.rows, product.y.rows):
+        found.append(Misfit("micro_batch", choice.samples, degree(axes, sizes)))
+    return [misfit for misfit in found if misfit.size % misfit.parts]
+
+
+def _feature(layer: LayerSpec, size: int, parts: int, spec: ModelSpec) -> Misfit:
+    """The misfit of a number of features, at the config key that makes it."""
+    names = {spec.ffn: "model.ffn", spec.hidden: "model.hidden"}
+    return Misfit(names.get(size, layer.name), size, parts)

@@ -1,0 +1,85 @@
+"""What the grid tensor ways (2d, 2.5d, 3d) will do: checks, axes, forms, layouts. Torch-free.
+
+Sources: SUMMA as in Optimus (Xu et al. 2021), Tesseract (Wang et al. 2021), 3D (Bian et al. 2021, after Agarwal et al.
+1995); forms chosen per layer as in MeshSlice and AxoNN. See `parallelrun.product` and docs/tensor_layouts.md.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.models.spec import BlockSpec, ParameterSpec
+from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
+from parallelrun.plan.ways import Request
+
+from . import axes, checks, choose, layouts, products
+
+
+class Way:
+    """The TensorWayPlan of kinds `2d`, `2.5d` and `3d`."""
+
+    def check(self, request: Request) -> list[Problem]:
+        """The grid, layer roles, heads, widths and samples must divide; sequence and vocabulary need not."""
+        return checks.check(request)
+
+    def sample_parts(self, request: Request) -> int:
+        """A microbatch is cut by whole samples into as many parts as the rows axes make."""
+        sizes = checks.arranged(request)
+        if sizes is None or request.tp == 1:
+            return 1
+        lies = axes.between_blocks(sizes)
+        parts = axes.degree(lies.rows, sizes)
+        if checks.asked_form(request) == "stationary_w":  # rows and columns of the grid change roles
+            return lcm(parts, axes.degree((*lies.rows[:-1], *lies.features), sizes))
+        return parts
+
+    def leaves(self, request: Request) -> axes.Leaves:
+        """row x col, depth x row x col, or x x y x z; `tp` is made of them."""
+        tensor = request.config.strategy.tensor
+        return axes.leaves(tensor.kind, request.tp, axes.read_grid(tensor.grid), tensor.depth)
+
+    def settle(self, request: Request) -> TensorWay:
+        """The form of every pair of layers, by what it moves."""
+        tensor = request.config.strategy.tensor
+        return TensorWay(
+            kind=tensor.kind,
+            overlap=tensor.overlap,
+            forms=choose.choose(request.spec, checks.choice(request)),
+            save_gathered=tensor.save_gathered,
+        )
+
+    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
+        """See `layouts`."""
+        return layouts.layout(parameter, plan)
+
+    def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
+        """What passes between blocks for one microbatch: this rank's samples and features."""
+        *middle, features = plan.spec.boundary_shape
+        sizes = axes.tensor_sizes(plan)
+        samples, width = axes.outside(plan).local(plan.batch.micro_batch, features, sizes)
+        return (samples, *middle, width)
+
+    def loss_axes(self, plan: Plan) -> tuple[str, ...]:
+        """The axes over which samples are split where the logits are."""
+        head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
+        product = products.product_of(head, plan) if head else None
+        rows = product.y.rows if product else axes.outside(plan).rows
+        return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
+
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Bytes one microbatch of `block` keeps for backward on a rank. See `memory`."""
+        from . import memory
+
+        return memory.saved_bytes(block, plan)
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
+        from . import traffic
+
+        return traffic.collectives(blocks, plan)
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """The same function and the same gradients as on one device."""
+        return Equivalence("exact")
