@@ -104,6 +104,7 @@ class CommunicationCounter(TorchDispatchMode):
         if name not in _COUNTED:
             return
         operation, buffer = _COUNTED[name]
+        operation = comm.current_operation() or operation
         group = _group(args)
         axis, purpose = comm.current_label() or (self._axis(group), _purpose(operation, args))
         if self._note and group is not None and name != "recv_any_source_":

@@ -35,6 +35,40 @@ def test_gather_concatenates_along_the_dim_and_scatter_sums_and_cuts_it() -> Non
     assert not difference.any()
 
 
+def sums_of_low_precision() -> list[float]:
+    group = mesh_of(dp=4).group("dp")
+    first = 256.0 if group.index == 0 else 1.0  # in bf16 256 + 1 is 256
+    mine = torch.empty(1, dtype=torch.bfloat16)
+    work = comm.reduce_scatter_into(mine, torch.full((4,), first, dtype=torch.bfloat16), group, "test", async_op=True)
+    work.wait()
+    return mine.tolist()
+
+
+def test_parts_of_low_precision_are_summed_wide_and_rounded_once() -> None:
+    assert run_ranks(4, sums_of_low_precision) == [[260.0]] * 4  # 259, rounded to the nearest that bf16 has
+
+
+def to_and_from_one_member() -> tuple[float, float, list[Collective]]:
+    mesh = mesh_of(dp=2, tp=2)
+    group = mesh.group("dp")
+    told, summed = torch.full((3,), float(mesh.rank)), torch.full((3,), 10.0**mesh.rank)
+    with CommunicationCounter(mesh) as counter:
+        for work in (
+            comm.broadcast(told, group, "test", source=1, async_op=True),
+            comm.reduce(summed, group, "test", destination=1, async_op=True),
+        ):
+            assert work is not None
+            work.wait()
+    return told[0].item(), summed[0].item(), counter.rows()
+
+
+def test_a_broadcast_comes_from_and_a_reduction_goes_to_a_member_of_the_group() -> None:
+    results = run_ranks(4, to_and_from_one_member)  # groups over dp: ranks 0, 2 and 1, 3
+    assert [told for told, _, _ in results] == [2, 3, 2, 3]
+    assert [results[rank][1] for rank in (2, 3)] == [101.0, 1010.0]
+    assert results[0][2] == [Collective("dp", "broadcast", "test", 1, 12), Collective("dp", "reduce", "test", 1, 12)]
+
+
 def every_axis_sums_its_own() -> dict[str, float]:
     mesh = mesh_of(dp=2, tp=2, pp=2)
     sums = {}
@@ -56,6 +90,8 @@ def degree_one_sends_nothing() -> list[Collective]:
         tensor = torch.ones(3)
         comm.all_reduce(tensor, mesh.group("dp"), "test")
         comm.all_gather(tensor, mesh.group("pp"), "test")
+        comm.broadcast(tensor, mesh.group("pp"), "test")
+        comm.reduce(tensor, mesh.group("pp"), "test")
     return counter.rows()
 
 
