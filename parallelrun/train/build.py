@@ -15,6 +15,7 @@ from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.plan.structure import Plan
+from parallelrun.train.gradients import Gradients
 from parallelrun.train.optimizer import Optimizer
 from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
@@ -29,6 +30,7 @@ class Training:
     mesh: Mesh
     parts: list[Network]
     data: Any  # DataRuntime of the plan's data way
+    gradients: Gradients
     engine: Any  # Engine of the plan's pipeline way
     optimizer: Optimizer
     reader: Reader
@@ -95,6 +97,7 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         mesh=mesh,
         parts=parts,
         data=data,
+        gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
         engine=engine,
         optimizer=Optimizer(config.optimizer, data.parameters),
         reader=Reader(dataset.train, sampler, plan, mesh),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.train import control, gradients
+from parallelrun.train import control
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.scaler import LossScaler
@@ -50,7 +50,7 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     training.data.begin_step()
     loss_sum = training.engine.train(batch, loss_scale / everyone)
     training.data.finish_gradients()
-    gradients.finalise(training.parameters, training.plan, training.mesh)
+    training.gradients.finalise()
     return loss_sum, mine
 
 
@@ -69,12 +69,12 @@ def train_step(
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     if observe:
         observe(training)
-    squares = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
+    squares = training.gradients.squared_norm()
     totals = _agree(training, loss_sum, num_valid, squares, stop)
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
-        gradients.clip(training.parameters, grad_norm, training.config.optimizer.clip, scaler.scale)
+        training.gradients.clip(grad_norm, training.config.optimizer.clip, scaler.scale)
         training.optimizer.step(lr)
         training.data.finish_update()
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)

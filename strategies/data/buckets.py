@@ -61,7 +61,7 @@ def bucket_numels(position: int, coordinate: dict[str, int], plan: Plan, parts: 
 def final_collectives(
     layouts: Sequence[tuple[HeldParameter, Layout]], coordinate: dict[str, int], plan: Plan
 ) -> list[Collective]:
-    """What `train.gradients.finalise` sends after the data way is done, given each parameter's state layout.
+    """What `train.gradients.Gradients.finalise` sends after the data way is done, given each parameter's state layout.
 
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """

@@ -32,7 +32,12 @@ def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
 
 
 class LocalRuntime:
-    """The DataRuntime of a data axis of degree 1: gradients are final as backward leaves them."""
+    """The DataRuntime of a data axis of degree 1: gradients are final as backward leaves them.
+
+    flat_gradients: buffers that hold the gradients of all `parameters` after `finish_gradients`, and else only zeros.
+    """
+
+    flat_gradients: Sequence[Tensor] = ()
 
     def __init__(self, pairs: Sequence[Pair]):
         self.parameters = [

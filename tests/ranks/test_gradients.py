@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallelrun.accounting import CommunicationCounter
-from parallelrun.train import gradients
+from parallelrun.train.gradients import Gradients
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.pool import run_ranks
@@ -31,7 +31,7 @@ def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
     training = start(overrides)
     for parameter in training.parameters:
         parameter.tensor.grad = torch.ones_like(parameter.tensor)
-    share = gradients.norm_contribution(training.parameters, training.plan, training.mesh)
+    share = Gradients(training.parameters, training.plan, training.mesh).squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
     return float(share), training.plan.spec.num_parameters
 
@@ -50,7 +50,7 @@ def finalise_counted(overrides: dict[str, Any]) -> tuple[dict[tuple[str, str], i
     for parameter in training.parameters:
         parameter.tensor.grad = torch.full_like(parameter.tensor, training.mesh.rank + 1.0)
     with CommunicationCounter(training.mesh) as counter:
-        gradients.finalise(training.parameters, training.plan, training.mesh)
+        training.gradients.finalise()
     calls = Counter({(row.axis, row.purpose): row.calls for row in counter.rows()})
     values = {p.name: float(p.tensor.grad.flatten()[0]) for p in training.parameters if p.tensor.numel()}
     for p in training.parameters:

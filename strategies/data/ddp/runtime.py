@@ -37,6 +37,7 @@ class DdpRuntime(LocalRuntime):
         filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._reducer = Reducer([self._bucket([weights[i] for i in bucket], group) for bucket in filled], plan)
+        self.flat_gradients = [bucket.buffer for bucket in self._reducer.buckets]
 
     def begin_step(self) -> None:
         """Gradients are empty and backward passes are counted."""

@@ -64,6 +64,7 @@ class Zero1Runtime(LocalRuntime):
         numels = [padded_numel(weight.shape, group.size) for weight in weights]
         filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
         self._chunks: list[list[Chunk]] = []
+        self.flat_gradients: list[Tensor] = []
         self._reducer = Reducer([self._bucket([weights[i] for i in bucket]) for bucket in filled], plan)
         chunk_of = {id(chunk.weight): chunk for chunks in self._chunks for chunk in chunks}
         self._own = [chunk_of[id(weight)] for weight in weights]
@@ -115,5 +116,6 @@ class Zero1Runtime(LocalRuntime):
             chunks.append(Chunk(weight, region, mine, gradient))
             start = stop
         self._chunks.append(chunks)
+        self.flat_gradients.append(reduced)
         send = partial(comm.reduce_scatter_into, reduced, buffer, self._group, "gradients", async_op=True)
         return Bucket(buffer, [Slot(chunk.weight, chunk.pieces) for chunk in chunks], send)
