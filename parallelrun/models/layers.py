@@ -103,9 +103,13 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 class RoleLayer(nn.Module):
-    """A layer that a tensor way may place. `layer_role` names which; weights are cast to `compute_dtype` where used."""
+    """A layer that a tensor way may place. `layer_role` names which; weights are cast to `compute_dtype` where used.
+
+    communicates: its forward sends something, so that computing it again is not cheap.
+    """
 
     layer_role: ClassVar[str] = ""
+    communicates: ClassVar[bool] = False
 
     def __init__(self, compute_dtype: torch.dtype):
         super().__init__()
@@ -258,7 +262,10 @@ class Head(RoleLayer):
 
 
 class _Masked(RoleLayer):
-    """What drops by hash: needs the sample ids of `dropout.scope` when it is training at a rate above 0."""
+    """What drops by hash: needs the sample ids of `dropout.scope` when it is training at a rate above 0.
+
+    sample_part: (index, count) of the equal part of the microbatch's samples that arrives; set by the tensor way.
+    """
 
     def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
@@ -266,6 +273,7 @@ class _Masked(RoleLayer):
             raise ValueError(f"dropout rate {rate} of {site} is outside [0, 1); give a rate below 1")
         self.rate, self.seed, self.site = rate, seed, site
         self.key = masks.site_key(seed, site)
+        self.sample_part = (0, 1)
 
     @property
     def active(self) -> bool:
@@ -275,8 +283,9 @@ class _Masked(RoleLayer):
         ids = masks.current_sample_ids()
         if ids is None:
             raise ValueError(f"dropout at {self.site} needs sample ids: call the network with sample_ids=...")
-        assert ids.numel() == num_samples, f"{ids.numel()} sample ids for {num_samples} samples at {self.site}"
-        return ids
+        index, count = self.sample_part
+        assert ids.numel() == num_samples * count, f"{ids.numel()} ids, {count} x {num_samples} samples at {self.site}"
+        return ids[index * num_samples : (index + 1) * num_samples]
 
 
 class Dropout(_Masked):

@@ -38,8 +38,13 @@ def apply(network: Network, mode: str) -> None:
     if mode == "selective":
         for name in network.recomputed:
             for module in network.get_submodule(name).modules():
-                if getattr(module, "layer_role", "") in CHEAP_ROLES:
+                if _is_cheap(module):
                     module.register_forward_hook(_remember)
+
+
+def _is_cheap(module: nn.Module) -> bool:
+    """Is its output computed again rather than kept? Not where that would send something again."""
+    return getattr(module, "layer_role", "") in CHEAP_ROLES and not getattr(module, "communicates", False)
 
 
 def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Tensor:

@@ -1,0 +1,99 @@
+"""Norms of rows whose features are split over one axis: one small collective forward, one backward.
+
+LayerNorm gathers each part's mean and sum of squares about that mean and merges them exactly (Chan, Golub and LeVeque
+1979). The difference E[x^2] - E[x]^2, which others take, loses every digit where the mean is large. RMSNorm has no
+such difference: its sum of squares is summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import Group
+from parallelrun.models import layers as one_device
+
+PURPOSE = "norm"
+
+
+class _Standardise(torch.autograd.Function):
+    """LayerNorm without weights. Kept for backward: its own result, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, eps: float) -> Tensor:
+        """x (..., features / size), equal parts; statistics in at least fp32, the result in the dtype of x."""
+        wide = x.to(one_device.accurate_dtype(x.dtype))
+        variance, mean = torch.var_mean(wide, dim=-1, correction=0)
+        mean, variance = _merge(torch.stack((mean, variance * x.size(-1))), x.size(-1), group)
+        rstd = torch.rsqrt(variance + eps).unsqueeze(-1)
+        unit = ((wide - mean.unsqueeze(-1)) * rstd).to(x.dtype)
+        ctx.save_for_backward(unit, rstd)
+        ctx.group = group
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        unit, rstd = ctx.saved_tensors
+        wide, direction = grad.to(rstd.dtype), unit.to(rstd.dtype)
+        means = torch.stack((wide.sum(-1), (wide * direction).sum(-1)))
+        comm.all_reduce(means, ctx.group, PURPOSE)
+        mean, along = (means / (unit.size(-1) * ctx.group.size)).unsqueeze(-1)
+        return ((wide - mean - direction * along) * rstd).to(grad.dtype), None, None
+
+
+class _Scale(torch.autograd.Function):
+    """RMSNorm without weights. Kept for backward: its own result, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, eps: float) -> Tensor:
+        """As `_Standardise`."""
+        wide = x.to(one_device.accurate_dtype(x.dtype))
+        squares = wide.square().sum(-1)
+        comm.all_reduce(squares, group, PURPOSE)
+        rstd = torch.rsqrt(squares / (x.size(-1) * group.size) + eps).unsqueeze(-1)
+        unit = (wide * rstd).to(x.dtype)
+        ctx.save_for_backward(unit, rstd)
+        ctx.group = group
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        unit, rstd = ctx.saved_tensors
+        wide, direction = grad.to(rstd.dtype), unit.to(rstd.dtype)
+        along = (wide * direction).sum(-1)
+        comm.all_reduce(along, ctx.group, PURPOSE)
+        along = (along / (unit.size(-1) * ctx.group.size)).unsqueeze(-1)
+        return ((wide - direction * along) * rstd).to(grad.dtype), None, None
+
+
+def _merge(own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
+    """own (2, ...): mean and sum of squares about it of this rank's `count` features. Returns those of all features:
+    (mean, variance)."""
+    means, squares = comm.all_gather(own.unsqueeze(0), group, PURPOSE).unbind(1)
+    mean = means.mean(0)
+    return mean, (squares.sum(0) + (means - mean).square().sum(0) * count) / (count * group.size)
+
+
+def standardise(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
+    """LayerNorm (kind `layernorm`) or RMSNorm (`rmsnorm`) of x over its last dim and the group, without weights."""
+    return (_Scale if kind == "rmsnorm" else _Standardise).apply(x, group, eps)
+
+
+class Norm(one_device.Norm):
+    """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
+
+    communicates: ClassVar[bool] = True
+
+    def __init__(self, source: one_device.Norm, group: Group):
+        has_bias = source.bias is not None
+        with torch.device("meta"):
+            super().__init__(source.kind, source.hidden, source.eps, has_bias, source.compute_dtype)
+        self.group, self.weight, self.bias = group, source.weight, source.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = standardise(self.kind, x.to(self.compute_dtype), self.group, self.eps)
+        weight = self.weight.to(unit.dtype)
+        return unit * weight if self.bias is None else torch.addcmul(self.bias.to(unit.dtype), unit, weight)
