@@ -20,7 +20,6 @@ from parallelrun.models.matmul.cuts import Cut, cuts, matrix_dy, matrix_w, matri
 from parallelrun.models.matmul.spec import WEIGHT
 from parallelrun.plan.structure import Plan
 
-
 WIDTH, INDENT = 100, "   "
 
 
