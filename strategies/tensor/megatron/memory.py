@@ -23,10 +23,9 @@ from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
+from ..keeping import INDEX, MASK, activation_bytes, attends, attention_bytes, cast_bytes, follows_attention
 from .layouts import AXIS, largest, row_range
 from .traffic import overlaps, rows
-
-INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 
 
 def saved_bytes(block: BlockSpec, plan: Plan) -> int:
@@ -53,13 +52,11 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         again = plan.recompute == "selective" and block.is_recomputed
         return _norm(layer, plan) + (_norm_input(layer, plan) if again else 0)
     if layer.layer_role in ("columns", "head"):
-        attends = any(parameter.heads for parameter in layer.parameters)
-        inside = _attention(layer, plan) if attends else _activation(layer, plan)
-        return _columns_input(layer, block, plan) + _rounded(layer, plan) + inside
+        return _columns_input(layer, block, plan) + _rounded(layer, plan) + _behind(layer, plan)
     if layer.layer_role == "linear":  # its input, and its output as the activation's input
         return _local_rows(plan) * (layer.in_features + layer.out_features) * compute + _rounded(layer, plan)
     if layer.layer_role == "row":
-        activated = not _follows_attention(layer, block)
+        activated = not follows_attention(layer, block)
         dropped = activated and plan.recompute == "selective" and block.is_recomputed
         held = 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
         return held + _rounded(layer, plan)
@@ -74,7 +71,7 @@ def _norm(layer: LayerSpec, plan: Plan) -> int:
     """Input and statistics; the weights where they are rounded. On CPU layer_norm keeps both statistics in the dtype
     of its input; RMSNorm keeps one, its input and the scaled input, all in the accurate dtype."""
     compute, accurate, num_rows = BYTES[plan.precision.compute], BYTES[plan.precision.accurate], _local_rows(plan)
-    rounded = _cast(plan) * sum(parameter.numel for parameter in layer.parameters)
+    rounded = cast_bytes(plan) * sum(parameter.numel for parameter in layer.parameters)
     if plan.spec.norm == "rmsnorm":
         return num_rows * (2 * layer.in_features + 1) * accurate + rounded
     return num_rows * (layer.in_features + 2) * compute + rounded
@@ -96,55 +93,28 @@ def _columns_input(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     return _local_rows(plan) * layer.in_features * compute
 
 
-def _cast(plan: Plan) -> int:
-    """Bytes per weight of the copy in the compute dtype: none where weights are stored so."""
-    return BYTES[plan.precision.compute] if plan.precision.compute != plan.precision.stored else 0
-
-
 def _rounded(layer: LayerSpec, plan: Plan) -> int:
     overlapped = layer.layer_role in ("columns", "head") and plan.mesh.size(AXIS) > 1 and overlaps(plan)
     if overlapped:
         return 0
     known = plan.spec.parameters
     weights = layer.parameters or ((known[layer.tied],) if layer.tied else ())
-    return _cast(plan) * sum(largest(weight, plan) for weight in weights if len(weight.shape) == 2)
+    return cast_bytes(plan) * sum(largest(weight, plan) for weight in weights if len(weight.shape) == 2)
+
+
+def _behind(layer: LayerSpec, plan: Plan) -> int:
+    """What stands between a column and a row layer; nothing does behind a head."""
+    if layer.layer_role == "head":
+        return 0
+    outputs = _local_outputs(layer, plan)
+    if attends(layer):
+        return attention_bytes(rows(plan), plan.spec.heads // plan.mesh.size(AXIS), outputs, plan)
+    return activation_bytes(rows(plan), outputs, layer, plan)
 
 
 def _local_outputs(layer: LayerSpec, plan: Plan) -> int:
     """Features of all outputs together, on one rank."""
     return sum(largest(weight, plan) // weight.shape[1] for weight in layer.parameters if len(weight.shape) == 2)
-
-
-def _attention(layer: LayerSpec, plan: Plan) -> int:
-    spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    heads, num_rows = spec.heads // plan.mesh.size(AXIS), rows(plan)
-    turned = any(layer.layer_role == "position" for layer in spec.layers())
-    angles = 0 if turned else 4 * spec.seq * (spec.hidden // spec.heads // 2) * compute
-    own = heads * (spec.hidden // spec.heads)  # features of q, and of what attention gives
-    if not spec.attention_dropout:
-        # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
-        copied = own if plan.device == "cpu" and _local_outputs(layer, plan) != 3 * own else 0
-        return num_rows * ((_local_outputs(layer, plan) + copied) * compute + heads * accurate) + angles
-    outputs = 3 * own  # k and v are repeated for every query head
-    probabilities = num_rows * heads * spec.seq
-    kept = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
-    return num_rows * outputs * compute + kept + angles
-
-
-def _activation(layer: LayerSpec, plan: Plan) -> int:
-    """What stands between a column and a row layer; nothing does behind a head."""
-    if layer.layer_role == "head":
-        return 0
-    features = _local_outputs(layer, plan)
-    if plan.spec.activation == "swiglu" and len(layer.parameters) > 1:
-        features += features // 2
-    return rows(plan) * features * BYTES[plan.precision.compute]
-
-
-def _follows_attention(layer: LayerSpec, block: BlockSpec) -> bool:
-    """Is the column layer in front of this row layer the one that gives q, k and v?"""
-    before = [x for x in block.layers[: block.layers.index(layer)] if x.layer_role == "columns"]
-    return bool(before) and any(parameter.heads for parameter in before[-1].parameters)
 
 
 def _loss(plan: Plan) -> int:

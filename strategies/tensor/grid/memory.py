@@ -1,0 +1,119 @@
+"""Bytes that one microbatch of a block keeps for backward on a grid, from what our layers save. Torch-free.
+
+Counted per storage, as autograd keeps them: once, however many nodes save it. r, f are a rank's rows and features where
+the layer stands; gathered operands are kept under `save_gathered`, else the local ones (a local weight is a parameter).
+
+    norm           its result before weights r f, one number a row, its rounded weights
+    products       X (r f, or gathered), W where it was gathered
+    attention      q, k, v and one statistic per row and head; activation: what it reads
+    dropout        a byte per element
+    embedding      ids, and which of them lie elsewhere
+    loss           the logits and two numbers a row
+
+Every product's operands are split over all axes (3D: X r f = M K / l^3, W nothing besides the parameter), so without
+gathered operands a layer keeps 1/l^3 of what one device does. Recompute `full` keeps a block's input and nothing else.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+from parallelrun.product import Activation, Product, transfers
+
+from ..keeping import INDEX, MASK, activation_bytes, attends, attention_bytes, cast_bytes, follows_attention
+from ..megatron import memory as one_device
+from .axes import degree, outside
+from .products import lies, product_of
+from .traffic import overlaps, rows
+
+
+def saved_bytes(block: BlockSpec, plan: Plan) -> int:
+    """Bytes on the rank that keeps most, for one microbatch of `block` under plan.recompute."""
+    if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
+        return one_device.saved_bytes(block, plan)
+    if plan.recompute == "full" and block.is_recomputed:
+        return _elements(outside(plan), plan.spec.hidden, plan) * BYTES[plan.precision.compute]
+    total = sum(_layer(layer, block, plan) for layer in block.layers)
+    return total + (_loss(plan) if block.name == plan.spec.blocks[-1].name else 0)
+
+
+def _elements(activation: Activation, features: int, plan: Plan) -> int:
+    return prod(activation.local(rows(plan), features, plan.mesh.sizes))
+
+
+def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    if layer.layer_role == "norm":
+        return _norm(layer, plan)
+    if layer.layer_role == "dropout":
+        return _elements(lies(layer, plan), layer.out_features, plan) * MASK if plan.dropout > 0 else 0
+    product = product_of(layer, plan)
+    if product is None:
+        return 0
+    if product.lookup:
+        num_rows, _ = product.gathered_x.local(rows(plan), layer.in_features, plan.mesh.sizes)
+        return rows(plan) * INDEX + num_rows * MASK
+    return _input(layer, product, block, plan) + _weight(layer, product, plan) + _behind(layer, product, plan)
+
+
+def _norm(layer: LayerSpec, plan: Plan) -> int:
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    num_rows, features = lies(layer, plan).local(rows(plan), layer.in_features, plan.mesh.sizes)
+    return num_rows * (features * compute + accurate) + features * cast_bytes(plan)
+
+
+def _gathered(layer: LayerSpec, product: Product, plan: Plan) -> dict[str, int]:
+    """Elements of the operands that forward gathers, and backward finds again."""
+    if not plan.tensor.save_gathered:
+        return {}
+    moved = transfers(product, rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes)
+    return {m.operand: m.elements for m in moved if m.phase == "forward" and m.operation == "all_gather"}
+
+
+def _input(layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> int:
+    """X: what the norm, attention or activation before it gave, or a gathered copy of that. Under `selective` an
+    activation's result is computed again, a gathered one is not."""
+    compute = BYTES[plan.precision.compute]
+    gathered = _gathered(layer, product, plan).get("x")
+    if gathered:
+        return gathered * compute
+    activated = layer.layer_role == "row" and not follows_attention(layer, block)
+    if activated and plan.recompute == "selective" and block.is_recomputed:
+        return 0
+    return _elements(product.x, layer.in_features, plan) * compute
+
+
+def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:
+    """W, where it was gathered; nodes of their own keep it rounded to the compute dtype."""
+    gathered = _gathered(layer, product, plan).get("w")  # of several axes the last gather, which makes the whole
+    if gathered:
+        return gathered * BYTES[plan.precision.compute]
+    if overlaps(plan):
+        return 0
+    width = degree(product.weight.axes, plan.mesh.sizes)
+    return layer.in_features * layer.out_features // width * cast_bytes(plan)
+
+
+def _behind(layer: LayerSpec, product: Product, plan: Plan) -> int:
+    """What stands between a column and a row layer, or behind a linear one: it reads this layer's output."""
+    if layer.layer_role in ("head", "row"):
+        return 0
+    num_rows, outputs = product.y.local(rows(plan), layer.out_features, plan.mesh.sizes)
+    if attends(layer):
+        heads = plan.spec.heads // degree(product.y.features, plan.mesh.sizes)
+        return attention_bytes(num_rows, heads, outputs, plan)
+    return activation_bytes(num_rows, outputs, layer, plan)
+
+
+def _loss(plan: Plan) -> int:
+    """Of the logits on this rank. The targets are a part of those of the microbatch, which stay."""
+    head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
+    product = product_of(head, plan) if head else None
+    targets = plan.batch.micro_batch * plan.spec.targets_per_sample
+    accurate = BYTES[plan.precision.accurate]
+    if product is None:
+        return targets * (plan.spec.vocab * accurate + INDEX)
+    own, vocab = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)
+    return own * (vocab * BYTES[plan.precision.compute] + accurate) + targets * INDEX

@@ -1,0 +1,52 @@
+"""What one-device layers between the split ones keep for backward, on a rank's rows and features. Torch-free.
+
+Shared by the tensor ways' `memory.py`; counted per storage, as autograd keeps them.
+"""
+
+from __future__ import annotations
+
+from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+
+INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
+
+
+def cast_bytes(plan: Plan) -> int:
+    """Bytes per weight of the copy in the compute dtype: none where weights are stored so."""
+    return BYTES[plan.precision.compute] if plan.precision.compute != plan.precision.stored else 0
+
+
+def attends(layer: LayerSpec) -> bool:
+    """Does this column layer give q, k and v?"""
+    return any(parameter.heads for parameter in layer.parameters)
+
+
+def follows_attention(layer: LayerSpec, block: BlockSpec) -> bool:
+    """Is the column layer in front of this row layer the one that gives q, k and v?"""
+    before = [x for x in block.layers[: block.layers.index(layer)] if x.layer_role == "columns"]
+    return bool(before) and attends(before[-1])
+
+
+def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
+    """q, k, v and one statistic per row and head; written out, with dropout: probabilities, mask, product.
+
+    num_rows: positions; heads: of queries; outputs: features of q, k and v together; all of this rank.
+    """
+    spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    turned = any(layer.layer_role == "position" for layer in spec.layers())
+    angles = 0 if turned else 4 * spec.seq * (spec.hidden // spec.heads // 2) * compute
+    own = heads * (spec.hidden // spec.heads)  # features of q, and of what attention gives
+    if not spec.attention_dropout:
+        # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
+        copied = own if plan.device == "cpu" and outputs != 3 * own else 0
+        return num_rows * ((outputs + copied) * compute + heads * accurate) + angles
+    probabilities = num_rows * heads * spec.seq
+    kept = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
+    return num_rows * 3 * own * compute + kept + angles  # k and v are repeated for every query head
+
+
+def activation_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:
+    """What the MLP's middle reads, of a column layer of so many outputs on this rank; swiglu also keeps silu(gate)."""
+    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
+    return num_rows * (outputs + (outputs // 2 if gated else 0)) * BYTES[plan.precision.compute]
