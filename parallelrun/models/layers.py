@@ -1,7 +1,7 @@
 """Role layers: all that reduces or splits hidden, heads or vocab, in their one-device meaning.
 
-A tensor way replaces them by its own classes with the same parameter names; it reuses the functions below, so that
-both compute the same numbers. Weights are stored in one dtype and rounded to `compute_dtype` where they are used;
+A tensor way replaces them by its own classes with the same parameter names; it reuses `functions`, so that both
+compute the same numbers. Weights are stored in one dtype and rounded to `compute_dtype` where they are used;
 norms, softmax and loss compute in at least fp32 (design, section 6).
 """
 
@@ -14,92 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.models import dropout as masks
-
-
-def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms, softmax and loss of activations of `dtype` compute: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
-    """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
-    bias = bias if bias is None else bias.to(compute_dtype)
-    return functional.linear(x.to(compute_dtype), weight.to(compute_dtype), bias)
-
-
-def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm or RMSNorm over the last dim; the result has the dtype of `x`.
-
-    torch's kernels compute in at least fp32 inside and round once; widening here would only cost memory.
-    """
-    weight = weight.to(x.dtype)
-    if kind == "rmsnorm":
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    return functional.layer_norm(x, weight.shape, weight, bias if bias is None else bias.to(x.dtype), eps)
-
-
-def activate(kind: str, *parts: Tensor) -> Tensor:
-    """gelu(up), in GPT-2's tanh form, or silu(gate) * up (swiglu; Shazeer 2020)."""
-    if kind == "swiglu":
-        gate, up = parts
-        return functional.silu(gate) * up
-    (up,) = parts
-    return functional.gelu(up, approximate="tanh")
-
-
-def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum over targets >= 0 of the cross-entropy, in at least fp32.
-
-    logits: (..., vocab); targets: int64 (...). With smoothing e each target's distribution is (1 - e) at the target
-    plus e / vocab everywhere (Szegedy et al. 2016, as in torch).
-    """
-    ignored = -100
-    wide = logits.to(accurate_dtype(logits.dtype)).flatten(0, -2)
-    targets = targets.flatten()
-    targets = torch.where(targets >= 0, targets, ignored)
-    return functional.cross_entropy(
-        wide, targets, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
-    )
-
-
-def drop(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """x where kept, scaled so that its expectation stays; backward keeps only the mask, a byte an element."""
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Tensor:
-    """Attention (batch, heads, seq, head_dim); fewer key/value heads serve groups of query heads."""
-    grouped = query.size(1) != key.size(1)
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
-
-
-def attend_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rate: float, causal: bool = True
-) -> Tensor:
-    """The same, written out, with dropped probabilities. keep: bool (batch, heads, query, key)."""
-    group = query.size(1) // key.size(1)
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
-    scores = scores.to(accurate_dtype(scores.dtype))
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
-    return drop(probabilities, keep, rate) @ value
-
-
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions (Su et al. 2021, halves rotated as in the published Llama weights' layout on Hugging Face).
-
-    x: (batch, heads, seq, head_dim), position = index along seq: the caller sees the whole sequence. Angles are
-    computed here rather than kept in a buffer, so nothing but parameters needs materialising.
-    """
-    dtype, half = accurate_dtype(x.dtype), x.size(-1) // 2
-    frequency = theta ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
-    angle = torch.arange(x.size(-2), dtype=dtype, device=x.device).unsqueeze(1) * frequency
-    cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+from parallelrun.models.functions import (
+    accurate_dtype as accurate_dtype,  # for tensor ways, as are those used below
+    activate,
+    attend,
+    attend_with_dropout,
+    drop,
+    linear,
+    normalise,
+    rotate as rotate,
+    token_loss,
+)
 
 
 class RoleLayer(nn.Module):
@@ -153,7 +78,7 @@ class Columns(RoleLayer):
 
     def forward(self, x: Tensor) -> Any:
         """x (..., in) -> one (..., out) per output, see `give`."""
-        return self.give(tuple(linear(x, *self.weights(name), self.compute_dtype) for name in self.outputs))
+        return self.give(tuple([linear(x, *self.weights(name), self.compute_dtype) for name in self.outputs]))
 
     def weights(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one output."""
@@ -231,7 +156,8 @@ class Norm(RoleLayer):
         self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalise(self.kind, x.to(self.compute_dtype), self.weight, self.bias, self.eps)
+        x = x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
+        return normalise(self.kind, x, self.weight, self.bias, self.eps)
 
 
 class Activation(nn.Module):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from parallelrun.models import recompute
+from parallelrun.models import dropout, recompute
 from parallelrun.models.spec import ModelSpec
 
 
@@ -69,9 +69,14 @@ class Network(nn.Module):
     def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
         """x: one microbatch of inputs, or of what the block before the first one held gives. sample_ids: int64
         (batch,), needed when dropout is on."""
-        for name in self.block_names:
-            mode = self.recompute if name in self.recomputed else "none"
-            x = recompute.run(self.get_submodule(name), x, sample_ids, mode)
+        blocks = [(self.get_submodule(name), name in self.recomputed) for name in self.block_names]
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            with dropout.scope(sample_ids):
+                for block, _ in blocks:
+                    x = block(x)
+            return x
+        for block, is_recomputed in blocks:
+            x = recompute.run(block, x, sample_ids, self.recompute if is_recomputed else "none")
         return x
 
     def _hold(self, blocks: Sequence[str]) -> None:
