@@ -17,6 +17,20 @@ def cast_bytes(plan: Plan) -> int:
     return BYTES[plan.precision.compute] if plan.precision.compute != plan.precision.stored else 0
 
 
+def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:
+    """Input and statistics of a norm over whole rows; its weights where they are rounded.
+
+    On CPU layer_norm keeps both statistics in the dtype of its input; RMSNorm keeps one, its input and the scaled
+    input, all in the accurate dtype. again: computed again in backward, for which a widened input does not do.
+    """
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    rounded = cast_bytes(plan) * sum(parameter.numel for parameter in layer.parameters)
+    if plan.spec.norm != "rmsnorm":
+        return num_rows * (layer.in_features + 2) * compute + rounded
+    own = num_rows * layer.in_features * compute if again and compute != accurate else 0
+    return num_rows * (2 * layer.in_features + 1) * accurate + rounded + own
+
+
 def attends(layer: LayerSpec) -> bool:
     """Does this column layer give q, k and v?"""
     return any(parameter.heads for parameter in layer.parameters)

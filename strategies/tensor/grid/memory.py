@@ -23,7 +23,16 @@ from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.product import Activation, Product, transfers
 
-from ..keeping import INDEX, MASK, activation_bytes, attends, attention_bytes, cast_bytes, follows_attention
+from ..keeping import (
+    INDEX,
+    MASK,
+    activation_bytes,
+    attends,
+    attention_bytes,
+    cast_bytes,
+    follows_attention,
+    norm_bytes,
+)
 from ..megatron import memory as one_device
 from .axes import degree, outside
 from .products import lies, product_of
@@ -46,7 +55,7 @@ def _elements(activation: Activation, features: int, plan: Plan) -> int:
 
 def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if layer.layer_role == "norm":
-        return _norm(layer, plan)
+        return _norm(layer, block, plan)
     if layer.layer_role == "dropout":
         return _elements(lies(layer, plan), layer.out_features, plan) * MASK if plan.dropout > 0 else 0
     product = product_of(layer, plan)
@@ -58,9 +67,11 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     return _input(layer, product, block, plan) + _weight(layer, product, plan) + _behind(layer, product, plan)
 
 
-def _norm(layer: LayerSpec, plan: Plan) -> int:
-    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    num_rows, features = lies(layer, plan).local(rows(plan), layer.in_features, plan.mesh.sizes)
+def _norm(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    activation, compute, accurate = lies(layer, plan), BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    num_rows, features = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
+    if features == layer.in_features:  # whole rows: the one-device norm
+        return norm_bytes(num_rows, layer, plan, again=plan.recompute == "selective" and block.is_recomputed)
     return num_rows * (features * compute + accurate) + features * cast_bytes(plan)
 
 

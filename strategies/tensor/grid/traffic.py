@@ -70,10 +70,18 @@ def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
     """Everything that one microbatch of a block sends, forward and backward; of the last block the loss too."""
     both = [_layer(layer, plan) for layer in block.layers]
     forward = [call for calls, _ in both for call in calls]
-    again = forward if plan.recompute == "full" and block.is_recomputed else []
+    again = _again(block, forward, plan) if plan.recompute == "full" and block.is_recomputed else []
     backward = [call for _, calls in both for call in calls]
     loss = _loss(plan) if block.name == plan.spec.blocks[-1].name else []
     return [*forward, *again, *backward, *loss]
+
+
+def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
+    """What a recomputed block sends a second time: all, unless its last layer scatters in a node of its own, behind
+    the last tensor that backward needs."""
+    last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
+    scatters = last.layer_role == "row" and any(m.operand == "y" for m in moves(last, plan))
+    return forward[:-1] if scatters and not overlaps(plan) else forward
 
 
 def moves(layer: LayerSpec, plan: Plan) -> list[Transfer]:

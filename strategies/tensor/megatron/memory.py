@@ -23,7 +23,16 @@ from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from ..keeping import INDEX, MASK, activation_bytes, attends, attention_bytes, cast_bytes, follows_attention
+from ..keeping import (
+    INDEX,
+    MASK,
+    activation_bytes,
+    attends,
+    attention_bytes,
+    cast_bytes,
+    follows_attention,
+    norm_bytes,
+)
 from .layouts import AXIS, largest, row_range
 from .traffic import overlaps, rows
 
@@ -50,7 +59,7 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     compute = BYTES[plan.precision.compute]
     if layer.layer_role == "norm":
         again = plan.recompute == "selective" and block.is_recomputed
-        return _norm(layer, plan) + (_norm_input(layer, plan) if again else 0)
+        return norm_bytes(_local_rows(plan), layer, plan, again)
     if layer.layer_role in ("columns", "head"):
         return _columns_input(layer, block, plan) + _rounded(layer, plan) + _behind(layer, plan)
     if layer.layer_role == "linear":  # its input, and its output as the activation's input
@@ -65,22 +74,6 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if layer.layer_role == "embedding":
         return rows(plan) * (INDEX + (MASK if plan.mesh.size(AXIS) > 1 else 0))
     return 0
-
-
-def _norm(layer: LayerSpec, plan: Plan) -> int:
-    """Input and statistics; the weights where they are rounded. On CPU layer_norm keeps both statistics in the dtype
-    of its input; RMSNorm keeps one, its input and the scaled input, all in the accurate dtype."""
-    compute, accurate, num_rows = BYTES[plan.precision.compute], BYTES[plan.precision.accurate], _local_rows(plan)
-    rounded = cast_bytes(plan) * sum(parameter.numel for parameter in layer.parameters)
-    if plan.spec.norm == "rmsnorm":
-        return num_rows * (2 * layer.in_features + 1) * accurate + rounded
-    return num_rows * (layer.in_features + 2) * compute + rounded
-
-
-def _norm_input(layer: LayerSpec, plan: Plan) -> int:
-    """What computing a norm again needs besides what its backward keeps: the input, where only a wider copy is kept."""
-    widened = plan.spec.norm == "rmsnorm" and plan.precision.compute != plan.precision.accurate
-    return _local_rows(plan) * layer.in_features * BYTES[plan.precision.compute] if widened else 0
 
 
 def _columns_input(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
