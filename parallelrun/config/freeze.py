@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, TensorWayConfig
 from parallelrun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -60,9 +60,12 @@ def _filled(config: Config, plan: Plan) -> Config:
     assert not problems, "only a config that was resolved is frozen with its plan"
     # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
-    clear: dict[str, Any] = {key: None for key in ("layout", "grid", "depth", "schedule", "chunks", *unread) if hasattr(folded, key)}
+    clear: dict[str, Any] = {
+        key: None for key in ("layout", "grid", "depth", "schedule", "chunks", *unread) if hasattr(folded, key)
+    }
     return replace(
         replace(folded, **clear),
+        strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan)),
         dp=plan.mesh.size("dp"),
         tp=plan.mesh.size("tp"),
         pp=plan.mesh.size("pp"),
@@ -73,6 +76,15 @@ def _filled(config: Config, plan: Plan) -> Config:
         microbatches=None,
         device=plan.device,
     )
+
+
+def _filled_tensor(config: Config, plan: Plan) -> TensorWayConfig:
+    """The tensor way with its grid and depth, where it has them."""
+    tensor, size = config.strategy.tensor, plan.mesh.size
+    if plan.tensor.kind not in ("2d", "2.5d"):
+        return tensor
+    depth = size("depth") if plan.tensor.kind == "2.5d" else tensor.depth
+    return replace(tensor, grid=f"{size('row')}x{size('col')}", depth=depth)
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:

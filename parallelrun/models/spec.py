@@ -73,10 +73,12 @@ class Pair:
     """The column layers of a block that read one input, and the row layer that reads what they give.
 
     A column layer that no row layer follows is alone (row None); so is a row layer that follows none (no columns).
+    inside: what stands between the two.
     """
 
     columns: tuple[LayerSpec, ...]
     row: LayerSpec | None
+    inside: tuple[LayerSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _pairs(block: BlockSpec) -> dict[str, Pair]:
     for layer in block.layers:
         if layer.layer_role == "row":
             columns = tuple(other for other in opened if other.layer_role == "columns")
-            pair = Pair(columns, layer)
+            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "columns"))
             found |= {inside.name: pair for inside in (*opened, layer)}
             opened = []
         elif layer.layer_role == "columns" or opened:

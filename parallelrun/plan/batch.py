@@ -47,6 +47,8 @@ def fill(
             "the default"
             if global_batch == DEFAULT_GLOBAL_BATCH
             else f"{DEFAULT_GLOBAL_BATCH} are too few for the plan"
+            if parts == 1
+            else f"{DEFAULT_GLOBAL_BATCH} do not divide into {parts} parts a microbatch"
         )
         filled.append(f"global_batch={global_batch} (filled: {why})")
     if global_batch % dp:
@@ -79,7 +81,7 @@ def _default_global_batch(config: Config, dp: int, pp: int, parts: int, against:
         counts = _counts(config, replica)
         if any(not against(_batch(DEFAULT_GLOBAL_BATCH, dp, m)) for m in counts):
             return DEFAULT_GLOBAL_BATCH
-    elif dp * step <= DEFAULT_GLOBAL_BATCH:
+    elif dp * step <= DEFAULT_GLOBAL_BATCH and DEFAULT_GLOBAL_BATCH // dp % parts == 0:
         return DEFAULT_GLOBAL_BATCH  # large enough, but indivisible: a violation that the user should see
     if config.microbatches is not None:
         return dp * step

@@ -214,7 +214,7 @@ def _plan(
         optimizer=config.optimizer.name,
         optimizer_states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
         equivalence=Equivalence("exact"),
-        filled=tuple(degrees.filled),
+        filled=(*degrees.filled, *ways.tensor.filled(request)),
         warnings=(*degrees.warnings, *notes),
     )
     promises = [ways.data.equivalence(plan), ways.tensor.equivalence(plan)]

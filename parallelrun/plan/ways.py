@@ -46,6 +46,9 @@ class TensorWayPlan(Protocol):
     def settle(self, request: Request) -> TensorWay:
         """The plan's TensorWay, everything chosen. Asked once, of a request without violations."""
 
+    def filled(self, request: Request) -> tuple[str, ...]:
+        """Sentences on what this way filled in, such as `depth=2 (filled: the largest legal)`."""
+
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
         """Shape of the local tensor that passes between blocks, for one microbatch."""
 

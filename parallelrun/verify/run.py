@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, TensorWayConfig
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
@@ -39,11 +39,12 @@ def one_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         config.strategy,
         name="single",
         data=replace(config.strategy.data, kind="ddp", shard=None, reshard_after_forward=None),
-        tensor=replace(config.strategy.tensor, sequence_parallel=False),
+        tensor=TensorWayConfig(),
         pipeline=replace(config.strategy.pipeline, kind="1f1b", chunks=None, split=[]),
     )
     alone = replace(
-        config, strategy=strategy, world=1, dp=1, tp=1, pp=1, ep=None, layout=None, schedule=None, chunks=None,
+        config, strategy=strategy, world=1, dp=1, tp=1, pp=1, ep=None,
+        layout=None, grid=None, depth=None, schedule=None, chunks=None,
         microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
         recompute="none", compile=False, device=plan.device,
     )  # fmt: skip

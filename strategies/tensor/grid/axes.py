@@ -13,7 +13,6 @@ from parallelrun.plan.structure import Plan
 from parallelrun.product import Activation, Sizes
 
 AXIS = "tp"
-LETTERS = {"2d": "rows x columns", "2.5d": "depth x rows x columns", "3d": "l x l x l"}
 _GRID = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 Grid = tuple[int, int]
@@ -37,7 +36,7 @@ def arrange(kind: str, tp: int, grid: Grid | None, depth: int | None) -> dict[st
     axis: 2.5d is 2d then.
     """
     if kind == "3d":
-        side = round(tp ** (1 / 3))
+        side = cube_root(tp)
         return {"x": side, "y": side, "z": side} if side**3 == tp else None
     for deep in _depths(kind, tp, depth):
         rows, columns = grid or (isqrt(tp // deep),) * 2
@@ -52,11 +51,12 @@ def _depths(kind: str, tp: int, depth: int | None) -> Iterable[int]:
         return (1,)
     if depth is not None:
         return (depth,) if depth >= 1 and tp % depth == 0 else ()
-    return (deep for deep in range(_cube_root(tp), 0, -1) if tp % deep == 0)
+    return (deep for deep in range(cube_root(tp), 0, -1) if tp % deep == 0)
 
 
-def _cube_root(number: int) -> int:
-    root = round(number ** (1 / 3))
+def cube_root(number: int) -> int:
+    """Rounded down."""
+    root = round(number ** (1 / 3))  # exact enough: degrees are below 2^20
     return root if root**3 <= number else root - 1
 
 

@@ -1,24 +1,26 @@
-"""What a request for a grid tensor way can have wrong, each with the nearest legal values. Torch-free."""
+"""What a request for a grid tensor way can have wrong, each with the nearest legal values. Torch-free.
+
+Whether tp can be laid out at all is `shapes`; here: layer roles, sizes and samples that do not divide, and what cannot
+go together.
+"""
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
+from math import lcm, prod
 
 from parallelrun.errors import Problem
+from parallelrun.models.spec import ModelSpec
+from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
 
-from . import axes, choose
+from . import axes, choose, shapes
+from .choose import Misfit
 
-
-def arranged(request: Request) -> dict[str, int] | None:
-    """Degree of every tensor axis; None where the grid is unreadable or does not make tp."""
-    tensor = request.config.strategy.tensor
-    try:
-        grid = axes.read_grid(tensor.grid)
-    except ValueError:
-        return None
-    return axes.arrange(tensor.kind, request.tp, grid, tensor.depth)
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+ROLES = ("columns", "row", "linear", "embedding", "position", "norm", "head")  # of layers that may have parameters
+LESSON = "matmul"  # it shows uneven parts on purpose
 
 
 def asked_form(request: Request) -> str:
@@ -27,10 +29,10 @@ def asked_form(request: Request) -> str:
     return "auto" if tensor.kind == "3d" else tensor.form
 
 
-def choice(request: Request, sizes: dict[str, int] | None = None) -> choose.Choice:
-    """What the forms depend on."""
+def choice(request: Request) -> choose.Choice:
+    """What the forms depend on, for a tp that can be laid out."""
     tensor, precision = request.config.strategy.tensor, TABLE[request.config.precision.name]
-    sizes = sizes or arranged(request)
+    sizes = shapes.arranged(request)
     assert sizes, "checked before"
     samples = request.batch.micro_batch if request.batch else 0
     return choose.Choice(
@@ -45,12 +47,157 @@ def choice(request: Request, sizes: dict[str, int] | None = None) -> choose.Choi
     )
 
 
+def sample_parts(request: Request) -> int:
+    """Into how many parts the samples of a microbatch are cut: the axes of rows, at their most, in any layer."""
+    if request.config.model.name == LESSON or shapes.arranged(request) is None:
+        return 1
+    asked = choice(replace(request, batch=None))
+    lies = axes.between_blocks(asked.sizes)
+    parts = axes.degree(lies.rows, asked.sizes)
+    for pairs in choose.distinct(request.spec).values():
+        needed = [choose.sample_parts(forms, asked) for forms in choose.legal(pairs, asked, request.spec)]
+        parts = lcm(parts, min(needed, default=1))
+    return parts
+
+
 def check(request: Request) -> list[Problem]:
     """All violations."""
-    if request.tp == 1:
-        return []
-    sizes = arranged(request)
+    problems = _together(request)
+    lesson = request.config.model.name == LESSON
+    if request.tp > 1 and not lesson:
+        problems += _roles(request.spec, request)
+    groups = choose.distinct(request.spec)
+    sizes = shapes.arranged(request)
     if sizes is None:
-        what = f"tp={request.tp} is no {axes.LETTERS[request.config.strategy.tensor.kind]}"
-        return [Problem(what, "tp", "tp=4 or tp=8", kind="arithmetic")]
+        return [*problems, *shapes.check(request, _legal_tps(request, groups))]
+    problems += _summa(request, sizes)
+    if request.tp == 1 or lesson:
+        return problems
+    return problems + _indivisible(request, sizes, groups) + _samples(request, sizes)
+
+
+def _legal_tps(request: Request, groups: choose.Groups) -> list[int]:
+    """The tp not far from the one asked for that can be laid out and that the model fits; 1 if there is no other."""
+    found = [tp for tp in shapes.near(request) if not _misfits(replace(request, tp=tp), groups)]
+    return [tp for tp in found if tp > 1] or found
+
+
+def _misfits(request: Request, groups: choose.Groups) -> list[Misfit]:
+    """What of the model's sizes does not divide, in the forms where least does not."""
+    asked = choice(replace(request, batch=None))
+    features = request.spec.boundary_shape[-1]
+    lies = axes.between_blocks(asked.sizes)
+    found = [
+        Misfit(choose.size_key(features, "the model", request.spec), features, axes.degree(lies.features, asked.sizes))
+    ]
+    for pairs in groups.values():
+        found += choose.fewest_misfits(pairs, asked, request.spec)
+    found += choose.linear_misfits(asked, request.spec)
+    return [misfit for misfit in dict.fromkeys(found) if misfit.size % misfit.parts]
+
+
+def _together(request: Request) -> list[Problem]:
+    """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
+    tensor, pipeline = request.config.strategy.tensor, request.config.strategy.pipeline.kind
+    if request.pp == 1 or pipeline not in SPLIT_BACKWARD or request.tp == 1:
+        return []
+    problems = []
+    if not tensor.save_gathered:
+        key = "strategy.tensor.save_gathered"
+        what = f"{key}=false under {pipeline}: both halves of its backward would gather again"
+        problems.append(Problem(what, key, f"{key}=true or schedule=1f1b", kind="undefined"))
+    if asked_form(request) == "summa":
+        what = f"strategy.tensor.form=summa under {pipeline}: its panels cannot be cut into two halves of backward"
+        fix = "strategy.tensor.form=auto or schedule=1f1b"
+        problems.append(Problem(what, "strategy.tensor.form", fix, kind="undefined"))
+    return problems
+
+
+def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
+    """Samples and features are split everywhere, so every layer with parameters must be one that knows how."""
+    where = f"tp={request.tp} of kind {request.config.strategy.tensor.kind}"
+
+    def refuse(name: str, role: str, why: str) -> list[Problem]:
+        fix = f"model.roles={{{name}: {role}}}, or layout=1d"
+        return [Problem(f"layer {name} {why}", "model.roles", fix, kind="undefined")]
+
+    for layer in spec.layers():
+        if layer.parameters and layer.layer_role not in ROLES:
+            return refuse(layer.name, "columns", f"has no layer role, and {where} splits what every layer reads")
+    for pair in spec.pairs:
+        reader = next((layer for layer in pair.inside if layer.parameters), None)
+        if reader:
+            opener = pair.columns[-1].name
+            return refuse(reader.name, "row", f"reads what {opener} has split over {where}: only a row layer can")
+    last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
+    if not last or last[-1].layer_role != "head":
+        name = last[-1].name if last else spec.blocks[-1].name
+        return refuse(name, "head", f"gives the logits, and {where} splits them: it must have the layer role head")
     return []
+
+
+def _summa(request: Request, sizes: dict[str, int]) -> list[Problem]:
+    """Panels go round a square; other grids gather."""
+    if asked_form(request) != "summa" or sizes["row"] == sizes["col"]:
+        return []
+    key = "strategy.tensor.form"
+    what = f"{key}=summa on a grid of {sizes['row']}x{sizes['col']}: panels of one width need a square grid"
+    return [Problem(what, key, f"{key}=stationary_y or {key}=auto", kind="undefined")]
+
+
+def _indivisible(request: Request, sizes: dict[str, int], groups: choose.Groups) -> list[Problem]:
+    """One problem per size, with the nearest tp and the nearest sizes that fit."""
+    misfits = _misfits(request, groups)
+    if not misfits:
+        return []
+    parts: dict[tuple[str, int], int] = {}
+    for misfit in misfits:
+        key = (misfit.key, misfit.size)
+        parts[key] = lcm(parts.get(key, 1), misfit.parts)
+    legal = nearest(request.tp, _legal_tps(request, groups))
+    problems = []
+    for (key, size), count in parts.items():
+        told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"
+        what = f"{told} divide by {count} ({shapes.shown(sizes)})"
+        fixes = [either("tp", legal), either(key, nearest(size, _legal_sizes(key, size, count, request.spec)))]
+        if asked_form(request) != "auto":
+            fixes.append("strategy.tensor.form=auto")
+        problems.append(Problem(what, "tp", " or ".join(filter(None, fixes)), kind="arithmetic"))
+    return problems
+
+
+def _legal_sizes(key: str, size: int, parts: int, spec: ModelSpec) -> list[int]:
+    """Values of the size at `key` that divide by `parts`, as far as the rest of the model allows them."""
+    if key == "model.heads":
+        groups = spec.kv_heads if spec.kv_heads != spec.heads else 1  # as many as heads: they follow
+        return [heads for heads in divisors(spec.hidden) if heads % parts == 0 and heads % groups == 0]
+    if key == "model.kv_heads":
+        return [heads for heads in divisors(spec.heads) if heads % parts == 0]
+    if not key.startswith("model."):
+        return []
+    step = lcm(parts, spec.heads or 1) if key == "model.hidden" else parts
+    return [n for n in (size // step * step, size // step * step + step) if n > 0]
+
+
+def _samples(request: Request, sizes: dict[str, int]) -> list[Problem]:
+    """Whole samples are split: micro_batch must divide."""
+    batch, parts, config = request.batch, sample_parts(request), request.config
+    if batch is None or batch.micro_batch % parts == 0:
+        return []
+    replica = batch.replica_batch
+    cut = f"{parts} parts ({shapes.shown(sizes)}): only whole samples are split"
+    what = f"micro_batch={batch.micro_batch} does not divide into {cut}"
+    where = next((key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None), "global_batch")
+    fixes = []
+    if where == "micro_batch":
+        legal = [n for n in divisors(replica) if n % parts == 0] or [parts]
+        fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
+    elif where == "microbatches":
+        legal = [n for n in divisors(replica) if replica // n % parts == 0]
+        fixes.append(either("microbatches", nearest(batch.microbatches, legal)))
+    step = request.dp * parts * (batch.microbatches if where == "microbatches" else request.pp)
+    below = batch.global_batch // step * step
+    batches = [n for n in (below, below + step) if n > 0]
+    key, scale = ("local_batch", request.dp) if config.local_batch is not None else ("global_batch", 1)
+    fixes.append(either(key, [n // scale for n in batches]))
+    return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]

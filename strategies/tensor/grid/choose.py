@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import lcm
 
 from parallelrun import product as products
 from parallelrun.models.spec import LayerSpec, ModelSpec, Pair
@@ -27,6 +28,7 @@ FORMS = ("auto", *KEPT, "stationary_w", "summa")
 
 Key = tuple[int, int, int, int]
 Forms = tuple[str, str]
+Groups = dict[Key, list[Pair]]
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,40 @@ def choose(spec: ModelSpec, choice: Choice) -> tuple[tuple[Key, Forms], ...]:
     """The forms of every pair of the model, by its sizes. Asked of sizes that fit some form."""
     found = []
     for key, pairs in distinct(spec).items():
-        every = list(candidates(pairs[0], choice.kind, choice.asked))
-        legal = [forms for forms in every if not misfits(pairs, forms, choice, spec)]
-        legal = legal or every  # where nothing is checked: the matmul lesson, tp = 1
-        found.append((key, min(legal, key=lambda forms: volume(pairs[0], forms, choice))))
+        # nothing fits only where nothing is checked: the matmul lesson
+        possible = legal(pairs, choice, spec) or list(candidates(pairs[0], choice.kind, choice.asked))
+        found.append((key, min(possible, key=lambda forms: volume(pairs[0], forms, choice))))
     return tuple(found)
 
 
-def distinct(spec: ModelSpec) -> dict[Key, list[Pair]]:
+def legal(pairs: list[Pair], choice: Choice, spec: ModelSpec) -> list[Forms]:
+    """The forms in which all of the pairs divide."""
+    possible = candidates(pairs[0], choice.kind, choice.asked)
+    return [forms for forms in possible if not misfits(pairs, forms, choice, spec)]
+
+
+def fewest_misfits(pairs: list[Pair], choice: Choice, spec: ModelSpec) -> list[Misfit]:
+    """What does not divide in the forms where least does not."""
+    return min(
+        (misfits(pairs, forms, choice, spec) for forms in candidates(pairs[0], choice.kind, choice.asked)), key=len
+    )
+
+
+def sample_parts(forms: Forms, choice: Choice) -> int:
+    """Into how many parts the samples must divide, for a pair that multiplies so."""
+    columns, row = pair_products(forms, between_blocks(choice.sizes))
+    lies = (columns.x, columns.y, row.x, row.y)
+    return lcm(*(degree(activation.rows, choice.sizes) for activation in lies))
+
+
+def linear_misfits(choice: Choice, spec: ModelSpec) -> list[Misfit]:
+    """What does not divide of the layers that multiply alone."""
+    shapes = {(layer.in_features, layer.out_features): layer for layer in spec.layers() if layer.layer_role == "linear"}
+    product = products.stationary_y(between_blocks(choice.sizes))
+    return [misfit for layer in shapes.values() for misfit in layer_misfits(layer, product, choice, spec)]
+
+
+def distinct(spec: ModelSpec) -> Groups:
     """The model's pairs by their sizes, one for each way in which they split their outputs."""
     found: dict[Key, dict[object, Pair]] = {}
     for pair in spec.pairs:
@@ -168,6 +196,11 @@ def layer_misfits(layer: LayerSpec, product: Product, choice: Choice, spec: Mode
 
 
 def _feature(layer: LayerSpec, size: int, parts: int, spec: ModelSpec) -> Misfit:
-    """The misfit of a number of features, at the config key that makes it."""
-    names = {spec.ffn: "model.ffn", spec.hidden: "model.hidden"}
-    return Misfit(names.get(size, layer.name), size, parts)
+    return Misfit(size_key(size, layer.name, spec), size, parts)
+
+
+def size_key(size: int, layer: str, spec: ModelSpec) -> str:
+    """The config key that makes a number of features; the layer's name where no key does."""
+    if spec.num_layers == 0:  # a user's module: its sizes are its own
+        return layer
+    return {spec.ffn: "model.ffn", spec.hidden: "model.hidden"}.get(size, layer)

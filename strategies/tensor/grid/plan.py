@@ -6,15 +6,13 @@ Sources: SUMMA as in Optimus (Xu et al. 2021), Tesseract (Wang et al. 2021), 3D 
 
 from __future__ import annotations
 
-from math import lcm
-
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ParameterSpec
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Request
 
-from . import axes, checks, choose, layouts, products
+from . import axes, checks, choose, layouts, products, shapes
 
 
 class Way:
@@ -26,19 +24,13 @@ class Way:
 
     def sample_parts(self, request: Request) -> int:
         """A microbatch is cut by whole samples into as many parts as the rows axes make."""
-        sizes = checks.arranged(request)
-        if sizes is None or request.tp == 1:
-            return 1
-        lies = axes.between_blocks(sizes)
-        parts = axes.degree(lies.rows, sizes)
-        if checks.asked_form(request) == "stationary_w":  # rows and columns of the grid change roles
-            return lcm(parts, axes.degree((*lies.rows[:-1], *lies.features), sizes))
-        return parts
+        return checks.sample_parts(request)
 
     def leaves(self, request: Request) -> axes.Leaves:
         """row x col, depth x row x col, or x x y x z; `tp` is made of them."""
         tensor = request.config.strategy.tensor
-        return axes.leaves(tensor.kind, request.tp, axes.read_grid(tensor.grid), tensor.depth)
+        grid = None if tensor.kind == "3d" else axes.read_grid(tensor.grid)
+        return axes.leaves(tensor.kind, request.tp, grid, tensor.depth)
 
     def settle(self, request: Request) -> TensorWay:
         """The form of every pair of layers, by what it moves."""
@@ -49,6 +41,10 @@ class Way:
             forms=choose.choose(request.spec, checks.choice(request)),
             save_gathered=tensor.save_gathered,
         )
+
+    def filled(self, request: Request) -> tuple[str, ...]:
+        """Grid and depth, where they were not given."""
+        return shapes.filled(request)
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
         """See `layouts`."""

@@ -63,6 +63,10 @@ class Way:
             kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
         )
 
+    def filled(self, request: Request) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
         """What passes between blocks for one microbatch: the slice of the sequence under sequence parallel."""
         first, *rest = plan.spec.boundary_shape

@@ -1,0 +1,149 @@
+"""Which tp a grid can be made of: what is wrong with the one asked for, and the nearest that are right. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import isqrt
+
+from parallelrun.errors import Problem
+from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.ways import Request
+
+from . import axes
+from .axes import Grid, cube_root
+
+SIDES = 64  # sides tried below and above the nearest
+
+
+def grid_of(request: Request) -> Grid | None:
+    """The grid asked for; None if none is, or it cannot be read (`check` says so)."""
+    try:
+        return axes.read_grid(request.config.strategy.tensor.grid)
+    except ValueError:
+        return None
+
+
+def arranged(request: Request) -> dict[str, int] | None:
+    """Degree of every tensor axis; None where the grid is unreadable or does not make tp."""
+    tensor = request.config.strategy.tensor
+    grid = grid_of(request)
+    if tensor.kind != "3d" and tensor.grid is not None and grid is None:
+        return None
+    return axes.arrange(tensor.kind, request.tp, grid, tensor.depth)
+
+
+def shown(sizes: dict[str, int]) -> str:
+    """`row 2 x col 3`."""
+    return " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
+
+
+def filled(request: Request) -> tuple[str, ...]:
+    """`grid=2x2 depth=2 (filled: tp 8, the largest legal depth)`: what of it was not given."""
+    tensor, sizes = request.config.strategy.tensor, arranged(request)
+    if request.tp == 1 or tensor.kind == "3d" or not sizes:
+        return ()
+    values = [] if tensor.grid else [f"grid={sizes['row']}x{sizes['col']}"]
+    why = f"tp {request.tp}"
+    if tensor.kind == "2.5d" and tensor.depth is None:
+        values.append(f"depth={sizes.get('depth', 1)}")
+        why += ", the largest legal depth"
+    return (f"{' '.join(values)} (filled: {why})",) if values else ()
+
+
+def near(request: Request) -> list[int]:
+    """Every tp not far from the one asked for that grid and depth allow, ascending."""
+    tensor, tp = request.config.strategy.tensor, request.tp
+    possible = sorted(n for n in set(_legal(tensor.kind, tp, grid_of(request), tensor.depth)) if n <= 4 * max(tp, 8))
+    return [n for n in possible if arranged(replace(request, tp=n))]
+
+
+def _legal(kind: str, tp: int, grid: Grid | None, depth: int | None) -> Iterator[int]:
+    if kind == "3d":
+        yield from (side**3 for side in _sides(cube_root(tp)))
+        return
+    deepest = min(grid) if grid else cube_root(4 * tp)
+    depths = (1,) if kind == "2d" else (depth,) if depth else range(1, deepest + 1)
+    for deep in depths:
+        if grid:
+            yield deep * grid[0] * grid[1]
+        else:
+            yield from (deep * side**2 for side in _sides(isqrt(tp // deep)) if side >= deep)
+
+
+def _sides(middle: int) -> range:
+    return range(max(1, middle - SIDES), middle + SIDES + 1)
+
+
+def check(request: Request, legal: list[int]) -> list[Problem]:
+    """What is wrong with a tp that cannot be laid out. legal: values of tp that the model fits."""
+    tensor, tp = request.config.strategy.tensor, request.tp
+    if tensor.kind != "3d":
+        try:
+            axes.read_grid(tensor.grid)
+        except ValueError as error:
+            rows = max(n for n in divisors(tp) if n * n <= tp)
+            return [Problem(str(error), "grid", f"grid={rows}x{tp // rows}", kind="arithmetic")]
+    where, what = _wrong(tensor.kind, tp, grid_of(request), tensor.depth)
+    fixes = [either("tp", nearest(tp, legal or near(request))), _grids(request), _depths(request)]
+    fixes += _worlds(request, legal)
+    return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
+
+
+def _wrong(kind: str, tp: int, grid: Grid | None, depth: int | None) -> tuple[str, str]:
+    """(the key that is wrong, the rule that it breaks, with its numbers)."""
+    if kind == "3d":
+        return "tp", f"tp={tp} is no cube, and layout=3d lays ranks out as l x l x l"
+    if kind == "2d":
+        if grid:
+            return "grid", f"grid={grid[0]}x{grid[1]} = {grid[0] * grid[1]} ranks, and tp={tp}"
+        return "tp", f"tp={tp} is no square, and layout=2d lays ranks out as q x q where no grid is given"
+    if depth is None:
+        if grid:
+            deepest = f"at most {min(grid)} deep, for no grid is deeper than its sides"
+            return "grid", f"tp={tp} is not made of grids of {grid[0]}x{grid[1]} = {grid[0] * grid[1]} ranks, {deepest}"
+        return "tp", f"tp={tp} is no depth x q x q with depth at most q, as layout=2.5d lays ranks out"
+    rows, columns = grid or (isqrt(tp // depth),) * 2
+    if depth * rows * columns == tp:
+        return "depth", f"depth={depth} exceeds the grid's side of {min(rows, columns)} (tp={tp})"
+    if grid:
+        return "grid", f"depth={depth} x grid={rows}x{columns} = {depth * rows * columns} ranks, and tp={tp}"
+    if tp % depth:
+        return "depth", f"tp={tp} does not divide by depth={depth}"
+    return "depth", f"tp={tp} / depth={depth} = {tp // depth} ranks are no square grid"
+
+
+def _grids(request: Request) -> str:
+    """The grids nearest to a square that make tp, at the depth asked for."""
+    tensor, tp = request.config.strategy.tensor, request.tp
+    if tensor.kind == "3d":
+        return ""
+    found = []
+    for deep in (tensor.depth,) if tensor.depth else range(cube_root(tp), 0, -1):
+        if tensor.kind == "2d" or tp % deep == 0:
+            ranks = tp // (deep if tensor.kind == "2.5d" else 1)
+            rows = max(n for n in divisors(ranks) if n * n <= ranks)
+            if tensor.kind == "2d" or rows >= deep:
+                found.append(f"grid={rows}x{ranks // rows}")
+    return " or ".join(list(dict.fromkeys(found))[:2])
+
+
+def _depths(request: Request) -> str:
+    """The depths that make tp, at the grid asked for."""
+    tensor, tp = request.config.strategy.tensor, request.tp
+    if tensor.kind != "2.5d" or tensor.depth is None:
+        return ""
+    legal = [d for d in divisors(tp) if axes.arrange("2.5d", tp, grid_of(request), d)]
+    return either("depth", nearest(tensor.depth, legal))
+
+
+def _worlds(request: Request, legal: list[int]) -> list[str]:
+    """Where tp took what was left of a world: other degrees in this one, and other worlds."""
+    config, ranks = request.config, request.dp * request.tp
+    if config.tp is not None:
+        return []
+    left = nearest(request.tp, [tp for tp in legal if ranks % tp == 0])
+    fixes = [either("dp", [ranks // tp for tp in reversed(left)])]
+    if config.world is not None:
+        fixes.append(either("world", [tp * request.pp * request.dp for tp in nearest(request.tp, legal)]))
+    return fixes
