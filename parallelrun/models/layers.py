@@ -14,17 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.models import dropout as masks
-from parallelrun.models.functions import (
-    accurate_dtype as accurate_dtype,  # for tensor ways, as are those used below
-    activate,
-    attend,
-    attend_with_dropout,
-    drop,
-    linear,
-    normalise,
-    rotate as rotate,
-    token_loss,
-)
+from parallelrun.models.functions import accurate_dtype as accurate_dtype  # for tensor ways
+from parallelrun.models.functions import activate, attend, attend_with_dropout, drop, linear, normalise, token_loss
 
 
 class RoleLayer(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from parallelrun.models import layers
+from parallelrun.models import functions, layers
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -105,7 +105,7 @@ def test_learned_positions_start_at_the_sequence_seen() -> None:
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=F64).expand(2, 1, 1, 6, 8)
-    query, key = layers.rotate(query, 10000.0), layers.rotate(key, 10000.0)
+    query, key = functions.rotate(query, 10000.0), functions.rotate(key, 10000.0)
     scores = (query @ key.transpose(-1, -2))[0, 0]
     torch.testing.assert_close(query.norm(dim=-1), query.norm(dim=-1)[..., :1].expand(1, 1, 6))
     for distance in range(6):

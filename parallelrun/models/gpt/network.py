@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun.config.schema import Config
-from parallelrun.models import layers
+from parallelrun.models import functions, layers
 from parallelrun.models.gpt import spec as sizes
 from parallelrun.models.network import Network, store
 from parallelrun.models.spec import ModelSpec
@@ -77,7 +77,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x))
         if self.rope_theta is not None:
-            query, key = layers.rotate(query, self.rope_theta), layers.rotate(key, self.rope_theta)
+            query, key = functions.rotate(query, self.rope_theta), functions.rotate(key, self.rope_theta)
         mixed = self.product(query, key, value)
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(-2)))
 
