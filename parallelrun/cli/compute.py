@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,15 @@ class _Caught:
     composed: Any = None
     run_root: Path | None = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The composed configuration (`config.compose.Composed`), its Plan, and the run directory that was asked for."""
+
+    composed: Any
+    plan: Any
+    run_root: Path | None
 
 
 def run(words: list[str]) -> int:
@@ -50,21 +62,50 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if line.multirun and attached is not None:
         what = f"a sweep (-m) cannot run inside {attached.source}: its ranks are there already"
         raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+    if line.multirun:
+        from parallelrun.cli import sweep
+        from parallelrun.config import compose
+
+        return sweep.run(line, words, compose.prepare(line.overrides, line.flags, line.verb, line.trust))
+    with _collector_paused():
+        made = _composed_and_resolved(line, attached)
+        if made is not None and line.verb == "plan":
+            show_plan(made.plan, made.composed.config, line.json)
+    if made is None or line.verb == "plan":
+        return EXIT_OK
+    from parallelrun.launch.start import start
+
+    return start(made.composed.config, made.plan, words, made.composed.overrides, made.run_root)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No search for dead cycles: little of what Hydra and `resolve` make dies, and searching is a tenth of a plan."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Made | None:
+    """What one command line asks for; None where Hydra has answered one of its own flags."""
     from parallelrun.config import compose
 
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
-    if line.multirun:
-        from parallelrun.cli import sweep
-
-        return sweep.run(line, words, prepared)
     if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
         composed, run_root = compose.compose_plainly(prepared)
     else:
         caught = _through_hydra(prepared)
         if caught.composed is None:
-            return EXIT_OK  # Hydra has answered one of its own flags
+            return None
         composed, run_root = caught.composed, caught.run_root
-    return _dispatch(line, words, composed, run_root, attached)
+    from parallelrun.plan.resolve import resolve
+
+    world = attached.world if attached is not None else None
+    return _Made(composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus()), run_root)
 
 
 def _through_hydra(prepared: Any) -> _Caught:
@@ -87,21 +128,6 @@ def _through_hydra(prepared: Any) -> _Caught:
     return caught
 
 
-def _dispatch(
-    line: CommandLine, words: list[str], composed: Any, run_root: Path | None, attached: Attached | None
-) -> int:
-    from parallelrun.plan.resolve import resolve
-
-    world = attached.world if attached is not None else None
-    plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
-    if line.verb == "plan":
-        show_plan(plan, composed.config, line.json)
-        return EXIT_OK
-    from parallelrun.launch.start import start
-
-    return start(composed.config, plan, words, composed.overrides, run_root)
-
-
 def show_plan(plan: Any, config: Any, as_json: bool) -> None:
     """Print a plan, for people or as one JSON document."""
     from parallelrun.report import plan as report
@@ -111,7 +137,7 @@ def show_plan(plan: Any, config: Any, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    report.show(plan, config, Console())
+    report.show(plan, config, Console(emoji=False))  # with it, rich would look for :names: and load their table
 
 
 def print_json(fields: dict[str, Any]) -> None:

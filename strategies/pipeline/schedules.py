@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from parallelrun.plan.ways import Action
 
@@ -86,23 +87,14 @@ def _looped(rank: int, pp: int, chunks: int, num_microbatches: int, warmup: int)
     total = chunks * num_microbatches
     warmup = min(warmup, total)
     per_round = num_microbatches // num_rounds(pp, num_microbatches) if chunks > 1 else num_microbatches
-    local = [(number // per_round) % chunks for number in range(total)]
-    forwards = deque(_numbered("F", [chunk * pp + rank for chunk in local]))
-    backwards = deque(_numbered("B", [(chunks - 1 - chunk) * pp + rank for chunk in local]))
-    order = [forwards.popleft() for _ in range(warmup)]
-    while forwards:
-        order += [forwards.popleft(), backwards.popleft()]
-    return (*order, *backwards)
-
-
-def _numbered(kind: str, stages: list[int]) -> list[Action]:
-    """One action per stage of the list; each stage counts its own microbatches from 0."""
-    seen: Counter[int] = Counter()
-    actions = []
-    for stage in stages:
-        actions.append(Action(kind, stage, seen[stage]))
-        seen[stage] += 1
-    return actions
+    places = [  # of the number-th action: its chunk in forward order, its microbatch
+        (number // per_round % chunks, number // (per_round * chunks) * per_round + number % per_round)
+        for number in range(total)
+    ]
+    forwards = [Action("F", chunk * pp + rank, m) for chunk, m in places]
+    backwards = [Action("B", (chunks - 1 - chunk) * pp + rank, m) for chunk, m in places]
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards))
+    return (*forwards[:warmup], *steady, *backwards[total - warmup :])
 
 
 def _split_backward(order: Sequence[Action], lag: int) -> tuple[Action, ...]:

@@ -19,31 +19,46 @@ DATA = {
 }
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 DEGREES = [d for d in product((1, 2, 4), repeat=3) if 1 < d[0] * d[1] * d[2] <= 8]  # dp, tp, pp
+Cell = tuple[tuple[int, int, int], str, str]  # degrees, data way, schedule
 
 
-# what each data way is proved with in every run of the suite; PARALLELRUN_FULL_MATRIX=1 proves it with every schedule
-SCHEDULES_OF = {
-    "ddp": ("gpipe", "1f1b", "zbv"),
-    "zero1": ("interleaved", "zero_bubble"),
-    "fsdp": ("1f1b", "interleaved", "zbv"),
-    "fsdp_reshard": ("1f1b",),
-    "hsdp": ("zero_bubble",),
-}
-FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"
+FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"  # every legal cell, instead of a choice that covers the pairs
 
 
-def cells() -> list[Any]:
-    """(dp, tp, pp) x data way where dp > 1 x schedule where pp > 1; each cell once."""
-    found = []
-    for dp, tp, pp in DEGREES:
-        data_ways = [name for name in DATA if name != "hsdp" or dp == 4] if dp > 1 else ["ddp"]
-        for data in data_ways:
-            schedules = SCHEDULES if FULL or dp == 1 else SCHEDULES_OF[data]
-            for schedule in schedules if pp > 1 else ("none",):
-                if data == "fsdp_reshard" and schedule in ("zero_bubble", "zbv"):
-                    continue  # refused as not legal: its gradients would be silently wrong (tests/unit/test_pipeline*)
-                found.append(pytest.param(dp, tp, pp, data, schedule, id=f"dp{dp}-tp{tp}-pp{pp}-{data}-{schedule}"))
-    return found
+def is_legal(degrees: tuple[int, int, int], data: str, schedule: str) -> bool:
+    """hsdp needs two copies of two shards; a schedule that splits backward and fsdp_reshard is refused as undefined."""
+    return (data != "hsdp" or degrees[0] == 4) and not (data == "fsdp_reshard" and schedule in ("zero_bubble", "zbv"))
+
+
+def every_cell() -> list[Cell]:
+    """Degrees x data way where dp > 1 x schedule where pp > 1: all that is legal."""
+    return [
+        (degrees, data, schedule)
+        for degrees in DEGREES
+        for data in (DATA if degrees[0] > 1 else ["ddp"])
+        for schedule in (SCHEDULES if degrees[2] > 1 else ["none"])
+        if is_legal(degrees, data, schedule)
+    ]
+
+
+def chosen_cells() -> list[Cell]:
+    """Every pair of degrees, every data way with every schedule, every way with every dp, tp and pp at least once.
+
+    Where data and pipeline axes meet, each (way, schedule) takes its turn at another choice of degrees.
+    """
+    meeting = [degrees for degrees in DEGREES if degrees[0] > 1 and degrees[2] > 1]
+    turns = [
+        ((4, 1, 2) if data == "hsdp" else meeting[(i + j) % len(meeting)], data, schedule)
+        for i, data in enumerate(DATA)
+        for j, schedule in enumerate(SCHEDULES)
+    ]
+    fewer = {(1, 2, 4): ("interleaved", "zbv"), (4, 2, 1): ("zero1", "fsdp_reshard", "hsdp")}
+    apart = [
+        (degrees, data, schedule)
+        for degrees, data, schedule in every_cell()
+        if degrees not in meeting and (schedule if degrees[2] > 1 else data) in fewer.get(degrees, (schedule, data))
+    ]
+    return apart + [cell for cell in turns if is_legal(*cell)]
 
 
 def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[str, Any]:
@@ -56,13 +71,36 @@ def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[st
     if tp > 1:
         overrides["strategy.tensor.sequence_parallel"] = (dp + pp) % 2 == 0
     overrides.update({"model.vocab": 37, "dataset.vocab": 37, "global_batch": 32, "model.label_smoothing": 0.1})
-    overrides["model.layers"] = 8
+    overrides["model.layers"] = 2 * pp  # as many as the schedules of two stages a rank need
     return overrides
 
 
-@pytest.mark.parametrize("dp, tp, pp, data, schedule", cells())
-def test_plan_equals_one_device_in_fp64(dp: int, tp: int, pp: int, data: str, schedule: str) -> None:
+def name_of(cell: Cell) -> str:
+    (dp, tp, pp), data, schedule = cell
+    return f"dp{dp}-tp{tp}-pp{pp}-{data}-{schedule}"
+
+
+@pytest.mark.parametrize("cell", every_cell() if FULL else chosen_cells(), ids=name_of)
+def test_plan_equals_one_device_in_fp64(cell: Cell) -> None:
+    (dp, tp, pp), data, schedule = cell
     assert_equal(parity(overrides_of(dp, tp, pp, data, schedule)))
+
+
+def test_the_chosen_cells_cover_what_can_interact() -> None:
+    """At least the 60 cells of every run, and among them every legal pair of (way, schedule), (degrees, ...)."""
+    cells, everything = chosen_cells(), every_cell()
+    assert 60 <= len(set(cells)) == len(cells) and set(cells) <= set(everything)
+
+    def pairs(of: list[Cell]) -> set[tuple[object, object]]:
+        """Values of two different settings that stand in one cell."""
+        found: set[tuple[object, object]] = set()
+        for (dp, tp, pp), data, schedule in of:
+            values = [("dp", dp), ("tp", tp), ("pp", pp), ("data", data), ("schedule", schedule)]
+            found |= {(one, other) for one in values for other in values if one < other}
+        return found
+
+    assert pairs(cells) == pairs(everything)
+    assert {degrees for degrees, _, _ in cells} == set(DEGREES)
 
 
 @pytest.mark.parametrize("dp, tp, pp", DEGREES, ids=str)
