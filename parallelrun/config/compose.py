@@ -49,7 +49,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
-    files = recipes.find()
+    files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
     shown: dict[str, str] = {}
     chosen: list[str] = []
     argv = [*flags, f"verb={verb}"]

@@ -10,11 +10,11 @@ from pathlib import Path
 import yaml
 
 from parallelrun.config.keys import GROUPS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
+from parallelrun.config.recipes import NAME
 from parallelrun.config.values import string_trap, trap
 from parallelrun.errors import ConfigError, Problem
 
 DEPTH_LIMIT = 32
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*$")
 _PLAIN_INTERPOLATION = re.compile(r"\$\{(?!hydra\b)[A-Za-z_][A-Za-z0-9_.]*\}")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

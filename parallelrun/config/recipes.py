@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from parallelrun.config import recipe_check
 from parallelrun.config.keys import nearest
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 
 SIZE_LIMIT = 2**20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*$")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def find(environment: Mapping[str, str] | None = None) -> dict[str, RecipeFile]:
         except OSError:
             continue
         for path in files:
-            if recipe_check.NAME.match(path.stem):
+            if NAME.match(path.stem):
                 found.setdefault(path.stem, RecipeFile(path.stem, path, source))
     return dict(sorted(found.items()))
 
@@ -97,6 +97,8 @@ def at_path(text: str) -> RecipeFile:
 
 def load(file: RecipeFile, trust: bool = False) -> Recipe:
     """Read and check one recipe. Raises ConfigError with every problem, each with file:line."""
+    from parallelrun.config import recipe_check  # here: most command lines name no recipe, and YAML takes its time
+
     text = _read(file.path)
     trusted = trust or file.source == "built-in"
     shown = str(file.path) if file.source == "user" else f"recipes/{file.path.name}"

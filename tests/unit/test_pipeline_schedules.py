@@ -39,9 +39,16 @@ TORCH_NAMES = {
 }
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_actions_are_those_of_torch(kind):
+@pytest.fixture
+def silence():
+    """torch warns of every schedule that is drawn; whoever is tested next may log again."""
     logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_actions_are_those_of_torch(kind, silence):
     for name, pp, chunks, m in CASES:
         if name == kind:
             theirs = torch_private.schedule_actions(TORCH_NAMES[kind], pp, m, chunks)
