@@ -54,7 +54,8 @@ def load(path: Path, parameters: Sequence[LocalParameter], optimizer: Optimizer,
     except dcp.CheckpointException as error:
         _raise_for_user(error, f"{path} could not be loaded")
     for parameter, state in planner.states:
-        optimizer.load_state(parameter.name, state)
+        if state:
+            optimizer.load_state(parameter.name, state)
     if mesh.rank == 0 and (note := reshard_note(reader.index, plan)):
         print(note, flush=True)
     return dict(reader.index.extra)
@@ -83,7 +84,7 @@ def _parts_to_save(parameter: LocalParameter, optimizer: Optimizer, mesh: Mesh) 
         return []
     parts = [_part(weight_key(parameter.spec.name), parameter.tensor, parameter, mesh)]
     is_first = not any(parts[0].offsets)
-    for kind, value in optimizer.state(parameter.name).items():
+    for kind, value in () if parameter.spec.frozen else optimizer.state(parameter.name).items():
         key = state_key(kind, parameter.spec.name)
         if value.dim():
             parts.append(_part(key, value, parameter, mesh))
@@ -97,7 +98,7 @@ def _parts_to_load(parameter: LocalParameter, index: Index, mesh: Mesh) -> tuple
     name, tensor = parameter.spec.name, parameter.tensor
     parts = [_part(weight_key(name), tensor, parameter, mesh)]
     state: dict[str, Tensor] = {}
-    for kind in index.state_kinds.get(name, ()):
+    for kind in () if parameter.spec.frozen else index.state_kinds.get(name, ()):
         stored = index.tensors[state_key(kind, name)]
         dtype = getattr(torch, stored.dtype)
         if stored.shape:

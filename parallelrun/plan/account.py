@@ -74,14 +74,14 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
 
 
 def merge(rows: list[Collective]) -> list[Collective]:
-    """One row per axis, operation and purpose, sorted."""
+    """One row per axis, operation and purpose of which there are calls, sorted."""
     calls: Counter[tuple[str, str, str]] = Counter()
     payload: Counter[tuple[str, str, str]] = Counter()
     for row in rows:
         key = row.axis, row.operation, row.purpose
         calls[key] += row.calls
         payload[key] += row.payload_bytes
-    return [Collective(*key, calls=calls[key], payload_bytes=payload[key]) for key in sorted(calls)]
+    return [Collective(*key, calls=calls[key], payload_bytes=payload[key]) for key in sorted(calls) if calls[key]]
 
 
 def _numel(held: HeldParameter, layout: Layout, plan: Plan, place: Mapping[str, int]) -> int:
@@ -98,6 +98,8 @@ def memory(plan: Plan, rank: int) -> Memory:
         for_gradient = ways.data.gradient_layout(held.layout, plan)
         for_state = ways.data.state_layout(held.layout, plan)
         weights += _numel(held, for_weight, plan, place) * stored
+        if held.spec.frozen:
+            continue
         gradients += _numel(held, for_gradient, plan, place) * reduce
         states += _numel(held, for_state, plan, place) * stored * plan.optimizer_states
     gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
@@ -138,8 +140,8 @@ def position_classes(plan: Plan) -> list[list[int]]:
 def _looks(block: BlockSpec, tied: set[str]) -> object:
     """All that costs depend on: kind, FLOPs, layers and shapes; a block with tied weights is like no other."""
     layers = tuple(
-        (layer.layer_role, layer.in_features, layer.out_features, tuple((p.shape, p.heads) for p in layer.parameters))
-        for layer in block.layers
+        (x.layer_role, x.in_features, x.out_features, tuple((p.shape, p.heads, p.frozen) for p in x.parameters))
+        for x in block.layers
     )
     alone = block.name if any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers) else ""
     return block.kind, alone, block.forward_flops, block.saved_elements, layers
@@ -158,7 +160,8 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     for positions in position_classes(plan):
         held = held_parameters(plan, positions[0])
         parts = {(h.spec.shape, h.layout) for h in held}
-        summed_last = {(h.spec.shape, h.layout) for h in held if h.layout.partial or h.spec.name in originals}
+        last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
+        summed_last = {(h.spec.shape, h.layout) for h in last}
         shards = {(shape, state_layout(layout, plan)) for shape, layout in summed_last}
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=positions[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]

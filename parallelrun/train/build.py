@@ -40,7 +40,13 @@ class Training:
 
     @property
     def parameters(self) -> list[LocalParameter]:
+        """What the optimizer updates."""
         return self.data.parameters
+
+    @property
+    def held(self) -> list[LocalParameter]:
+        """All parameters, the frozen ones last: what is saved, loaded and compared."""
+        return [*self.data.parameters, *self.data.frozen]
 
     @property
     def counts_loss(self) -> bool:

@@ -88,7 +88,7 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
         "scaler": scaler.state(),
     }
     directory = run_directory / "checkpoints"
-    checkpoint.save(directory, step, training.parameters, training.optimizer, extra, plan, training.mesh)
+    checkpoint.save(directory, step, training.held, training.optimizer, extra, plan, training.mesh)
     checkpoint.keep_last(directory, config.checkpoint.keep, training.mesh)
 
 
@@ -98,7 +98,7 @@ def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
     if not config.resume:
         return {}
     path = checkpoint.resolve_resume(config.resume, config.runs)
-    extra = checkpoint.load(path, training.parameters, training.optimizer, plan, training.mesh)
+    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh)
     training.data.finish_update()  # zero1: the loaded shards go back into the weights
     if extra["global_batch"] != plan.batch.global_batch:
         raise CheckpointError(

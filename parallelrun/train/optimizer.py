@@ -28,10 +28,12 @@ class Optimizer:
             for tensors, decay in ((decayed, config.weight_decay), (plain, 0.0))
             if tensors
         ]
-        self._torch = _make(config, groups)
+        self._torch = _make(config, groups) if groups else None  # a stage may have frozen parameters only
 
     def step(self, lr: float) -> None:
         """Update every tensor by its `.grad` at learning rate `lr`."""
+        if self._torch is None:
+            return
         for group in self._torch.param_groups:
             group["lr"] = lr
         self._torch.step()
@@ -41,7 +43,7 @@ class Optimizer:
 
         The live tensors, not copies. Empty before the first step, and for SGD without momentum. Raises KeyError.
         """
-        found = self._torch.state.get(self._tensors[name], {})
+        found = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
@@ -54,7 +56,7 @@ class Optimizer:
             # torch keeps the step of Adam in fp32, on the device only when the update is fused there.
             dtype = torch.float32 if key == STEP else tensor.dtype
             taken[key] = value.detach().to(device=tensor.device, dtype=dtype).clone()
-        if taken:
+        if taken and self._torch:
             self._torch.state[tensor] = taken
 
 

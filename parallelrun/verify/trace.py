@@ -73,7 +73,7 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     mesh, plan = training.mesh, training.plan
     sizes = mesh.shape.sizes
     entries, owned = [], []
-    for parameter in training.parameters:
+    for parameter in training.held:
         local = part(parameter).to("cpu", copy=True)
         ranges = parameter.layout.ranges(parameter.spec.shape, sizes, mesh.coordinate)
         assert tuple(local.shape) == tuple(stop - start for start, stop in ranges), f"{parameter.name}: {local.shape}"

@@ -51,7 +51,8 @@ def reduce_bytes(plan: Plan) -> int:
 
 def bucket_numels(position: int, coordinate: dict[str, int], plan: Plan, parts: int) -> list[int]:
     """Elements of each bucket of a rank, in launch order, with every parameter padded to `parts` chunks (1: none)."""
-    shapes = local_shapes(held_parameters(plan, position), coordinate, plan)
+    held = [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
+    shapes = local_shapes(held, coordinate, plan)
     numels = [padded_numel(shape, parts) if parts > 1 else prod(shape) for shape in shapes]
     size = reduce_bytes(plan)
     filled = fill([numel * size for numel in numels], plan.data.bucket_bytes)
@@ -65,6 +66,7 @@ def final_collectives(
 
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """
+    layouts = [(p, layout) for p, layout in layouts if not p.spec.frozen]
     numels = {p.name: layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate) for p, layout in layouts}
     out = []
     for axes in sorted({layout.partial for _, layout in layouts} - {()}):

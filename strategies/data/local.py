@@ -31,18 +31,28 @@ def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
     tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient
 
 
+def trained(pairs: Sequence[Pair]) -> list[Pair]:
+    """Those that the optimizer updates."""
+    return [pair for pair in pairs if not pair[0].spec.frozen]
+
+
+def frozen(pairs: Sequence[Pair]) -> list[Pair]:
+    """Those that keep their values."""
+    return [pair for pair in pairs if pair[0].spec.frozen]
+
+
 class LocalRuntime:
     """The DataRuntime of a data axis of degree 1: gradients are final as backward leaves them.
 
+    parameters: what is updated. frozen: what is not, whole on every rank of dp unless the way splits weights.
     flat_gradients: buffers that hold the gradients of all `parameters` after `finish_gradients`, and else only zeros.
     """
 
     flat_gradients: Sequence[Tensor] = ()
 
     def __init__(self, pairs: Sequence[Pair]):
-        self.parameters = [
-            LocalParameter(held.name, parameter, held.spec, held.layout, held.shared) for held, parameter in pairs
-        ]
+        self.parameters = [_whole(*pair) for pair in trained(pairs)]
+        self.frozen = [_whole(*pair) for pair in frozen(pairs)]
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -56,3 +66,7 @@ class LocalRuntime:
 
     def finish_update(self) -> None:
         """The weights are what was updated."""
+
+
+def _whole(held: HeldParameter, parameter: nn.Parameter) -> LocalParameter:
+    return LocalParameter(held.name, parameter, held.spec, held.layout, held.shared)

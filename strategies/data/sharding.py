@@ -10,7 +10,8 @@ def check_splits(request: Request, kind: str) -> list[Problem]:
     """A parameter without dims has no dim 0 to split."""
     if request.dp == 1:
         return []
-    scalars = [p.name for p in request.spec.parameters.values() if not p.shape]
+    whole = kind == "zero1"  # what it does not update is never split
+    scalars = [p.name for p in request.spec.parameters.values() if not p.shape and not (p.frozen and whole)]
     return [
         Problem(
             f"strategy.data.kind={kind} splits dim 0 of every parameter over dp={request.dp}, but {name} has no dims",

@@ -15,6 +15,9 @@ from parallelrun.models import dropout, initialise
 from parallelrun.models.module import network, source, spec
 from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
+from parallelrun.train.build import build
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
 from tests.plans import tiny_config, tiny_plan
 from tests.unit import user_net
 
@@ -192,3 +195,28 @@ def test_a_tied_head_has_its_true_sizes() -> None:
     head = next(layer for layer in made.layers() if layer.layer_role == "head")
     assert (head.in_features, head.out_features, head.parameters) == (16, 32, ())
     assert head.tied == "module.embed.tokens.weight"
+
+
+def test_a_frozen_parameter_trains_as_in_plain_torch() -> None:
+    """Loss, gradients and global norm of one step on one device, against the user's own module without us."""
+    frozen = "embed.*|layers.0.*|*.norm2.weight"
+    given = overrides(model__arguments={"frozen": frozen}, model__vocab=None, optimizer__clip=0.0, microbatches=1)
+    training = build(tiny_config(given), tiny_plan(given), torch.device("cpu"))
+    batch = training.reader.batch(1)
+    result = train_step(training, 1, 0.0, LossScaler(training.config.precision, scaled=False))
+    torch.manual_seed(training.config.seed)
+    plain = user_net.build(training.plan.spec.vocab, 8, 16, frozen=frozen)
+    loss = torch.nn.functional.cross_entropy(plain(batch.inputs).flatten(0, 1), batch.targets.flatten())
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert {p.name for p in training.parameters} == {
+        f"module.{name}" for name, p in plain.named_parameters() if p.grad is not None
+    }
+    squares = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
+    assert result.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
+    assert training.parts[0].get_parameter("module.layers.0.q.weight").grad is None  # and autograd stopped above it
+
+
+def test_a_module_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no parameter that is trained"):
+        spec.make(config(model__arguments={"frozen": "*"}), 32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -50,8 +52,14 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def build(vocab: int, seq: int, hidden: int, depth: int = 2, dropout: float = 0.0, tied: bool = False) -> nn.Module:
-    return Net(vocab, hidden, seq, depth, dropout, tied)
+def build(
+    vocab: int, seq: int, hidden: int, depth: int = 2, dropout: float = 0.0, tied: bool = False, frozen: str = ""
+) -> nn.Module:
+    """frozen: patterns of parameter names, with `|` between them."""
+    net = Net(vocab, hidden, seq, depth, dropout, tied)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in frozen.split("|")))
+    return net
 
 
 def build_fixed(vocab: int, seq: int, hidden: int) -> nn.Module:

@@ -26,6 +26,13 @@ class UserNetwork(Network):
     def __init__(self, module: nn.Module, spec: ModelSpec, loss: nn.Module):
         super().__init__(spec, loss)
         self.module = module
+        self.needs_every_gradient = False
+
+    def split(self, parts: Sequence[Sequence[str]]) -> list[Network]:
+        """See `Network.split`. By then the role layers are those of the tensor way."""
+        if self.needs_every_gradient:
+            let_gradients_through(self.module)
+        return super().split(parts)
 
 
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
@@ -39,6 +46,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     for part in module.modules():
         _compute_in(part, dtype)
     network = UserNetwork(module, spec, layers.TokenLoss(config.model.label_smoothing))
+    network.needs_every_gradient = _goes_through_all(config)
     network.own_values = lambda seed: own_values(config, spec.vocab)
     return network
 
@@ -79,13 +87,38 @@ def chain(module: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
     return x
 
 
+def let_gradients_through(module: nn.Module) -> None:
+    """Let backward run through all layers, frozen ones at the input included, as if those were trained.
+
+    Pipeline schedules send a gradient over every boundary, FSDP gathers for every backward, and a tensor way's ranks
+    sum input gradients: each must happen on every rank, and as often as the plan says, whatever is frozen. Elsewhere
+    autograd stops where nothing below is trained, which saves that part of the work.
+    """
+    first = next((part for part in module.modules() if dict(part.named_parameters(recurse=False))), None)
+    for part in module.modules():
+        own = list(part.parameters(recurse=False))
+        if (part is first or isinstance(part, (nn.Embedding, layers.Embedding))) and own:
+            part.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(part: nn.Module, inputs: Any, out: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(out, Tensor) and out.is_floating_point() and not out.requires_grad:
+        out.requires_grad_()
+
+
+def _goes_through_all(config: Config) -> bool:
+    splits_weights = config.strategy.data.kind == "fsdp" and (config.dp or 1) > 1
+    return (config.tp or 1) > 1 or (config.pp or 1) > 1 or splits_weights
+
+
 def _forget(module: nn.Module) -> None:
     """Replace every Parameter by an empty one on meta; one that several modules share stays shared."""
     empty: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if id(parameter) not in empty:
-                empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+                meta = torch.empty_like(parameter, device="meta")
+                empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             setattr(part, name, empty[id(parameter)])
 
 

@@ -41,8 +41,8 @@ def load(source: str | None) -> Callable[..., nn.Module]:
 def build(config: Config, vocab: int) -> nn.Module:
     """The user's module on the current device, its initial values a function of `config.seed` alone.
 
-    Raises ConfigError for what has no meaning under a plan: parameters that are frozen, statistics over a set of
-    samples that no plan-independent rule names.
+    Raises ConfigError for what has no meaning under a plan: statistics over a set of samples that no plan-independent
+    rule names; and for a module with nothing to train.
     """
     make, model = load(config.model.source), config.model
     offered = {"vocab": vocab, "seq": model.seq, "hidden": model.hidden, "layers": model.layers, "heads": model.heads}
@@ -58,11 +58,9 @@ def build(config: Config, vocab: int) -> nn.Module:
         if isinstance(part, SAMPLE_SETS):
             what = f"{name} is a {type(part).__name__}: its statistics would depend on how the plan cuts the batch"
             problems.append(Problem(what, "model.source", "nn.LayerNorm, nn.RMSNorm or nn.GroupNorm", kind="undefined"))
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            problems.append(
-                Problem(f"parameter {name} is frozen (requires_grad=False)", "model.source", kind="not_built")
-            )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        what = f"{model.source} has no parameter that is trained: all are frozen (requires_grad=False)"
+        problems.append(Problem(what, "model.source", "leave requires_grad=True on some", kind="undefined"))
     if problems:
         raise ConfigError(*problems)
     return module

@@ -83,7 +83,10 @@ def _measure(
     """Run one sample through the blocks on meta: (blocks with FLOPs and kept elements, boundary and output shapes)."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    from parallelrun.models.module import network
+
     x = _inputs(kind, shape, 1, "meta")
+    network.let_gradients_through(module)  # as under plans that need it: elsewhere less is kept
     listed: set[int] = set()
     blocks, boundaries = [], {}
     for name in names:
@@ -159,7 +162,9 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
                 tied = first[id(parameter)]
                 continue
             listed.add(id(parameter))
-            parameters.append(ParameterSpec(f"{name}.{key}", tuple(parameter.shape), OWN, role))
+            parameters.append(
+                ParameterSpec(f"{name}.{key}", tuple(parameter.shape), OWN, role, frozen=not parameter.requires_grad)
+            )
         if parameters or tied or role:
             weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
             sizes = weight if role == "embedding" else weight[::-1]

@@ -14,7 +14,7 @@ from parallelrun.plan.structure import Plan
 
 from ..bucketed import Bucket, Reducer, Slot
 from ..buckets import fill, reduce_bytes
-from ..local import LocalRuntime, Pair, match
+from ..local import LocalRuntime, Pair, match, trained
 
 
 def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
@@ -32,7 +32,7 @@ class DdpRuntime(LocalRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
         super().__init__(pairs)
-        weights = [parameter for _, parameter in pairs]
+        weights = [parameter for _, parameter in trained(pairs)]
         numels = [weight.numel() for weight in weights]
         filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
         self._views: list[tuple[nn.Parameter, Tensor]] = []

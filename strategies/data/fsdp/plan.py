@@ -66,13 +66,14 @@ class Way:
         own = units(plan, position)
         num_gathers = [_num_gathers(unit, plan) for unit in own]
         gathered = sum(n * _gathered_bytes(unit, coordinate, plan) for n, unit in zip(num_gathers, own))
-        reduced = buckets.reduce_bytes(plan) * sum(_padded_numel(unit, coordinate, plan) for unit in own)
+        updated = [unit.trained for unit in own if unit.trained.parameters]
+        reduced = buckets.reduce_bytes(plan) * sum(_padded_numel(unit, coordinate, plan) for unit in updated)
         out = [
             Collective(axis, "all_gather", ENGINE, sum(num_gathers), gathered),
-            Collective(axis, "reduce_scatter", ENGINE, len(own), reduced),
+            Collective(axis, "reduce_scatter", ENGINE, len(updated), reduced),
         ]
         if plan.mesh.size("dp_replicate") > 1:
-            out.append(Collective("dp_replicate", "all_reduce", ENGINE, len(own), reduced // plan.data.shard))
+            out.append(Collective("dp_replicate", "all_reduce", ENGINE, len(updated), reduced // plan.data.shard))
         return out + final
 
     def equivalence(self, plan: Plan) -> Equivalence:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from parallelrun import torch_private
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import LocalParameter
+from parallelrun.train.parameters import HeldParameter, LocalParameter
 
-from ..local import LocalRuntime, match, set_gradient
+from ..local import LocalRuntime, frozen, match, set_gradient, trained
 from .units import ROOT, TIED, Unit, shard_axis, units
 
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
@@ -67,13 +67,10 @@ class FsdpRuntime(LocalRuntime):
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
-        self._sharded = [parameter for _, parameter in pairs]
-        axis = shard_axis(plan)
+        self._sharded = [parameter for _, parameter in trained(pairs)]
         with torch.no_grad():
-            self.parameters = [
-                LocalParameter(held.name, _local(weight), held.spec, held.layout.split(0, axis), held.shared)
-                for held, weight in pairs
-            ]
+            self.parameters = [_part(held, weight, plan) for held, weight in trained(pairs)]
+            self.frozen = [_part(held, weight, plan) for held, weight in frozen(pairs)]
         self._num_forwards = 0
         self._reduces = False
         for part in parts:
@@ -120,6 +117,11 @@ def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its storage (outside autograd)."""
     assert isinstance(tensor, DTensor), "FSDP shards are DTensors"
     return tensor.to_local()
+
+
+def _part(held: HeldParameter, weight: Tensor, plan: Plan) -> LocalParameter:
+    layout = held.layout.split(0, shard_axis(plan))
+    return LocalParameter(held.name, _local(weight), held.spec, layout, held.shared)
 
 
 def _device_mesh(plan: Plan, mesh: Mesh) -> DeviceMesh:

@@ -5,7 +5,7 @@ The plan predicts from these, the runtime wraps by them. Torch-free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelrun.plan.structure import Plan
 from parallelrun.train.parameters import HeldParameter, held_parameters
@@ -33,6 +33,11 @@ class Unit:
     parameters: tuple[HeldParameter, ...]
     reshard: bool
     rounded: bool
+
+    @property
+    def trained(self) -> Unit:
+        """The unit without its frozen parameters: what is reduced."""
+        return replace(self, parameters=tuple(p for p in self.parameters if not p.spec.frozen))
 
 
 def shard_axis(plan: Plan) -> str:

@@ -22,7 +22,7 @@ from parallelrun.train.parameters import LocalParameter
 
 from ..bucketed import Bucket, Reducer, Slot
 from ..buckets import fill, padded_numel, reduce_bytes
-from ..local import LocalRuntime, Pair, match
+from ..local import LocalRuntime, Pair, frozen, match, trained
 
 
 def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
@@ -59,7 +59,9 @@ class Zero1Runtime(LocalRuntime):
     """The optimizer updates this rank's chunks in place in the module's own weights."""
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
+        super().__init__(frozen(pairs))
         self._group = group
+        pairs = trained(pairs)
         weights = [parameter for _, parameter in pairs]
         numels = [padded_numel(weight.shape, group.size) for weight in weights]
         filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
