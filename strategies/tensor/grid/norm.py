@@ -15,6 +15,7 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.mesh.runtime import Group
 from parallelrun.models import layers as one_device
+from parallelrun.models.functions import accurate_dtype
 
 PURPOSE = "norm"
 
@@ -25,7 +26,7 @@ class _Standardise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, eps: float) -> Tensor:
         """x (..., features / size), equal parts; statistics in at least fp32, the result in the dtype of x."""
-        wide = x.to(one_device.accurate_dtype(x.dtype))
+        wide = x.to(accurate_dtype(x.dtype))
         variance, mean = torch.var_mean(wide, dim=-1, correction=0)
         mean, variance = _merge(torch.stack((mean, variance * x.size(-1))), x.size(-1), group)
         rstd = torch.rsqrt(variance + eps).unsqueeze(-1)
@@ -50,7 +51,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, eps: float) -> Tensor:
         """As `_Standardise`."""
-        wide = x.to(one_device.accurate_dtype(x.dtype))
+        wide = x.to(accurate_dtype(x.dtype))
         squares = wide.square().sum(-1)
         comm.all_reduce(squares, group, PURPOSE)
         rstd = torch.rsqrt(squares / (x.size(-1) * group.size) + eps).unsqueeze(-1)

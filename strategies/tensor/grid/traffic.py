@@ -85,21 +85,27 @@ def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
 
 
 def moves(layer: LayerSpec, plan: Plan) -> list[Transfer]:
-    """What one microbatch of a layer with a Product moves. The model's own input has no gradient."""
+    """What one microbatch of a layer with a Product moves."""
     product = product_of(layer, plan)
     if product is None:
         return []
     return transfers(
         product, rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes,
         save_gathered=plan.tensor.save_gathered,
-        input_gradient=layer.name != plan.spec.blocks[0].layers[0].name,
+        input_gradient=not _reads_input(layer, plan),
     )  # fmt: skip
+
+
+def _reads_input(layer: LayerSpec, plan: Plan) -> bool:
+    """The model's own input has no gradient."""
+    return layer.name == plan.spec.blocks[0].layers[0].name
 
 
 def _layer(layer: LayerSpec, plan: Plan) -> tuple[list[Call], list[Call]]:
     """(what is sent forward, what backward)."""
     if layer.layer_role == "norm":
-        return _norm(layer, plan)
+        forward, backward = _norm(layer, plan)
+        return forward, [] if _reads_input(layer, plan) else backward
     phases: tuple[list[Call], list[Call]] = [], []
     for transfer in moves(layer, plan):
         phases[transfer.phase == "backward"].append(_call(transfer, plan))
