@@ -1,0 +1,177 @@
+"""One distributed product Y = X W^T over named axes, forward and backward, as a Product says.
+
+Fused: one autograd node per layer. All gathers are started at once; each product is written where it will be sent
+from; dX's reduction runs under the product that gives dW, as in Colossal-AI's 3D layers. For split backwards: `nodes`.
+Products of panels are in `summa`, lookups in `lookup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.product import Product
+
+from . import lookup, nodes, summa
+from .moves import Along, Bundle, Packing, along, input_bundle, output_bundle, packing
+from .pieces import Pieces, multiply_into
+from .traffic import overlaps
+
+Weight = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a product must know of the plan. compute: dtype of X, W and Y where they multiply and move; reduce: in which
+    gradients of W are summed; save_gathered: keep what forward gathered instead of gathering it again; fused: one node
+    may move operands and multiply (never under zero bubble)."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    save_gathered: bool = True
+    fused: bool = True
+
+
+def span_of(plan: Plan) -> Span:
+    """The Span of every product of a plan."""
+    compute, reduce = getattr(torch, plan.precision.compute), getattr(torch, plan.precision.reduce)
+    return Span(compute, reduce, plan.tensor.save_gathered, overlaps(plan))
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """How the operands of one layer move on this rank."""
+
+    into_x: Along
+    out_of_y: Along
+    packing: Packing
+    span: Span
+
+    def weights(self, held: Sequence[Tensor], dtype: torch.dtype) -> list[Pieces]:
+        """Every W: out of the gathered buffer, or, where none is gathered, out of the stored ones."""
+        return self.packing.matrices(held[0]) if self.packing.groups else [Pieces((w.to(dtype),)) for w in held]
+
+    def outputs(self, rows: int, weights: Sequence[Pieces]) -> Bundle:
+        """Every Y before it is scattered."""
+        return output_bundle(self.out_of_y, rows, [weight.shape[0] for weight in weights], self.packing)
+
+    def start_weights(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
+        """Begin to gather the stored weights, if they are: what the function returned gives is read by `weights`."""
+        if not self.packing.groups:
+            return lambda: weights
+        gathering = self.packing.start_gather(weights, dtype)
+        return lambda: [gathering()]
+
+
+def multiply(
+    x: Tensor,
+    weights: Sequence[Weight],
+    product: Product,
+    mesh: Mesh,
+    span: Span,
+    out_features: Sequence[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """X times each weight, plus its bias: one output each.
+
+    x: (samples, ..., features) in the compute dtype, as `product.x` lies; weights: (weight, bias or None) as stored, of
+    one layer. Outputs lie as `product.y`. out_features: each weight's global rows, needed where they do not divide (a
+    vocabulary): ranks then hold unequal numbers of them.
+    """
+    stored = [weight for weight, _ in weights]
+    rows = x.reshape(-1, x.size(-1))
+    if product.panels:
+        out = summa.multiply(rows, stored, product, mesh, span.reduce, span.fused)
+    else:
+        moves = _Moves(
+            along(product.gather_x, mesh),
+            along(product.scatter_y, mesh),
+            packing(product, mesh, stored, out_features),
+            span,
+        )
+        if span.fused:
+            out = _Multiply.apply(rows, moves, *stored)
+        else:
+            out = nodes.multiply(rows, stored, moves.into_x, moves.out_of_y, moves.packing, span.reduce)
+    shaped = (y.view(-1, *x.shape[1:-1], y.size(-1)) for y in out)
+    return tuple(y if bias is None else y + bias.to(y.dtype) for y, (_, bias) in zip(shaped, weights))
+
+
+def look_up(ids: Tensor, table: Tensor, product: Product, mesh: Mesh, span: Span, vocab: int) -> Tensor:
+    """Rows of the table for token ids, in the compute dtype, lying as `product.y`.
+
+    ids: int64 (samples, ...) of the rows that `product.x` splits; table: this rank's (rows, features) as stored, of
+    `vocab` rows in all. An id that is no row of the table gives zeros.
+    """
+    return lookup.look_up(ids, table, product, mesh, (span.compute, span.reduce), vocab)
+
+
+class _Multiply(torch.autograd.Function):
+    """X (rows, features) times each weight (out, in): everything that moves, and the products, in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: _Moves, *weights: Tensor) -> tuple[Tensor, ...]:
+        bundle = input_bundle(x, moves.into_x)
+        gathering, gathering_weights = bundle.start_gather([x]), moves.start_weights(weights, x.dtype)
+        held_x, held_weights = gathering(), gathering_weights()
+        (left,), right = bundle.read(held_x), moves.weights(held_weights, x.dtype)
+        outputs = moves.outputs(bundle.rows, right)
+        buffer, places = outputs.new(x)
+        for place, weight in zip(places, right):
+            multiply_into(place, [(left, weight.t())])
+        scattering = outputs.start_scatter(buffer)
+        ctx.moves, ctx.bundle, ctx.outputs = moves, bundle, outputs
+        ctx.like = [(weight.size(0), weight.dtype) for weight in weights]
+        ctx.save_for_backward(*((held_x, *held_weights) if moves.span.save_gathered else (x, *weights)))
+        return scattering()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        moves, bundle = ctx.moves, ctx.bundle
+        wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
+        gathering = ctx.outputs.start_gather(grads)
+        gathering_x, gathering_weights = _operands(ctx, wants_x, wants_weights)
+        outputs = ctx.outputs.read(gathering())
+        reducing = reducing_weights = None
+        if wants_x:
+            buffer, (place,) = bundle.new(outputs[0].parts[0])
+            multiply_into(place, list(zip(outputs, moves.weights(gathering_weights(), buffer.dtype))))
+            reducing = bundle.start_scatter(buffer)
+        if wants_weights:
+            (x,) = bundle.read(gathering_x())
+            reducing_weights = _start_weight_gradients(outputs, x, moves)
+        found = reducing_weights() if reducing_weights else [None] * len(ctx.like)
+        own = [None if g is None else g[:rows].to(dtype) for g, (rows, dtype) in zip(found, ctx.like)]
+        return reducing()[0] if reducing else None, None, *own
+
+
+def _operands(
+    ctx: Any, wants_x: bool, wants_weights: bool
+) -> tuple[Callable[[], Tensor], Callable[[], Sequence[Tensor]]]:
+    """What gives the gathered X and weights in backward: kept, or what of them is needed gathered once more."""
+    x, *weights = ctx.saved_tensors
+    if ctx.moves.span.save_gathered:
+        return lambda: x, lambda: weights
+    gathering_x = ctx.bundle.start_gather([x]) if wants_weights else lambda: x
+    return gathering_x, ctx.moves.start_weights(weights, x.dtype) if wants_x else lambda: weights
+
+
+def _start_weight_gradients(outputs: list[Pieces], x: Pieces, moves: _Moves) -> Callable[[], list[Tensor]]:
+    """dW = dY^T X of every output, and begin to scatter their partial sums in the reduction dtype; gives this rank's
+    rows of each, with those that pad."""
+    packing, like = moves.packing, outputs[0].parts[0]
+    if packing.groups:
+        new = like.new_zeros if packing.is_padded else like.new_empty
+        buffer = new((packing.num_parts, sum(packing.rows), x.shape[1]))
+        places = packing.matrices(buffer)
+    else:
+        found = [like.new_empty((output.shape[1], x.shape[1])) for output in outputs]
+        places = [Pieces((gradient,)) for gradient in found]
+    for place, output in zip(places, outputs):
+        multiply_into(place, [(output.t(), x)])
+    return packing.start_scatter(buffer.to(moves.span.reduce)) if packing.groups else lambda: found

@@ -1,0 +1,90 @@
+"""Moves as autograd nodes of their own, around plain products: what a split backward (zero bubble) needs.
+
+Zero bubble goes through the graph once for the input gradient and once for the weight gradients; a node that yields
+both runs twice, collectives included. Here what moves X yields only dX, what moves W only dW, and what moves Y lies
+before both, so each collective is sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .moves import Along, Bundle, Packing, input_bundle, output_bundle
+
+
+class _GatherInput(torch.autograd.Function):
+    """X (rows, features) gathered; its gradient's partial sums scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bundle: Bundle) -> Tensor:
+        ctx.bundle = bundle
+        (whole,) = bundle.read(bundle.start_gather([x])())
+        return whole.joined()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return *_scattered(ctx.bundle, [grad]), None
+
+
+class _GatherWeights(torch.autograd.Function):
+    """Every weight gathered, rounded to the compute dtype; their gradients reduce-scattered in the reduction dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packing: Packing, compute: torch.dtype, reduce: torch.dtype, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.packing, ctx.reduce, ctx.like = packing, reduce, [(weight.size(0), weight.dtype) for weight in weights]
+        buffer = packing.start_gather(weights, compute)()
+        return tuple(pieces.joined() for pieces in packing.matrices(buffer))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        packing: Packing = ctx.packing
+        shape = (packing.num_parts, sum(packing.rows), grads[0].size(1))
+        buffer = (torch.zeros if packing.is_padded else torch.empty)(shape, dtype=ctx.reduce, device=grads[0].device)
+        for grad, place in zip(grads, packing.matrices(buffer)):
+            place.fill(grad)
+        mine = packing.start_scatter(buffer)()
+        return None, None, None, *(own[:rows].to(dtype) for own, (rows, dtype) in zip(mine, ctx.like))
+
+
+class _ScatterOutputs(torch.autograd.Function):
+    """Partial sums of every Y (rows, features) scattered; their gradients gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: Bundle, *partial: Tensor) -> tuple[Tensor, ...]:
+        ctx.bundle = bundle
+        return _scattered(bundle, partial)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        whole = ctx.bundle.read(ctx.bundle.start_gather(grads)())
+        return None, *(matrix.joined() for matrix in whole)
+
+
+def _scattered(bundle: Bundle, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    buffer, places = bundle.new(partial[0])
+    for matrix, place in zip(partial, places):
+        place.fill(matrix)
+    return bundle.start_scatter(buffer)()
+
+
+def multiply(
+    x: Tensor, weights: Sequence[Tensor], into_x: Along, out_of_y: Along, packing: Packing, reduce: torch.dtype
+) -> tuple[Tensor, ...]:
+    """X (rows, features) times each weight, without bias. into_x, out_of_y: how X is gathered and Y scattered."""
+    if into_x.group:
+        x = _GatherInput.apply(x, input_bundle(x, into_x))
+    if packing.groups:
+        whole = _GatherWeights.apply(packing, x.dtype, reduce, *weights)
+    else:
+        whole = tuple(weight.to(x.dtype) for weight in weights)
+    out = tuple(functional.linear(x, weight) for weight in whole)
+    if out_of_y.group is None:
+        return out
+    return _ScatterOutputs.apply(output_bundle(out_of_y, x.size(0), [y.size(1) for y in out], packing), *out)

@@ -1,0 +1,209 @@
+"""SUMMA: products of panels of K, broadcast along the grid or reduced onto it; only local blocks are ever kept.
+
+The three forms (van de Geijn and Watts 1997; Xu et al. 2021), with Y (rows, N), X (rows, K) and W (N, K) in blocks:
+
+    Y  = X W^T    panels of X along a row of ranks and of W along a column are broadcast, their products added
+    dX = dY W     panels of W are broadcast, their products reduced to the owners of dX's panels
+    dW = dY^T X   panels of X are broadcast, their products reduced to the owners of dW's panels
+
+While one panel is multiplied the next is under way, and so is the reduction of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.product import Product, num_panels
+
+from .moves import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
+
+
+@dataclass(frozen=True)
+class Panels:
+    """The panels of K of one operand: `count` in all, each rank of `group` has as many, one after the other."""
+
+    group: Group
+    count: int
+    purpose: str
+
+    def place(self, number: int, width: int) -> tuple[int, slice]:
+        """(owner in the group, columns of its block of `width`) of a panel."""
+        each = self.count // self.group.size
+        owner, index = divmod(number, each)
+        return owner, slice(index * width // each, (index + 1) * width // each)
+
+    def start_broadcast(self, block: Tensor, number: int) -> Callable[[], Tensor]:
+        """Begin to send panel `number` out of its owner's block; gives the panel, on every rank."""
+        owner, columns = self.place(number, block.size(1))
+        if owner == self.group.index:
+            panel = block[:, columns].contiguous()
+        else:
+            panel = block.new_empty((block.size(0), columns.stop - columns.start))
+        work = comm.broadcast(panel, self.group, self.purpose, owner, async_op=True)
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            return panel
+
+        return finish
+
+    def start_reduce(self, partial: Tensor, number: int, block: Tensor, purpose: str) -> Callable[[], None]:
+        """Begin to sum the product of panel `number` into its place in its owner's `block`."""
+        owner, columns = self.place(number, block.size(1))
+        partial = partial.to(block.dtype)
+        work = comm.reduce(partial, self.group, purpose, owner, async_op=True)
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            if owner == self.group.index:
+                block[:, columns] = partial
+
+        return finish
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The panels of X and of W, and the dtype in which dW is summed."""
+
+    x: Panels
+    w: Panels
+    reduce: torch.dtype
+
+    def start(self, number: int, x: Tensor | None, w: Tensor | None) -> Callable[[], list[Tensor | None]]:
+        """Begin to broadcast that panel of each operand; gives both."""
+        blocks = ((self.x, x), (self.w, w))
+        coming = [panels.start_broadcast(block, number) if block is not None else None for panels, block in blocks]
+        return lambda: [finish() if finish else None for finish in coming]
+
+    def run(self, x: Tensor | None, w: Tensor | None, work: Callable[[int, Any, Any], Sequence[Callable]]) -> None:
+        """`work(number, panel of X, panel of W)` for every panel in turn, with the next one under way; what it returns
+        is waited for after the next panel's work."""
+        coming = self.start(0, x, w)
+        flying: Sequence[Callable] = ()
+        for number in range(self.x.count):
+            panels = coming()
+            if number + 1 < self.x.count:
+                coming = self.start(number + 1, x, w)
+            landing, flying = flying, work(number, *panels)
+            for finish in landing:
+                finish()
+        for finish in flying:
+            finish()
+
+
+def multiply(
+    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype, fused: bool
+) -> tuple[Tensor, ...]:
+    """X (rows, features) times each weight, without bias. fused: one node for both gradients, which share a pass over
+    the panels; else one for each (a split backward asks for them at different times)."""
+    (across,), (along,) = product.x.features, product.weight.dims[1]
+    count = num_panels(product, mesh.shape.sizes)
+    grid = _Grid(Panels(mesh.group(across), count, ACTIVATIONS), Panels(mesh.group(along), count, WEIGHTS), reduce)
+    if fused:
+        return _Summa.apply(x, grid, *weights)
+    out = _Summa.apply(x, grid, *(weight.detach() for weight in weights))
+    shadows = _WeightGradients.apply(x.detach(), grid, *weights)
+    return tuple(_Join.apply(y, shadow) for y, shadow in zip(out, shadows))
+
+
+class _Summa(torch.autograd.Function):
+    """All three forms in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: _Grid, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grid = grid
+        ctx.save_for_backward(x, *weights)
+        widths = [weight.size(0) for weight in weights]
+        out = [x.new_empty((x.size(0), width)) for width in widths]
+
+        def work(number: int, x_panel: Tensor, w_panel: Tensor) -> Sequence[Callable]:
+            for y, part in zip(out, w_panel.split(widths)):
+                if number == 0:
+                    torch.mm(x_panel, part.t(), out=y)
+                else:
+                    y.addmm_(x_panel, part.t())
+            return ()
+
+        grid.run(x, _packed(weights, x.dtype), work)
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        return _backward(ctx.grid, x, weights, grads, ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Nothing forward (outputs of no memory, in Y's shapes); backward the weights' gradients alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: _Grid, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grid = grid
+        ctx.save_for_backward(x, *weights)
+        return tuple(x.new_zeros(()).expand(x.size(0), weight.size(0)) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        return _backward(ctx.grid, x, weights, grads, False, True)
+
+
+class _Join(torch.autograd.Function):
+    """Y, whose gradient goes to the node that yields dX and to the one that yields dW."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, shadow: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def _backward(
+    grid: _Grid, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_x: bool, wants_weights: bool
+) -> tuple:
+    """(dX or None, None, dW or None of every weight), in one pass over the panels."""
+    widths = [weight.size(0) for weight in weights]
+    packed = _packed(weights, x.dtype) if wants_x else None
+    dx = torch.empty_like(x) if wants_x else None
+    dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
+
+    def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable]:
+        flying = []
+        if w_panel is not None and dx is not None:
+            flying.append(grid.x.start_reduce(_sum_of_products(grads, w_panel, widths), number, dx, ACTIVATIONS))
+        if x_panel is not None and dw is not None:
+            partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
+            for grad, place in zip(grads, partial.split(widths)):
+                torch.mm(grad.t(), x_panel, out=place)
+            flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
+        return flying
+
+    grid.run(x if wants_weights else None, packed, work)
+    if dw is None:
+        return dx, None, *(None for _ in weights)
+    return dx, None, *(own.to(weight.dtype) for own, weight in zip(dw.split(widths), weights))
+
+
+def _sum_of_products(grads: Sequence[Tensor], panel: Tensor, widths: Sequence[int]) -> Tensor:
+    """dY W of every output, added up."""
+    first, *others = zip(grads, panel.split(list(widths)))
+    total = first[0] @ first[1]
+    for grad, part in others:
+        total.addmm_(grad, part)
+    return total
+
+
+def _packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Every weight's block, one under the other: one panel for all."""
+    return weights[0].to(dtype) if len(weights) == 1 else torch.cat([weight.to(dtype) for weight in weights])

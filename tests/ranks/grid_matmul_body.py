@@ -1,0 +1,239 @@
+"""One product on the ranks of a grid against `torch.nn.functional` on one process: what its tests share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from parallelrun import product as products
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.layout import Layout
+from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.plan.structure import Collective
+from parallelrun.product import Activation, Move, Product
+from parallelrun.strategies.tensor.grid import matmul
+from parallelrun.verify.measure import tensor_errors
+
+GRID, DEEP, CUBE = (
+    Activation(("row",), ("col",)),
+    Activation(("depth", "row"), ("col",)),
+    Activation(("x", "y"), ("z",)),
+)
+PURPOSES = {"w": "weights", "dw": "weight_gradients"}
+SAMPLES, SEQ, VOCAB = 12, 2, 37
+
+FORMS: dict[str, Callable[[], Product]] = {
+    "stationary_y": lambda: products.stationary_y(GRID),
+    "stationary_x": lambda: products.stationary_x(GRID),
+    "stationary_w": lambda: products.stationary_w(GRID),
+    "stationary_w, the way back": lambda: products.stationary_w(products.stationary_w(GRID).y),
+    "summa": lambda: products.summa(GRID),
+    "deep stationary_y": lambda: products.stationary_y(DEEP),
+    "deep stationary_x": lambda: products.stationary_x(DEEP),
+    "deep stationary_w": lambda: products.stationary_w(DEEP),
+    "deep summa": lambda: products.summa(DEEP),
+    "cube": lambda: products.cube(CUBE),
+    "cube, the way back": lambda: products.cube(products.cube(CUBE).y),
+    "cube stationary_y": lambda: products.stationary_y(CUBE),
+    "grid table": lambda: table(GRID, products.stationary_y(GRID), Move("features", "col")),
+    "deep table": lambda: table(DEEP, products.stationary_y(DEEP), Move("features", "col")),
+    "cube table": lambda: table(CUBE, products.cube(CUBE), Move("rows", "y")),
+}
+
+
+def table(outside: Activation, head: Product, scatter: Move) -> Product:
+    return products.lookup(outside, head.weight, head.gather_w, scatter)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product on a grid. outputs: features of each; whole: numbers are small integers, exact in any order."""
+
+    form: str
+    sizes: dict[str, int] = field(hash=False)
+    features: int = 24
+    outputs: tuple[int, ...] = (48,)
+    bias: bool = True
+    compute: torch.dtype = torch.float64
+    reduce: torch.dtype = torch.float64
+    stored: torch.dtype = torch.float64
+    save_gathered: bool = True
+    fused: bool = True
+    input_gradient: bool = True
+    whole: bool = False
+
+    @property
+    def product(self) -> Product:
+        return FORMS[self.form]()
+
+    @property
+    def span(self) -> matmul.Span:
+        return matmul.Span(self.compute, self.reduce, self.save_gathered, self.fused)
+
+
+@dataclass
+class Found:
+    """What a rank found. errors: by name, the design's measure; sums over partial axes are done here."""
+
+    values: dict[str, Tensor]
+    errors: dict[str, float]
+    counted: list[Collective]
+    predicted: list[Collective]
+    saved: int
+    coordinate: dict[str, int]
+
+
+def mesh_of(sizes: dict[str, int]) -> Mesh:
+    """A mesh of these leaf axes; nothing else of a plan is needed."""
+    shape = MeshShape(tuple(sizes.items()))
+    plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=())
+    return build_mesh(plan, torch.device("cpu"))
+
+
+def numbers(seed: int, shape: tuple[int, ...], case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if case.whole:
+        return torch.randint(-4, 5, shape, generator=generator).double()
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def part(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """This rank's part of a tensor."""
+    for dim, (start, stop) in enumerate(layout.ranges(tuple(whole.shape), mesh.shape.sizes, mesh.coordinate)):
+        whole = whole.narrow(dim, start, stop - start)
+    return whole.clone()
+
+
+def as_layout(activation: Activation) -> Layout:
+    return Layout((activation.rows, (), activation.features))
+
+
+def layouts_of(product: Product, num_outputs: int) -> dict[str, Layout]:
+    """Of everything that is compared."""
+    found = {"x": as_layout(product.x), "ids": Layout((product.x.rows, ()))}
+    for number in range(num_outputs):
+        found[f"y{number}"] = as_layout(product.y)
+        found[f"weight{number}"], found[f"bias{number}"] = product.weight_layout, product.bias_layout
+    return found
+
+
+def inputs_of(case: Case) -> dict[str, Tensor]:
+    """Global operands, and the gradients of the outputs (dy)."""
+    lookup = case.product.lookup
+    features = VOCAB if lookup else case.features
+    ids = torch.randint(VOCAB, (SAMPLES, SEQ), generator=torch.Generator().manual_seed(3))
+    found = {"ids": ids} if lookup else {"x": numbers(1, (SAMPLES, SEQ, features), case)}
+    for number, size in enumerate(case.outputs):
+        shape = (VOCAB, size) if lookup else (size, features)
+        found[f"weight{number}"] = numbers(10 + number, shape, case)
+        if case.bias and not lookup:
+            found[f"bias{number}"] = numbers(20 + number, (size,), case)
+        found[f"dy{number}"] = numbers(30 + number, (SAMPLES, SEQ, size), case)
+    return found
+
+
+def differentiate(case: Case, leaves: dict[str, Tensor], run: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Outputs and gradients. leaves: operands and dy, of the whole or of this rank."""
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name.startswith(("weight", "bias")) or (name == "x" and case.input_gradient))
+    out = run()
+    found = {f"y{number}": y for number, y in enumerate(out)}
+    torch.autograd.backward(out, [leaves[f"dy{number}"].to(y.dtype) for number, y in enumerate(out)])
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {name: value.detach() for name, value in (found | gradients).items()}
+
+
+def on_one_process(case: Case) -> dict[str, Tensor]:
+    whole = inputs_of(case)
+
+    def run() -> tuple[Tensor, ...]:
+        numbered = range(len(case.outputs))
+        if case.product.lookup:
+            return tuple(functional.embedding(whole["ids"], whole[f"weight{i}"]) for i in numbered)
+        return tuple(functional.linear(whole["x"], whole[f"weight{i}"], whole.get(f"bias{i}")) for i in numbered)
+
+    return differentiate(case, whole, run)
+
+
+def local_of(case: Case, mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's parts, weights as stored, the rest in the compute dtype."""
+    layouts, found = layouts_of(case.product, len(case.outputs)), {}
+    for name, whole in inputs_of(case).items():
+        mine = part(whole, layouts[name.removeprefix("d")], mesh)
+        dtype = case.stored if name.startswith(("weight", "bias")) else case.compute
+        found[name] = mine if name == "ids" else mine.to(dtype)
+    return found
+
+
+def multiply(case: Case, local: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, ...]:
+    if case.product.lookup:
+        return (matmul.look_up(local["ids"], local["weight0"], case.product, mesh, case.span, VOCAB),)
+    weights = [(local[f"weight{i}"], local.get(f"bias{i}")) for i in range(len(case.outputs))]
+    return matmul.multiply(local["x"], weights, case.product, mesh, case.span, case.outputs)
+
+
+def prove(case: Case, sum_partial: bool = True) -> Found:
+    """Body of a rank: the product here and on one process."""
+    mesh, product = mesh_of(case.sizes), case.product
+    local, saved = local_of(case, mesh), Counter()
+    parameters = {leaf.untyped_storage().data_ptr() for name, leaf in local.items() if name.startswith(("wei", "bia"))}
+    kept: list[torch.UntypedStorage] = []  # a freed one's address would be used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept.append(storage)
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return multiply(case, local, mesh)
+
+    with CommunicationCounter(mesh) as counter:
+        found = differentiate(case, local, run)
+    layouts = layouts_of(product, len(case.outputs))
+    for name, value in found.items():
+        for axis in layouts[name].partial if sum_partial and name.startswith(("weight", "bias")) else ():
+            if mesh.shape.size(axis) > 1:
+                dist.all_reduce(value, group=mesh.group(axis).process_group)
+    expected = {name: part(whole, layouts[name], mesh) for name, whole in on_one_process(case).items()}
+    assert {name: v.shape for name, v in found.items()} == {name: v.shape for name, v in expected.items()}
+    wide = {name: value.double() for name, value in found.items()}
+    errors = tensor_errors(wide, expected)
+    return Found(found, errors, counter.rows(), predicted(case), sum(saved.values()), mesh.coordinate)
+
+
+def predicted(case: Case) -> list[Collective]:
+    """What `product.transfers` says, as the counter tells it."""
+    features = VOCAB if case.product.lookup else case.features
+    moved = products.transfers(
+        case.product, SAMPLES * SEQ, features, sum(case.outputs), case.sizes,
+        save_gathered=case.save_gathered, input_gradient=case.input_gradient,
+    )  # fmt: skip
+    calls: Counter = Counter()
+    payload: Counter = Counter()
+    for move in moved:
+        key = move.axis, move.operation, PURPOSES.get(move.operand, "activations")
+        calls[key] += move.calls
+        payload[key] += move.calls * move.elements * (case.reduce if move.operand == "dw" else case.compute).itemsize
+    return [Collective(*key, calls=calls[key], payload_bytes=payload[key]) for key in sorted(calls)]
+
+
+def prove_all(cases: list[Case]) -> list[Found]:
+    """Body of a rank: several cases on one set of ranks."""
+    return [prove(case) for case in cases]
+
+
+def worst(found: list[Found]) -> float:
+    return reduce(max, (error for one in found for error in one.errors.values()))
