@@ -81,7 +81,7 @@ def _speed(summary: dict[str, Any]) -> Text:
 
 def _parts_of_a_step(summary: dict[str, Any]) -> str:
     """Where the time of a step goes, mean over ranks: nothing where waits were not timed, nor for one rank."""
-    names = {"compute_s": "computing", "comm_exposed_s": "exposed communication", "data_s": "reading data"}
+    names = {"compute_s": "computing", "comm_exposed_s": "waiting to communicate", "data_s": "data"}
     if summary.get("bubble_measured") is None or summary["world"] == 1:
         return ""
     parts = [f"{name} {seconds_text(summary[key])}" for key, name in names.items()]

@@ -65,7 +65,7 @@ def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Pa
         str(tmp_path),
         "step_2",
         "as predicted",
-        "computing 30 ms, exposed communication 4 ms, reading data 0.5 ms",
+        "computing 30 ms, waiting to communicate 4 ms, data 0.5 ms",
         "31% of a step measured (15.5 ms), 25% predicted",
     ):
         assert expected in text, expected
