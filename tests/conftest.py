@@ -1,4 +1,7 @@
-"""Fixtures of the whole suite. Helpers are imported by name: `from tests.pool import run_ranks`."""
+"""Fixtures of the whole suite, and in which order two workers share it.
+
+Helpers are imported by name: `from tests.pool import run_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,47 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+from typing import Any
+
 import pytest
 
 from tests.pool import run_ranks as _run_ranks
+
+# The longest files first; a matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to
+# the end, where files as a whole would leave one of them alone with the last one.
+FOLDERS = ("tests/cli/", "tests/ranks/", "tests/unit/")
+CELL_BY_CELL = ("tests/ranks/test_parity.py",)
 
 
 @pytest.fixture
 def run_ranks():
     """`run_ranks(world, function, *args, timeout=60)` of `tests.pool`: real gloo ranks, results by rank."""
     return _run_ranks
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which files are handed out to workers; without workers it stays as it was asked for."""
+    if not hasattr(config, "workerinput"):
+        return
+
+    def place(item: pytest.Item) -> int:
+        if item.nodeid.startswith(CELL_BY_CELL):
+            return len(FOLDERS)
+        return next((i for i, folder in enumerate(FOLDERS) if item.nodeid.startswith(folder)), 0)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, except that the cells of `CELL_BY_CELL` are handed out one by one, and in our order."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(CELL_BY_CELL) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)

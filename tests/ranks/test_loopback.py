@@ -34,10 +34,10 @@ LARGE = {
     "model.seq": 128,
     "model.vocab": 2048,
     "dataset.vocab": 2048,
-    "global_batch": 16,
+    "global_batch": 8,  # activations of 1 MiB a rank
     "microbatches": 1,
 }
-REPEATS = 4
+REPEATS = 3
 
 
 def sent_bytes() -> int:
