@@ -9,7 +9,6 @@ the loss of the same tokens from the same weights, and the first losses must agr
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.pairs import environment, on_ranks, summarise, time_pairs, write
+from benchmarks.pairs import environment, on_ranks, read_arguments, summarise, time_pairs, write
 from benchmarks.plain_gpt import SIZES, Sizes
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
@@ -214,13 +213,7 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default=",".join(CASES))
-    parser.add_argument("--size", default=",".join(SIZES))
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--name", default="megatron", help="results/<date>-NAME.json; empty: do not write")
-    arguments = parser.parse_args()
+    arguments = read_arguments(__doc__, "megatron", CASES, SIZES)
     rows = []
     for case in arguments.case.split(","):
         for size in arguments.size.split(","):

@@ -9,7 +9,6 @@ Peers: DistributedDataParallel, FSDP2 `fully_shard`, DTensor `parallelize_module
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.pairs import environment, on_ranks, summarise, time_pairs, write
+from benchmarks.pairs import environment, on_ranks, read_arguments, summarise, time_pairs, write
 from benchmarks.plain_gpt import SIZES, PlainGpt, Sizes, loss_of
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
@@ -184,13 +183,7 @@ def _mean_loss(case: str, loss: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default=",".join(CASES))
-    parser.add_argument("--size", default=",".join(SIZES))
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--name", default="native", help="results/<date>-NAME.json; empty: do not write")
-    arguments = parser.parse_args()
+    arguments = read_arguments(__doc__, "native", CASES, SIZES)
     rows = []
     print(f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}{'95 %':>16}{'A/A':>7}{'bar':>7}")
     for case in arguments.case.split(","):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def read_arguments(description: str | None, name: str, cases: Iterable[str], sizes: Iterable[str]) -> argparse.Namespace:
+    """The command line of a paired benchmark: case, size (comma-separated), pairs, warmup, name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default=",".join(cases))
+    parser.add_argument("--size", default=",".join(sizes))
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--name", default=name, help="results/<date>-NAME.json; empty: do not write")
+    return parser.parse_args()
 
 
 def time_pairs(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, warmup: int) -> dict[str, list[float]]:

@@ -121,16 +121,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
     return {
         "schema": 1,
         "preset": plan.preset,
-        "model": {
-            "name": plan.spec.name,
-            "parameters": plan.spec.num_parameters,
-            "blocks": len(plan.spec.blocks),
-            "vocab": plan.spec.vocab,
-            "hidden": plan.spec.hidden,
-            "heads": plan.spec.heads,
-            "layers": plan.spec.num_layers,
-            "seq": plan.spec.seq,
-        },
+        "model": _model(plan),
         "world": plan.world,
         "degrees": plan.degrees,
         "device": plan.device,
@@ -166,6 +157,19 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "control": [asdict(row) for row in found.traffic if row.purpose == account.CONTROL],
         },
         "cost": asdict(found.cost),
+    }
+
+
+def _model(plan: Plan) -> dict[str, Any]:
+    return {
+        "name": plan.spec.name,
+        "parameters": plan.spec.num_parameters,
+        "blocks": len(plan.spec.blocks),
+        "vocab": plan.spec.vocab,
+        "hidden": plan.spec.hidden,
+        "heads": plan.spec.heads,
+        "layers": plan.spec.num_layers,
+        "seq": plan.spec.seq,
     }
 
 
