@@ -7,7 +7,7 @@ the layer stands; gathered operands are kept under `save_gathered`, else the loc
     products       X (r f, or gathered), W where it was gathered
     attention      q, k, v and one statistic per row and head; activation: what it reads
     dropout        a byte per element
-    embedding      ids, and which of them lie elsewhere
+    embedding      which rows of the table are read
     loss           the logits and two numbers a row
 
 Every product's operands are split over all axes (3D: X r f = M K / l^3, W nothing besides the parameter), so without
@@ -62,8 +62,8 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if product is None:
         return 0
     if product.lookup:
-        num_rows, _ = product.gathered_x.local(rows(plan), layer.in_features, plan.mesh.sizes)
-        return rows(plan) * INDEX + num_rows * MASK
+        num_rows, _ = product.x.local(rows(plan), layer.in_features, plan.mesh.sizes)
+        return num_rows * INDEX
     return _input(layer, product, block, plan) + _weight(layer, product, plan) + _behind(layer, product, plan)
 
 
@@ -87,22 +87,25 @@ def _input(layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> 
     """X: what the norm, attention or activation before it gave, or a gathered copy of that. Under `selective` an
     activation's result is computed again, a gathered one is not."""
     compute = BYTES[plan.precision.compute]
-    gathered = _gathered(layer, product, plan).get("x")
-    if gathered:
-        return gathered * compute
-    activated = layer.layer_role == "row" and not follows_attention(layer, block)
-    if activated and plan.recompute == "selective" and block.is_recomputed:
-        return 0
-    return _elements(product.x, layer.in_features, plan) * compute
+    gathered = _gathered(layer, product, plan).get("x", 0) * compute
+    own = _elements(product.x, layer.in_features, plan) * compute
+    attended = layer.layer_role == "row" and follows_attention(layer, block)
+    if gathered:  # torch's attention keeps its result for itself, unless the row layer has read a copy of it
+        kept = attended and not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
+        return gathered + (own if kept else 0)
+    activated = layer.layer_role == "row" and not attended
+    return 0 if activated and plan.recompute == "selective" and block.is_recomputed else own
 
 
 def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:
-    """W, where it was gathered; nodes of their own keep it rounded to the compute dtype."""
-    gathered = _gathered(layer, product, plan).get("w")  # of several axes the last gather, which makes the whole
-    if gathered:
-        return gathered * BYTES[plan.precision.compute]
+    """W, where it was gathered; nodes of their own keep it without padding, and rounded where it is not gathered."""
+    gathered = _gathered(layer, product, plan).get("w", 0)  # of several axes the last gather, which makes the whole
     if overlaps(plan):
-        return 0
+        return gathered * BYTES[plan.precision.compute]
+    if gathered:
+        shape = layer.out_features, layer.in_features
+        real = product.gathered_weight.local_numel(shape, plan.mesh.sizes, {})
+        return real * BYTES[plan.precision.compute]
     width = degree(product.weight.axes, plan.mesh.sizes)
     return layer.in_features * layer.out_features // width * cast_bytes(plan)
 
@@ -113,9 +116,25 @@ def _behind(layer: LayerSpec, product: Product, plan: Plan) -> int:
         return 0
     num_rows, outputs = product.y.local(rows(plan), layer.out_features, plan.mesh.sizes)
     if attends(layer):
-        heads = plan.spec.heads // degree(product.y.features, plan.mesh.sizes)
-        return attention_bytes(num_rows, heads, outputs, plan)
+        parts = degree(product.y.features, plan.mesh.sizes)
+        shared = _turned(layer, plan) // parts if _share_storage(layer, product, plan) else 0
+        own = attention_bytes(num_rows, plan.spec.heads // parts, outputs, plan)
+        return own + num_rows * shared * BYTES[plan.precision.compute]
     return activation_bytes(num_rows, outputs, layer, plan)
+
+
+def _share_storage(layer: LayerSpec, product: Product, plan: Plan) -> bool:
+    """Are the outputs of a layer views of one buffer: what was scattered, or what one node wrote?"""
+    has_bias = any(len(parameter.shape) == 1 for parameter in layer.parameters)
+    scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
+    return not has_bias and not product.panels and (scatters or overlaps(plan))
+
+
+def _turned(layer: LayerSpec, plan: Plan) -> int:
+    """Features of q and k where rotary positions turn them into other tensors: v's view keeps them all the same."""
+    if any(x.layer_role == "position" for x in plan.spec.layers()):
+        return 0
+    return sum(parameter.shape[0] for parameter in layer.parameters[:-1] if len(parameter.shape) == 2)
 
 
 def _loss(plan: Plan) -> int:
