@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from parallelrun import registry
 from parallelrun.mesh.runtime import Mesh, build_mesh
-from parallelrun.models import dropout
+from parallelrun.models import dropout, recompute
 from parallelrun.models.layers import AttentionProduct
 from parallelrun.models.network import Network
 from parallelrun.plan.resolve import load_way, resolve
@@ -68,6 +69,27 @@ def saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def saved_by_blocks(cases: list[dict[str, Any]]) -> list[dict[str, tuple[int, int]]]:
     """Body of a rank: of each case."""
     return [saved_by_block(case) for case in cases]
+
+
+def saved_selectively(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Body of a rank: of each case under recompute=selective, (bytes that the first layer keeps, bytes predicted)."""
+    return [_saved_selectively({**case, "recompute": "selective"}) for case in cases]
+
+
+def _saved_selectively(overrides: dict[str, Any]) -> tuple[int, int]:
+    network, plan = placed(overrides)
+    recompute.apply(network, plan.recompute)
+    x = network.block("embedding")(torch.zeros((plan.batch.micro_batch, plan.spec.seq), dtype=torch.int64))
+    storages, pack = Storages(network), recompute._CheapOutputs.pack
+
+    def counted(self: Any, saved: Tensor) -> Any:  # its hooks hide ours: what they give back to autograd is counted
+        packed = pack(self, saved)
+        return storages.pack(packed) if isinstance(packed, Tensor) else packed
+
+    with patch.object(recompute._CheapOutputs, "pack", counted):
+        recompute.run(network.block("layers.0"), x, torch.arange(plan.batch.micro_batch), plan.recompute)
+    predicted = load_way("tensor", plan.tensor.kind).saved_bytes(plan.spec.block("layers.0"), plan)
+    return storages.nbytes, predicted
 
 
 def saved_by_layer(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:

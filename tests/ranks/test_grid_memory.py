@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.grid_memory_body import saved_by_blocks, saved_by_layer
+from tests.grid_memory_body import saved_by_blocks, saved_by_layer, saved_selectively
 from tests.pool import run_ranks
 
 SIZES = {"model.hidden": 32, "model.heads": 4, "model.seq": 16, "model.layers": 1, "model.ffn": 96, "model.vocab": 50}
@@ -43,6 +43,13 @@ def test_saved_bytes_are_those_of_the_formula(layout):
     for case, found in zip(CASES[layout], run_ranks(world, saved_by_blocks, cases, timeout=120)[0], strict=True):
         for name, (counted, predicted) in found.items():
             assert counted == predicted, (case, name, counted, predicted)
+
+
+def test_selective_recomputation_drops_what_activations_give_and_no_gathered_operand():
+    flat = {**SIZES, **LAYOUTS["2d"]}
+    cases = [flat | case for case in (*forms("stationary_x", "stationary_y", "summa"), LEAN, LLAMA | BF16)]
+    found = run_ranks(4, saved_selectively, cases, timeout=120)[0]
+    assert [counted for counted, _ in found] == [predicted for _, predicted in found]
 
 
 CUBE = {
