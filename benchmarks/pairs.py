@@ -23,7 +23,9 @@ import torch.multiprocessing as mp
 RESULTS = Path(__file__).parent / "results"
 
 
-def read_arguments(description: str | None, name: str, cases: Iterable[str], sizes: Iterable[str]) -> argparse.Namespace:
+def read_arguments(
+    description: str | None, name: str, cases: Iterable[str], sizes: Iterable[str]
+) -> argparse.Namespace:
     """The command line of a paired benchmark: case, size (comma-separated), pairs, warmup, name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default=",".join(cases))

@@ -84,12 +84,15 @@ def run_launcher(
     run_root: Path | None = None,
     environ: dict[str, str] | None = None,
 ) -> Launched:
-    """Start a launcher of 4 ranks (dp=2 tp=2), or of `overrides`, whose worker does `wish`."""
+    """Start a launcher of 4 ranks (dp=2 tp=2), or of `overrides`, whose worker does `wish`.
+
+    worker: a function of `tests.cli.workers`, or the path of any other.
+    """
     overrides = {"dp": 2, "tp": 2} if overrides is None else overrides
     argument = {
         "overrides": overrides,
         "runs": str(folder / "runs"),
-        "worker": f"tests.cli.workers:{worker}",
+        "worker": worker if ":" in worker else f"tests.cli.workers:{worker}",
         "timeout_s": timeout_s,
         "method": method,
         "run_root": str(run_root) if run_root else None,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.cli.launcher import run_launcher
 from tests.cli.test_program import TINY, run
 
 
@@ -38,10 +39,11 @@ def test_verify_proves_a_plan_and_writes_its_verdict(tmp_path: Path) -> None:
 
 
 def test_a_difference_ends_with_4_and_is_shown(tmp_path: Path) -> None:
-    """An impossible tolerance stands for a wrong plan: rounding alone breaks it."""
-    done = run("verify", "strategy=ddp", "dp=2", "verify.tolerance=1e-30", *TINY, cwd=tmp_path)
-    assert done.returncode == 4
-    assert "DIFFERS" in done.stdout and not read(only_run(tmp_path) / "verify.json")["passed"]
+    """An impossible tolerance stands for a wrong plan: rounding alone breaks it. On warm ranks."""
+    wanted = {"dp": 2, "verb": "verify", "verify.tolerance": 1e-30, "model.layers": 1}
+    ended = run_launcher(tmp_path, overrides=wanted, worker="parallelrun.verify.run:run")
+    assert ended.wait() == 4, ended.stderr
+    assert "DIFFERS" in ended.stdout and not read(ended.directory / "verify.json")["passed"]
 
 
 def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
