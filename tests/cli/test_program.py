@@ -54,16 +54,20 @@ def test_neither_a_mistake_nor_a_plan_imports_torch_or_writes(words, expected, t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["tpp=8"], ["model=gtp"], ["plan", "tp=3"], ["recipe=nosuch"]])
-def test_a_mistake_is_answered_in_under_a_second(words, tmp_path):
-    """Of processor time, which a crowded machine still stretches: then at most 3.5 times the mere import of Hydra."""
+LARGE_PLAN = ["plan", "model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=64", "dp=6"]
+
+
+@pytest.mark.parametrize("words", [["tpp=8"], ["model=gtp"], ["plan", "tp=3"], ["recipe=nosuch"], LARGE_PLAN])
+def test_a_mistake_or_the_plan_of_3072_ranks_takes_less_than_a_second(words, tmp_path):
+    """Of processor time, which a crowded machine still stretches: then at most so many times the import of Hydra."""
     ours, hydras = [], []
     for _ in range(4):
         ours.append(_processor_seconds([sys.executable, "-m", "parallelrun", *words], tmp_path))
         hydras.append(_processor_seconds([sys.executable, "-c", "import hydra"], tmp_path))
         if min(ours) < 1.0:
             return
-    assert min(ours) < 3.5 * min(hydras), f"{ours} s, import hydra {hydras} s"
+    bound = 4.5 if words == LARGE_PLAN else 3.5
+    assert min(ours) < bound * min(hydras), f"{ours} s, import hydra {hydras} s"
 
 
 def _processor_seconds(command: list[str], cwd: Path) -> float:
