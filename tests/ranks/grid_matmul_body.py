@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 
 from parallelrun import product as products
@@ -31,6 +31,7 @@ GRID, DEEP, CUBE = (
 )
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}
 SAMPLES, SEQ, VOCAB = 12, 2, 37
+WEIGHTS = ("weight", "bias")
 
 FORMS: dict[str, Callable[[], Product]] = {
     "stationary_y": lambda: products.stationary_y(GRID),
@@ -145,7 +146,7 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
 def differentiate(case: Case, leaves: dict[str, Tensor], run: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor]:
     """Outputs and gradients. leaves: operands and dy, of the whole or of this rank."""
     for name, leaf in leaves.items():
-        leaf.requires_grad_(name.startswith(("weight", "bias")) or (name == "x" and case.input_gradient))
+        leaf.requires_grad_(name.startswith(WEIGHTS) or (name == "x" and case.input_gradient))
     out = run()
     found = {f"y{number}": y for number, y in enumerate(out)}
     torch.autograd.backward(out, [leaves[f"dy{number}"].to(y.dtype) for number, y in enumerate(out)])
@@ -170,7 +171,7 @@ def local_of(case: Case, mesh: Mesh) -> dict[str, Tensor]:
     layouts, found = layouts_of(case.product, len(case.outputs)), {}
     for name, whole in inputs_of(case).items():
         mine = part(whole, layouts[name.removeprefix("d")], mesh)
-        dtype = case.stored if name.startswith(("weight", "bias")) else case.compute
+        dtype = case.stored if name.startswith(WEIGHTS) else case.compute
         found[name] = mine if name == "ids" else mine.to(dtype)
     return found
 
@@ -184,9 +185,9 @@ def multiply(case: Case, local: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, 
 
 def prove(case: Case, sum_partial: bool = True) -> Found:
     """Body of a rank: the product here and on one process."""
-    mesh, product = mesh_of(case.sizes), case.product
+    mesh = mesh_of(case.sizes)
     local, saved = local_of(case, mesh), Counter()
-    parameters = {leaf.untyped_storage().data_ptr() for name, leaf in local.items() if name.startswith(("wei", "bia"))}
+    parameters = {leaf.untyped_storage().data_ptr() for name, leaf in local.items() if name.startswith(WEIGHTS)}
     kept: list[torch.UntypedStorage] = []  # a freed one's address would be used again
 
     def pack(tensor: Tensor) -> Tensor:
@@ -202,16 +203,44 @@ def prove(case: Case, sum_partial: bool = True) -> Found:
 
     with CommunicationCounter(mesh) as counter:
         found = differentiate(case, local, run)
-    layouts = layouts_of(product, len(case.outputs))
+    errors = errors_of(found, case, mesh, sum_partial)
+    return Found(found, errors, counter.rows(), predicted(case), sum(saved.values()), mesh.coordinate)
+
+
+def errors_of(found: dict[str, Tensor], case: Case, mesh: Mesh, sum_partial: bool = True) -> dict[str, float]:
+    """Against one process, after the sums that Layouts ask for."""
+    layouts = layouts_of(case.product, len(case.outputs))
     for name, value in found.items():
-        for axis in layouts[name].partial if sum_partial and name.startswith(("weight", "bias")) else ():
+        for axis in layouts[name].partial if sum_partial and name.startswith(WEIGHTS) else ():
             if mesh.shape.size(axis) > 1:
                 dist.all_reduce(value, group=mesh.group(axis).process_group)
     expected = {name: part(whole, layouts[name], mesh) for name, whole in on_one_process(case).items()}
     assert {name: v.shape for name, v in found.items()} == {name: v.shape for name, v in expected.items()}
-    wide = {name: value.double() for name, value in found.items()}
-    errors = tensor_errors(wide, expected)
-    return Found(found, errors, counter.rows(), predicted(case), sum(saved.values()), mesh.coordinate)
+    return tensor_errors({name: value.double() for name, value in found.items()}, expected)
+
+
+def split(case: Case) -> Found:
+    """Body of a rank: backward in two halves, as torch's zero-bubble schedules run it. counted: what the input half
+    sends; predicted: what the weight half sends."""
+    mesh = mesh_of(case.sizes)
+    local = local_of(case, mesh)
+    for name, leaf in local.items():
+        leaf.requires_grad_(name == "x" or name.startswith(WEIGHTS))
+    numbered = range(len(case.outputs))
+    out = multiply(case, local, mesh)
+    found = {f"y{i}": out[i].detach() for i in numbered}
+    weights = [leaf for name, leaf in local.items() if name.startswith(WEIGHTS)]
+    with CommunicationCounter(mesh) as first:
+        _, groups = stage_backward_input(list(out), [local[f"dy{i}"] for i in numbered], [local["x"]], iter(weights))
+    with CommunicationCounter(mesh) as second:
+        stage_backward_weight(iter(weights), groups)
+    found |= {name: leaf.grad for name, leaf in local.items() if leaf.grad is not None}
+    return Found(found, errors_of(found, case, mesh), first.rows(), second.rows(), 0, mesh.coordinate)
+
+
+def split_all(cases: list[Case]) -> list[Found]:
+    """Body of a rank."""
+    return [split(case) for case in cases]
 
 
 def predicted(case: Case) -> list[Collective]:
@@ -233,7 +262,3 @@ def predicted(case: Case) -> list[Collective]:
 def prove_all(cases: list[Case]) -> list[Found]:
     """Body of a rank: several cases on one set of ranks."""
     return [prove(case) for case in cases]
-
-
-def worst(found: list[Found]) -> float:
-    return reduce(max, (error for one in found for error in one.errors.values()))

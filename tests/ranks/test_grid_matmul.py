@@ -6,9 +6,11 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+import torch
 
+from parallelrun.product import transfers
 from tests.pool import run_ranks
-from tests.ranks.grid_matmul_body import Case, Found, prove, prove_all
+from tests.ranks.grid_matmul_body import SAMPLES, SEQ, Case, Found, prove, prove_all, split_all
 
 BOUND = 1e-12
 SQUARE, OBLONG, DEEP, CUBE = (
@@ -89,3 +91,79 @@ def test_lookups_in_a_vocabulary_of_37(form, sizes):
 def test_heads_of_a_vocabulary_of_37(form, sizes):
     case = Case(form, sizes, outputs=(37,), bias=False)
     assert_proved([case, replace(case, save_gathered=False), replace(case, fused=False)])
+
+
+ON_4, ON_8 = (*GATHERS, "summa"), CUBES
+FORMS_ON = [(ON_4, SQUARE), (ON_8, CUBE)]
+
+
+@pytest.mark.parametrize(("forms", "sizes"), FORMS_ON, ids=["4 ranks", "8 ranks"])
+def test_gathering_again_computes_bitwise_what_keeping_does_and_keeps_local_operands_only(forms, sizes):
+    kept = [Case(form, sizes, outputs=QKV) for form in forms]
+    lean = [replace(case, save_gathered=False) for case in kept]
+    found = run([*kept, *lean])
+    for case, with_kept, without in zip(lean, found[: len(forms)], found[len(forms) :], strict=True):
+        for one, other in zip(with_kept, without):
+            for name, value in one.values.items():
+                assert torch.equal(value, other.values[name]), (case, name)
+            assert other.counted == other.predicted, case
+            assert other.saved == local_input(case), case
+            assert one.saved == (local_input(case) if case.product.panels else gathered_operands(case)), case
+
+
+def local_input(case: Case) -> int:
+    return SAMPLES * SEQ * case.features // prod(case.sizes.values())
+
+
+def gathered_operands(case: Case) -> int:
+    """Elements of X, gathered or as it lies, and of what is gathered of W."""
+    moves = transfers(case.product, SAMPLES * SEQ, case.features, sum(case.outputs), case.sizes)
+    gathered = {
+        move.operand: move.elements for move in moves if (move.phase, move.operation) == ("forward", "all_gather")
+    }
+    return gathered.get("x", local_input(case)) + gathered.get("w", 0)
+
+
+@pytest.mark.parametrize(("forms", "sizes"), FORMS_ON, ids=["4 ranks", "8 ranks"])
+def test_nodes_of_their_own_compute_bitwise_the_same(forms, sizes):
+    """On small integers, which are exact in whatever order they are summed."""
+    fused = [Case(form, sizes, outputs=QKV, whole=True) for form in forms]
+    found = run([*fused, *(replace(case, fused=False) for case in fused)])
+    for case, together, apart in zip(fused, found[: len(forms)], found[len(forms) :], strict=True):
+        for one, other in zip(together, apart):
+            for name, value in one.values.items():
+                assert torch.equal(value, other.values[name]), (case, name)
+
+
+@pytest.mark.parametrize(("forms", "sizes"), FORMS_ON, ids=["4 ranks", "8 ranks"])
+def test_a_split_backward_sends_what_belongs_to_each_half_once(forms, sizes):
+    cases = [Case(form, sizes, outputs=QKV, fused=False) for form in forms]
+    cases += [replace(case, bias=False) for case in cases]  # what a product gives is then what a stage gives
+    for case, ranks in zip(cases, zip(*run_ranks(prod(sizes.values()), split_all, cases)), strict=True):
+        for found in ranks:
+            assert max(found.errors.values()) < BOUND, (case, found.errors)
+            purposes = [{row.purpose for row in rows if row.calls} for rows in (found.counted, found.predicted)]
+            assert "weight_gradients" not in purposes[0], (case, found.counted)
+            again = {"activations"} if case.product.panels else set()  # SUMMA's panels of X
+            moved = {"weight_gradients"} if case.product.panels or case.product.gather_w else set()
+            assert purposes[1] == moved | again, (case, found.predicted)
+
+
+HALF = ("stationary_y", "stationary_x", "stationary_w", "summa", "grid table")
+
+
+def test_half_precision_computes_in_bf16_and_sums_weight_gradients_in_fp32():
+    cases = [Case(form, SQUARE, compute=torch.bfloat16, reduce=torch.float32, stored=torch.float32) for form in HALF]
+    cases += [replace(case, outputs=QKV, fused=fused) for case in cases[:-1] for fused in (True, False)]
+    for case, ranks in zip(cases, run(cases), strict=True):
+        for found in ranks:
+            assert 1e-5 < max(found.errors.values()) < 2e-2, (case, found.errors)
+            assert found.counted == found.predicted, case  # in bytes: 2 an element, 4 of a weight gradient
+            assert found.values["y0"].dtype == torch.bfloat16 and found.values["weight0"].dtype == torch.float32
+
+
+def test_without_an_input_gradient_nothing_is_moved_for_it():
+    cases = [Case(form, SQUARE, input_gradient=False, save_gathered=False) for form in (*GATHERS, "summa")]
+    assert_proved(cases)
+    for ranks in run(cases):
+        assert "x" not in ranks[0].values

@@ -24,14 +24,13 @@ def look_up(
     ((start, stop),) = Layout((first,)).ranges((vocab,), mesh.shape.sizes, mesh.coordinate)
     packed = packing(product, mesh, [table], [vocab])
     (padded,), (valid,) = packed.rows, packed.valid
-    index = ids.reshape(-1) - start
+    index = ids - start
     elsewhere = (index < 0) | (index >= stop - start)
     if packed.is_padded:  # the row of the gathered buffer that holds each id
         real = [torch.arange(rows, device=ids.device) + part * padded for part, rows in enumerate(valid)]
         index = torch.cat([*real, index.new_zeros(1)])[index.masked_fill(elsewhere, stop - start)]
     index = index.masked_fill(elsewhere, packed.num_parts * padded)
-    out = _LookUp.apply(table, index, packed, along(product.scatter_y, mesh), *dtypes)
-    return out.view(-1, *ids.shape[1:], out.size(-1))
+    return _LookUp.apply(table, index, packed, along(product.scatter_y, mesh), *dtypes)
 
 
 class _LookUp(torch.autograd.Function):
@@ -48,9 +47,9 @@ class _LookUp(torch.autograd.Function):
         ctx.own, ctx.stored = table.size(0), table.dtype
         ctx.save_for_backward(index)
         whole = packed.start_gather([table], compute)().flatten(0, 1)
-        ctx.bundle = Bundle(way, index.size(0), (width,), (width,))
+        ctx.bundle = Bundle(way, index.numel(), tuple(index.shape[1:]), (width,), (width,))
         buffer, (out,) = ctx.bundle.new(whole)
-        for place, rows, some in _by_part(whole, index, out):
+        for place, rows, some in _by_part(whole, index.flatten(), out):
             torch.index_select(rows, 0, some.clamp(max=rows.size(0) - 1), out=place)
             place.masked_fill_((some >= rows.size(0)).unsqueeze(1), 0)
         return ctx.bundle.start_scatter(buffer)()[0]
@@ -61,7 +60,7 @@ class _LookUp(torch.autograd.Function):
         (whole,) = bundle.read(bundle.start_gather([grad])())
         num_rows, width = packed.num_parts * packed.rows[0], whole.shape[1]
         sums = grad.new_zeros((num_rows + 1, width), dtype=ctx.reduce)
-        for part, rows, some in _by_part(sums, index, whole):
+        for part, rows, some in _by_part(sums, index.flatten(), whole):
             rows.index_add_(0, some, part.to(ctx.reduce))
         (own,) = packed.start_scatter(sums[:num_rows].view(packed.num_parts, -1, width))()
         return own[: ctx.own].to(ctx.stored), *(None,) * 5

@@ -19,7 +19,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.product import Product
 
 from . import lookup, nodes, summa
-from .moves import Along, Bundle, Packing, along, input_bundle, output_bundle, packing
+from .moves import Along, Packing, along, input_bundle, output_bundle, packing
 from .pieces import Pieces, multiply_into
 from .traffic import overlaps
 
@@ -57,10 +57,6 @@ class _Moves:
         """Every W: out of the gathered buffer, or, where none is gathered, out of the stored ones."""
         return self.packing.matrices(held[0]) if self.packing.groups else [Pieces((w.to(dtype),)) for w in held]
 
-    def outputs(self, rows: int, weights: Sequence[Pieces]) -> Bundle:
-        """Every Y before it is scattered."""
-        return output_bundle(self.out_of_y, rows, [weight.shape[0] for weight in weights], self.packing)
-
     def start_weights(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
         """Begin to gather the stored weights, if they are: what the function returned gives is read by `weights`."""
         if not self.packing.groups:
@@ -84,9 +80,8 @@ def multiply(
     vocabulary): ranks then hold unequal numbers of them.
     """
     stored = [weight for weight, _ in weights]
-    rows = x.reshape(-1, x.size(-1))
     if product.panels:
-        out = summa.multiply(rows, stored, product, mesh, span.reduce, span.fused)
+        out = summa.multiply(x, stored, product, mesh, span.reduce, span.fused)
     else:
         moves = _Moves(
             along(product.gather_x, mesh),
@@ -95,11 +90,10 @@ def multiply(
             span,
         )
         if span.fused:
-            out = _Multiply.apply(rows, moves, *stored)
+            out = _Multiply.apply(x, moves, *stored)
         else:
-            out = nodes.multiply(rows, stored, moves.into_x, moves.out_of_y, moves.packing, span.reduce)
-    shaped = (y.view(-1, *x.shape[1:-1], y.size(-1)) for y in out)
-    return tuple(y if bias is None else y + bias.to(y.dtype) for y, (_, bias) in zip(shaped, weights))
+            out = nodes.multiply(x, stored, moves.into_x, moves.out_of_y, moves.packing, span.reduce)
+    return tuple(y if bias is None else y.add_(bias.to(y.dtype)) for y, (_, bias) in zip(out, weights))
 
 
 def look_up(ids: Tensor, table: Tensor, product: Product, mesh: Mesh, span: Span, vocab: int) -> Tensor:
@@ -112,7 +106,7 @@ def look_up(ids: Tensor, table: Tensor, product: Product, mesh: Mesh, span: Span
 
 
 class _Multiply(torch.autograd.Function):
-    """X (rows, features) times each weight (out, in): everything that moves, and the products, in one node."""
+    """X times each weight (out, in): everything that moves, and the products, in one node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: _Moves, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +114,7 @@ class _Multiply(torch.autograd.Function):
         gathering, gathering_weights = bundle.start_gather([x]), moves.start_weights(weights, x.dtype)
         held_x, held_weights = gathering(), gathering_weights()
         (left,), right = bundle.read(held_x), moves.weights(held_weights, x.dtype)
-        outputs = moves.outputs(bundle.rows, right)
+        outputs = output_bundle(moves.out_of_y, bundle, [weight.shape[0] for weight in right], moves.packing)
         buffer, places = outputs.new(x)
         for place, weight in zip(places, right):
             multiply_into(place, [(left, weight.t())])

@@ -8,7 +8,7 @@ buffer, and so do their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product as coordinates
 from math import prod
 from typing import NamedTuple
@@ -82,12 +82,14 @@ def start_scatter(parts: Tensor, group: Group | None, purpose: str) -> Finish:
 class Bundle:
     """Several matrices of the same rows that are gathered, or whose partial sums are scattered, in one buffer.
 
-    rows, widths: of the whole matrices on this rank, gathered or before they are scattered. sent: widths as they
-    travel, padded to those of the rank that has most (an uneven vocabulary).
+    rows, widths: of the whole matrices on this rank, gathered or before they are scattered. inner: dims of the
+    activations between samples and features, which rows hold flat. sent: widths as they travel, padded to those of the
+    rank that has most (an uneven vocabulary).
     """
 
     way: Along
     rows: int
+    inner: tuple[int, ...]
     widths: tuple[int, ...]
     sent: tuple[int, ...]
 
@@ -114,22 +116,26 @@ class Bundle:
         return buffer, self.read(buffer)
 
     def start_scatter(self, buffer: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to sum what `new` gave; the function returned gives this rank's part of every matrix."""
+        """Begin to sum what `new` gave; the function returned gives this rank's part of every activation."""
         scattering = start_scatter(buffer, self.way.group, ACTIVATIONS)
         size = self.way.size
         if self.way.dim == 0:
-            own = Bundle(Along(0, None), self.rows // size, self.widths, self.sent)
+            own = replace(self, way=Along(0, None), rows=self.rows // size)
         else:
             widths = tuple(width // size for width in self.widths)
-            own = Bundle(Along(0, None), self.rows, widths, widths)
-        return lambda: tuple(matrix.parts[0] for matrix in own.read(scattering()))
+            own = replace(self, way=Along(0, None), widths=widths, sent=widths)
+        return lambda: tuple(self.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
 
     def start_gather(self, parts: Sequence[Tensor]) -> Finish:
-        """Begin to gather this rank's part of every matrix; the function returned gives what `read` reads."""
+        """Begin to gather this rank's part of every activation; the function returned gives what `read` reads."""
         if self.is_padded:
-            parts = [functional.pad(part, (0, sent - part.size(1))) for part, sent in zip(parts, self.sent)]
+            parts = [functional.pad(part, (0, sent - part.size(-1))) for part, sent in zip(parts, self.sent)]
         flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         return start_gather(flat, self.way.group, ACTIVATIONS)
+
+    def shaped(self, matrix: Tensor) -> Tensor:
+        """The activation in a matrix. No view as autograd sees it: outputs of nodes may be changed in place."""
+        return matrix.view(-1, *self.inner, matrix.size(1)).detach()
 
     @property
     def _part_length(self) -> int:
@@ -142,10 +148,10 @@ class Bundle:
 
 
 def input_bundle(x: Tensor, way: Along) -> Bundle:
-    """X, of which this rank has `x` (rows, features): it is gathered along `way`, and its gradient scattered."""
-    rows, width = x.shape
+    """X, of which this rank has `x` (samples, ..., features): it is gathered along `way`, its gradient scattered."""
+    rows, width = x.numel() // x.size(-1), x.size(-1)
     width = width * way.size if way.dim else width
-    return Bundle(way, rows if way.dim else rows * way.size, (width,), (width,))
+    return Bundle(way, rows if way.dim else rows * way.size, tuple(x.shape[1:-1]), (width,), (width,))
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,6 @@ def packing(
     return Packing(groups, largest, valid, tuple(whole.local_numel((length,), sizes, {}) for length in out_features))
 
 
-def output_bundle(way: Along, rows: int, widths: Sequence[int], packed: Packing) -> Bundle:
-    """Every Y (rows, width): scattered along `way`, and its gradient gathered."""
-    return Bundle(way, rows, tuple(widths), packed.widths if way.group else tuple(widths))
+def output_bundle(way: Along, source: Bundle, widths: Sequence[int], packed: Packing) -> Bundle:
+    """Every Y of an X: scattered along `way`, and its gradient gathered."""
+    return Bundle(way, source.rows, source.inner, tuple(widths), packed.widths if way.group else tuple(widths))

@@ -18,17 +18,17 @@ from .moves import Along, Bundle, Packing, input_bundle, output_bundle
 
 
 class _GatherInput(torch.autograd.Function):
-    """X (rows, features) gathered; its gradient's partial sums scattered."""
+    """X gathered; its gradient's partial sums scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bundle: Bundle) -> Tensor:
         ctx.bundle = bundle
         (whole,) = bundle.read(bundle.start_gather([x])())
-        return whole.joined()
+        return bundle.shaped(whole.joined())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return *_scattered(ctx.bundle, [grad]), None
+        return _scattered(ctx.bundle, [grad])[0], None
 
 
 class _GatherWeights(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _GatherWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.packing, ctx.reduce, ctx.like = packing, reduce, [(weight.size(0), weight.dtype) for weight in weights]
         buffer = packing.start_gather(weights, compute)()
-        return tuple(pieces.joined() for pieces in packing.matrices(buffer))
+        return tuple(pieces.joined().detach() for pieces in packing.matrices(buffer))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -54,7 +54,7 @@ class _GatherWeights(torch.autograd.Function):
 
 
 class _ScatterOutputs(torch.autograd.Function):
-    """Partial sums of every Y (rows, features) scattered; their gradients gathered."""
+    """Partial sums of every Y scattered; their gradients gathered."""
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, *partial: Tensor) -> tuple[Tensor, ...]:
@@ -64,22 +64,23 @@ class _ScatterOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         whole = ctx.bundle.read(ctx.bundle.start_gather(grads)())
-        return None, *(matrix.joined() for matrix in whole)
+        return None, *(ctx.bundle.shaped(matrix.joined()) for matrix in whole)
 
 
 def _scattered(bundle: Bundle, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
     buffer, places = bundle.new(partial[0])
     for matrix, place in zip(partial, places):
-        place.fill(matrix)
+        place.fill(matrix.flatten(0, -2))
     return bundle.start_scatter(buffer)()
 
 
 def multiply(
     x: Tensor, weights: Sequence[Tensor], into_x: Along, out_of_y: Along, packing: Packing, reduce: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """X (rows, features) times each weight, without bias. into_x, out_of_y: how X is gathered and Y scattered."""
+    """X times each weight, without bias. into_x, out_of_y: how X is gathered and Y scattered."""
+    bundle = input_bundle(x, into_x)
     if into_x.group:
-        x = _GatherInput.apply(x, input_bundle(x, into_x))
+        x = _GatherInput.apply(x, bundle)
     if packing.groups:
         whole = _GatherWeights.apply(packing, x.dtype, reduce, *weights)
     else:
@@ -87,4 +88,4 @@ def multiply(
     out = tuple(functional.linear(x, weight) for weight in whole)
     if out_of_y.group is None:
         return out
-    return _ScatterOutputs.apply(output_bundle(out_of_y, x.size(0), [y.size(1) for y in out], packing), *out)
+    return _ScatterOutputs.apply(output_bundle(out_of_y, bundle, [y.size(-1) for y in out], packing), *out)

@@ -103,7 +103,7 @@ class _Grid:
 def multiply(
     x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype, fused: bool
 ) -> tuple[Tensor, ...]:
-    """X (rows, features) times each weight, without bias. fused: one node for both gradients, which share a pass over
+    """X times each weight, without bias. fused: one node for both gradients, which share a pass over
     the panels; else one for each (a split backward asks for them at different times)."""
     (across,), (along,) = product.x.features, product.weight.dims[1]
     count = num_panels(product, mesh.shape.sizes)
@@ -123,18 +123,19 @@ class _Summa(torch.autograd.Function):
         ctx.grid = grid
         ctx.save_for_backward(x, *weights)
         widths = [weight.size(0) for weight in weights]
-        out = [x.new_empty((x.size(0), width)) for width in widths]
+        out = tuple(x.new_empty((*x.shape[:-1], width)) for width in widths)
+        rows = [y.view(-1, y.size(-1)) for y in out]
 
         def work(number: int, x_panel: Tensor, w_panel: Tensor) -> Sequence[Callable]:
-            for y, part in zip(out, w_panel.split(widths)):
+            for y, part in zip(rows, w_panel.split(widths)):
                 if number == 0:
                     torch.mm(x_panel, part.t(), out=y)
                 else:
                     y.addmm_(x_panel, part.t())
             return ()
 
-        grid.run(x, _packed(weights, x.dtype), work)
-        return tuple(out)
+        grid.run(x.flatten(0, -2), _packed(weights, x.dtype), work)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -149,7 +150,7 @@ class _WeightGradients(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, grid: _Grid, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.grid = grid
         ctx.save_for_backward(x, *weights)
-        return tuple(x.new_zeros(()).expand(x.size(0), weight.size(0)) for weight in weights)
+        return tuple(x.new_zeros(()).expand(*x.shape[:-1], weight.size(0)).detach() for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -162,7 +163,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, shadow: Tensor) -> Tensor:
-        return y.view_as(y)
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +174,8 @@ def _backward(
     grid: _Grid, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_x: bool, wants_weights: bool
 ) -> tuple:
     """(dX or None, None, dW or None of every weight), in one pass over the panels."""
+    x, shape = x.flatten(0, -2), x.shape
+    grads = [grad.reshape(x.size(0), -1) for grad in grads]
     widths = [weight.size(0) for weight in weights]
     packed = _packed(weights, x.dtype) if wants_x else None
     dx = torch.empty_like(x) if wants_x else None
@@ -190,6 +193,7 @@ def _backward(
         return flying
 
     grid.run(x if wants_weights else None, packed, work)
+    dx = dx if dx is None else dx.view(shape)
     if dw is None:
         return dx, None, *(None for _ in weights)
     return dx, None, *(own.to(weight.dtype) for own, weight in zip(dw.split(widths), weights))
