@@ -153,13 +153,15 @@ def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> 
         return {"state": "skipped", "exit_code": EXIT_OK, "reason": "an earlier point failed (sweep.fail_fast)"}
     plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
     if sweep.line.verb == "plan":
+        from parallelrun.plan.compare import compare
+        from parallelrun.report import layouts
         from parallelrun.report import plan as plan_report
 
         if sweep.line.json:
             return {"state": "planned", "plan": plan_report.document(plan, composed.config)}
         _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
         _show_one(plan, composed.config)
-        return {"state": "planned"}
+        return {"state": "planned", "layouts": layouts.sweep_row(compare(plan, composed.config))}
     return _run(composed, plan, row, sweep)
 
 
@@ -210,7 +212,12 @@ def _show_one(plan: Any, config: Any) -> None:
 
 def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> None:
     if not as_json:
+        from rich.console import Console
+
+        from parallelrun.report.layouts import sweep_table
+
         skipped = [row for row in rows if row["state"] == "skipped"]
+        sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], Console())
         print(f"\n{len(rows) - len(skipped)} of {len(rows)} points are legal")
         return
     points = []

@@ -8,19 +8,23 @@ from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import account, simulate
+from parallelrun.plan.compare import compare
+from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Plan
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most."""
+    """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most.
+    layouts: the tensor layouts side by side, where there is something to compare."""
 
     simulation: simulate.Simulation
     busiest_rank: int
     traffic: tuple[account.Traffic, ...]
     memories: dict[int, account.Memory]
     cost: account.Cost
+    layouts: Comparison | None
 
     @property
     def heaviest_position(self) -> int:
@@ -29,11 +33,12 @@ class Facts:
 
 
 def facts(plan: Plan, config: Config) -> Facts:
-    """Simulate the schedule and account for memory, traffic and cost."""
+    """Simulate the schedule, account for memory, traffic and cost, compare the tensor layouts."""
     simulation = simulate.of_plan(plan, ways_of(plan).pipeline)
     busiest, rows = account.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
-    return Facts(simulation, busiest, rows, account.memories(plan), account.cost(plan, config.cluster, rows, flops))
+    cost = account.cost(plan, config.cluster, rows, flops)
+    return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config))
 
 
 def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
@@ -157,6 +162,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "control": [asdict(row) for row in found.traffic if row.purpose == account.CONTROL],
         },
         "cost": asdict(found.cost),
+        "layouts": asdict(found.layouts) if found.layouts else None,
     }
 
 

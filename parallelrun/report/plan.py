@@ -15,6 +15,7 @@ from parallelrun.plan import account
 from parallelrun.plan.document import Facts, axis_rows, document, facts, rank_row, ranks_per_node, stage_rows, warnings
 from parallelrun.plan.structure import Plan
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, flops_text, seconds_text
+from parallelrun.report.layouts import panel as layouts_panel
 from parallelrun.report.timeline import draw, shown_positions
 
 __all__ = ["document", "show"]
@@ -41,6 +42,8 @@ def show(plan: Plan, config: Config, console: Console) -> None:
         ("collectives of a step", _traffic(plan, found)),
         ("cost of a step", _cost(plan, found)),
     ]
+    if found.layouts:
+        parts.append(("tensor layouts side by side", layouts_panel(found.layouts)))
     texts = warnings(plan, config, found)
     if texts:
         parts.append(("warnings", Text("\n".join(f"- {text}" for text in texts), "yellow")))

@@ -1,0 +1,256 @@
+"""The tensor layouts side by side: what one layer and one microbatch of a plan would cost in each. Torch-free, pure.
+
+Every layout is asked through its way, by the code that predicts a run, with the plan's own batch, precision and
+recomputation. Volumes are bytes that a rank receives, forward and backward, under bandwidth-optimal algorithms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+from parallelrun.config.schema import Config
+from parallelrun.mesh.shape import MeshShape
+from parallelrun.models.spec import BlockSpec, ModelSpec
+from parallelrun.plan import account
+from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
+from parallelrun.plan.layout_choices import ONE_DIMENSIONAL, LayoutChoice, layout_name, layouts
+from parallelrun.plan.names import divisors
+from parallelrun.plan.resolve import load_way
+from parallelrun.plan.structure import Batch, Collective, Plan, TensorWay
+from parallelrun.plan.ways import Request, TensorWayPlan
+from parallelrun.precision import BYTES, Precision
+from parallelrun.product import Transfer
+
+NODE = 8  # devices of a host, where the cluster does not say
+MOVED_WEIGHTS = ("weights", "weight_gradients")
+LARGE = 2**40  # rows: so many that only what grows with them decides between forms
+
+
+def compare(plan: Plan, config: Config) -> Comparison | None:
+    """The comparison for a language model whose layers are split over tp; None where there is nothing to compare."""
+    block = next((block for block in plan.spec.blocks if _is_compared(block)), None)
+    if plan.mesh.size("tp") == 1 or plan.spec.kind != "tokens" or block is None:
+        return None
+    case = _case(plan, config, block)
+    rows: list[Row] = []
+    for layout in layouts(plan.mesh.size("tp")):
+        refused = any(row.reason and row.layout == layout.variant_of for row in rows)
+        rows += [] if refused else [_row(layout, case)]
+    if not any(row.chosen for row in rows):
+        rows.append(_own_row(case))
+    return Comparison(
+        block.name, _rows(case.plan), plan.spec.hidden, plan.mesh.size("tp"), tuple(rows), _inside_node(case)
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What all rows share. plan: with the model's ends and the compared layer alone. narrow: its spec with samples of
+    one position, for break-evens. slope_1d: bytes received per row of a microbatch in 1D."""
+
+    plan: Plan
+    config: Config
+    block: BlockSpec
+    narrow: ModelSpec
+    slope_1d: float = 0.0
+
+
+def _is_compared(block: BlockSpec) -> bool:
+    return block.is_recomputed and any(layer.layer_role in ("columns", "row") for layer in block.layers)
+
+
+def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:
+    """A model of one layer answers the same questions at a fraction of the time."""
+    ends = {b.name: b for b in (plan.spec.blocks[0], block, plan.spec.blocks[-1])}
+    spec = replace(plan.spec, blocks=tuple(ends.values()))
+    narrow = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
+    case = _Case(replace(plan, spec=spec), config, block, narrow)
+    settled = _settled(ONE_DIMENSIONAL, case, spec, plan.batch)
+    return case if isinstance(settled, str) else replace(case, slope_1d=_line(settled, block)[0])
+
+
+def _rows(plan: Plan) -> int:
+    return plan.batch.micro_batch * plan.spec.seq
+
+
+def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Request:
+    """The question whether and how this layout would do, everything else as in the plan."""
+    plan, strategy = case.plan, case.config.strategy
+    tensor = replace(
+        strategy.tensor, kind=layout.kind, sequence_parallel=layout.sequence_parallel, grid=layout.grid,
+        depth=layout.depth, form=layout.form, save_gathered=layout.save_gathered, overlap=plan.tensor.overlap,
+    )  # fmt: skip
+    pipeline = replace(strategy.pipeline, kind=plan.pipeline.kind)
+    config = replace(
+        case.config, layout=None, grid=None, depth=None, strategy=replace(strategy, tensor=tensor, pipeline=pipeline)
+    )
+    size = plan.mesh.size
+    return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.chunks, batch)
+
+
+def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:
+    """The plan in another layout, on its tensor axes alone; or why it is not legal."""
+    way: TensorWayPlan = load_way("tensor", layout.kind)
+    request = _request(layout, case, spec, batch, tp)
+    problems = way.check(request) + load_way("data", case.plan.data.kind).check(request)
+    if problems:
+        return "; ".join(dict.fromkeys(problem.what for problem in problems))
+    return _placed(case.plan, way.settle(request), way.leaves(request), spec, batch)
+
+
+def _placed(plan: Plan, tensor: TensorWay, axes: tuple, spec: ModelSpec, batch: Batch) -> Plan:
+    leaves, factors = axes
+    mesh = MeshShape((("pp", 1), ("dp", 1), *leaves), factors)
+    return replace(plan, mesh=mesh, tensor=tensor, spec=spec, batch=batch)
+
+
+def _row(layout: LayoutChoice, case: _Case) -> Row:
+    plan = case.plan
+    settled = _settled(layout, case, plan.spec, plan.batch)
+    if isinstance(settled, str):
+        return Row(layout.name, layout.kind, False, reason=settled)
+    return Row(
+        layout.name,
+        layout.kind,
+        _is_plan(settled, plan),
+        _figures(settled, case.block),
+        _break_even(layout, settled, case),
+    )
+
+
+def _own_row(case: _Case) -> Row:
+    """The plan's own layout, where its forms or its grid have no line of their own."""
+    plan, asked = case.plan, case.config.strategy.tensor
+    size, own = plan.mesh.size, plan.tensor
+    grid = f"{size('row')}x{size('col')}" if own.kind in ("2d", "2.5d") else None
+    depth = size("depth") if own.kind == "2.5d" else None
+    name = " ".join(filter(None, (layout_name(plan), "" if own.save_gathered else "lean", asked.form)))
+    layout = LayoutChoice(name, own.kind, own.sequence_parallel, grid, depth, asked.form, own.save_gathered)
+    return Row(name, own.kind, True, _figures(plan, case.block), _break_even(layout, plan, case))
+
+
+def _is_plan(settled: Plan, plan: Plan) -> bool:
+    """Is this layout the plan's own? The plan may have settled forms for layers that are not compared."""
+    forms = tuple(form for form in plan.tensor.forms if form in settled.tensor.forms)
+    return settled.tensor == replace(plan.tensor, forms=forms) and _axes(settled) == _axes(plan)
+
+
+def _axes(plan: Plan) -> list[tuple[str, int]]:
+    return [(axis, plan.mesh.size(axis)) for axis in plan.mesh.leaf_axes("tp")]
+
+
+def _figures(plan: Plan, block: BlockSpec) -> Figures:
+    way = load_way("tensor", plan.tensor.kind)
+    rows = _collectives(plan, block)
+    held = [(parameter, way.layout(parameter, plan)) for parameter in block.parameters]
+    numels = [layout.local_numel(parameter.shape, plan.mesh.sizes, {}) for parameter, layout in held]
+    summed = [
+        Collective(axis, "all_reduce", "partial", 1, numel * BYTES[plan.precision.reduce])
+        for (_, layout), numel in zip(held, numels)
+        for axis in layout.partial
+    ]
+    return Figures(
+        received_elements=sum(_received(row, plan) // _element(row, plan.precision) for row in rows),
+        received_bytes=sum(_received(row, plan) for row in rows),
+        moved_weight_bytes=sum(_received(row, plan) for row in rows if row.purpose in MOVED_WEIGHTS),
+        once_bytes=sum(_received(row, plan) for row in summed),
+        steps=sum(Transfer("", "", r.operation, r.axis, 0, r.calls).steps(plan.mesh.sizes) for r in rows),
+        weight_bytes=sum(numels) * BYTES[plan.precision.stored],
+        saved_bytes=way.saved_bytes(block, plan),
+    )
+
+
+def _collectives(plan: Plan, block: BlockSpec) -> list[Collective]:
+    """Of one microbatch."""
+    once = replace(plan, batch=replace(plan.batch, microbatches=1))
+    return load_way("tensor", plan.tensor.kind).collectives((block,), once)
+
+
+def _received(row: Collective, plan: Plan) -> int:
+    return account.wire_bytes(row, account.group_size(plan, row.axis))  # as much as a rank sends
+
+
+def _element(row: Collective, precision: Precision) -> int:
+    dtype = {"weight_gradients": precision.reduce, "norm": precision.accurate}.get(row.purpose, precision.compute)
+    return BYTES[dtype]
+
+
+def _break_even(layout: LayoutChoice, settled: Plan, case: _Case) -> float | None:
+    """M/h above which the layout receives fewer bytes than 1D; 0: always; None: never.
+
+    For fixed forms the volume is a line in M: weights move whatever M is, all else grows with it. The best forms are
+    chosen anew where that line crosses 1D's; the crossing only moves down, until the forms stay.
+    """
+    if layout.kind == "megatron" or not case.slope_1d:
+        return None
+    best = inf
+    for _ in range(8):
+        slope, offset = _line(settled, case.block)
+        crossing = offset / (case.slope_1d - slope) if slope < case.slope_1d else inf
+        if crossing >= best < inf:
+            break
+        best = crossing
+        rows = _divisible(LARGE if best == inf else best, case)
+        again = _settled(layout, case, case.narrow, Batch(rows, rows, 1))
+        if isinstance(again, str) or again.tensor == settled.tensor:
+            break
+        settled = again
+    return None if best == inf else best / case.plan.spec.hidden
+
+
+def _divisible(rows: float, case: _Case) -> int:
+    """The next number of rows that the row axes of every layout divide."""
+    tp = case.plan.mesh.size("tp")
+    return max(1, ceil(rows / tp)) * tp
+
+
+def _line(plan: Plan, block: BlockSpec) -> tuple[float, int]:
+    """(slope, value at 0) of the volume over M, with the plan's forms."""
+    received = {True: 0, False: 0}
+    for row in _collectives(plan, block):
+        received[row.purpose in MOVED_WEIGHTS] += _received(row, plan)
+    return received[False] / _rows(plan), received[True]
+
+
+def _inside_node(case: _Case) -> InsideNode | None:
+    """1D at the largest tp inside a node that receives less than the plan, the other tensor ranks as data replicas; if
+    there is none, at the largest legal one.
+
+    Against 2.5D at most as many as a slice of its depth has: what lies in depth are copies, as data replicas are.
+    """
+    plan, node = case.plan, case.config.cluster.gpus_per_node or NODE
+    tp = plan.mesh.size("tp")
+    most = min(node, tp // plan.mesh.size("depth"))
+    found = [_smaller(smaller, node, case) for smaller in reversed(divisors(tp)) if smaller <= most]
+    legal = [candidate for candidate in found if candidate]
+    if plan.tensor.kind == "megatron" and tp <= node:
+        legal = legal[:1]
+    return next((candidate for candidate in legal if candidate.wins), legal[0] if legal else None)
+
+
+def _smaller(smaller: int, node: int, case: _Case) -> InsideNode | None:
+    """1D at tp = `smaller`; None where that is not legal."""
+    plan = case.plan
+    settled = _settled(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
+    if isinstance(settled, str):
+        return None
+    theirs, ours = _figures(settled, case.block), _figures(plan, case.block)
+    replicas, dp = plan.mesh.size("tp") // smaller, plan.mesh.size("dp")
+    microbatches = plan.batch.microbatches
+    return InsideNode(
+        tp=smaller,
+        dp=dp * replicas,
+        node=node,
+        received_bytes=microbatches * theirs.received_bytes // replicas + _gradient_sum(theirs, dp * replicas, plan),
+        plan_received_bytes=microbatches * ours.received_bytes + ours.once_bytes + _gradient_sum(ours, dp, plan),
+        weight_bytes=theirs.weight_bytes,
+        plan_weight_bytes=ours.weight_bytes,
+        divides=plan.batch.replica_batch % replicas == 0,
+    )
+
+
+def _gradient_sum(figures: Figures, dp: int, plan: Plan) -> int:
+    """Bytes received to sum a layer's gradients over dp, once a step."""
+    payload = figures.weight_bytes // BYTES[plan.precision.stored] * BYTES[plan.precision.reduce]
+    return account.wire_bytes(Collective("dp", "all_reduce", "gradients", 1, payload), dp)
