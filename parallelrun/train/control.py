@@ -37,6 +37,10 @@ def agree(
     """
     values = (loss_sum, num_valid, norm_squared, float(stop))
     assert len(values) == CONTROL_ELEMENTS
-    vector = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=mesh.device).reshape(()) for v in values])
+    known = [0.0 if isinstance(value, Tensor) else value for value in values]
+    vector = torch.tensor(known, dtype=torch.float64, device=mesh.device)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            vector[place] = value
     comm.all_reduce(vector, mesh.group(WORLD), "control")
     return Totals(*vector.tolist())

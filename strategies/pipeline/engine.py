@@ -29,13 +29,13 @@ class AccumulationEngine:
 
     def train(self, batch: Batch, scale: float) -> Tensor:
         """Leave the gradient of scale x the summed loss in the parameters; return the unscaled sum (fp64 scalar)."""
-        total = torch.zeros((), dtype=torch.float64, device=batch.sample_ids.device)
+        losses: list[Tensor] = []
         for index in range(self._plan.batch.microbatches):
             samples = batch.microbatch(index, self._plan.batch.micro_batch)
             loss = self._part.loss(self._part(samples.inputs, samples.sample_ids), samples.targets)
-            total += loss.detach().double()
-            (loss * scale).backward()
-        return total
+            losses.append(loss.detach())
+            loss.backward(loss.new_full((), scale))
+        return _total(losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The summed loss (fp64 scalar), without gradients."""
@@ -77,7 +77,7 @@ class ScheduleEngine:
         self._inputs_here = indices[0] == 0
         self._loss_of = parts[-1].loss if indices[-1] == len(plan.stages) - 1 else None
         self._scale = 1.0
-        self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._losses: list[Tensor] = []
         held: Any = self._stages[0] if issubclass(schedule, PipelineScheduleSingle) else self._stages
         self._schedule = schedule(
             held,
@@ -93,13 +93,13 @@ class ScheduleEngine:
         Returns the unscaled sum over the data replica (fp64 scalar) on the last stage's rank, 0 elsewhere.
         """
         self._scale = scale
-        self._total.zero_()
+        self._losses.clear()
         inputs = (batch.inputs,) if self._inputs_here else ()
         target = batch.targets if self._loss_of is not None else None
         for stage in self._stages:
             stage.sample_ids = batch.sample_ids
         self._schedule.step(*inputs, target=target, return_outputs=False)
-        return self._total.clone()
+        return _total(self._losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The summed loss (fp64 scalar) on the last stage's rank, 0 elsewhere; without gradients."""
@@ -108,5 +108,12 @@ class ScheduleEngine:
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         assert self._loss_of is not None, "only the last stage has a loss"
         loss = self._loss_of(logits, targets)
-        self._total += loss.detach().double()
+        self._losses.append(loss.detach())
         return loss * self._scale
+
+
+def _total(losses: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of the microbatches' summed losses (fp64 scalar), 0 of none."""
+    if not losses:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(losses).sum(dtype=torch.float64)
