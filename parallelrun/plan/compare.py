@@ -125,7 +125,8 @@ def _own_row(case: _Case) -> Row:
     size, own = plan.mesh.size, plan.tensor
     grid = f"{size('row')}x{size('col')}" if own.kind in ("2d", "2.5d") else None
     depth = size("depth") if own.kind == "2.5d" else None
-    name = " ".join(filter(None, (layout_name(plan), "" if own.save_gathered else "lean", asked.form)))
+    form = "" if asked.form == "auto" else asked.form
+    name = " ".join(filter(None, (layout_name(plan), "" if own.save_gathered else "lean", form)))
     layout = LayoutChoice(name, own.kind, own.sequence_parallel, grid, depth, asked.form, own.save_gathered)
     return Row(name, own.kind, True, _figures(plan, case.block), _break_even(layout, plan, case))
 

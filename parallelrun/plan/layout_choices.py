@@ -12,7 +12,8 @@ from parallelrun.plan.structure import Plan
 @dataclass(frozen=True)
 class LayoutChoice:
     """One way of laying a model on the tensor axes. grid: rows x columns, None for square. variant_of: the layout that
-    this one is a variant of, with which it is refused."""
+    this one is a variant of, with which it is refused. `1d sequence` is 1D with sequence parallelism; `lean` gathers
+    operands again in backward."""
 
     name: str
     kind: str
@@ -38,7 +39,7 @@ def layouts(tp: int) -> list[LayoutChoice]:
     cube = f"3d {edge}x{edge}x{edge}" if edge**3 == tp else "3d"
     return [
         ONE_DIMENSIONAL,
-        LayoutChoice("1d, sequence parallel", "megatron", sequence_parallel=True, variant_of="1d"),
+        LayoutChoice("1d sequence", "megatron", sequence_parallel=True, variant_of="1d"),
         LayoutChoice(flat, "2d", grid=grid),
         LayoutChoice(f"{flat} lean", "2d", grid=grid, save_gathered=False, variant_of=flat),
         LayoutChoice(f"{flat} summa", "2d", grid=grid, form="summa", variant_of=flat),
@@ -58,8 +59,8 @@ def _side(ranks: int) -> int:
 
 
 def layout_name(plan: Plan) -> str:
-    """`2d 2x3`, `3d 2x2x2`, `1d`, `1d, sequence parallel`: the plan's own layout."""
+    """`2d 2x3`, `3d 2x2x2`, `1d`, `1d sequence`: the plan's own layout."""
     if plan.tensor.kind == "megatron":
-        return "1d, sequence parallel" if plan.tensor.sequence_parallel else "1d"
+        return "1d sequence" if plan.tensor.sequence_parallel else "1d"
     degrees = [str(plan.mesh.size(axis)) for axis in plan.mesh.leaf_axes("tp")]
     return f"{plan.tensor.kind} {'x'.join(degrees)}"

@@ -77,9 +77,10 @@ def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Consol
     """The points of a sweep side by side, each in its own layout. points: (number, `sweep_row`)."""
     if not points:
         return
-    table = _table(">#", "layout", ">tp", ">tokens", *(f">{column}" for column in COLUMNS))
+    table = _table(">#", "layout", ">tokens", *(f">{column}" for column in COLUMNS))
     for number, row in points:
-        table.add_row(str(number), row["chosen"]["layout"], str(row["tp"]), f"{row['rows']:,}", *_cells(row["chosen"]))
+        degree = f" {row['tp']}" if row["chosen"]["kind"] == "megatron" else ""
+        table.add_row(str(number), row["chosen"]["layout"] + degree, f"{row['rows']:,}", *_cells(row["chosen"]))
     console.print(Text("\nlayouts side by side: one layer and one microbatch", "bold"))
     console.print(table)
     console.print(Text(LEGEND, "dim"))
@@ -108,5 +109,6 @@ def _break_even_text(row: Mapping[str, Any]) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+        number = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if number else "left", no_wrap=not number, overflow="fold")
     return table
