@@ -109,7 +109,7 @@ class Peers:
         """As `rank` sees them at the start: those on its host, unless containers hide their processes."""
         here = members[rank].host
         seen = frozenset(m.rank for m in members if m.host == here and m.born and birth(m.pid) == m.born)
-        return cls(*(tuple(getattr(m, name) for m in members) for name in ("host", "pid", "born")), seen)
+        return cls(tuple(m.host for m in members), tuple(m.pid for m in members), tuple(m.born for m in members), seen)
 
     def sees(self, rank: int) -> bool:
         """Could this rank see that one's process end?"""

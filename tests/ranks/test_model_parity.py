@@ -44,6 +44,7 @@ ROLES = Frozen(
     }
 )
 PLACED = {**MODULE, "model.roles": ROLES, "model.blocks": ("embed", "layers.*", "head")}
+SLICED = {**PLACED, "model.source": f"{NET}:build_sliceable", **SEQUENCE_PARALLEL}
 CELLS: dict[str, dict[str, Any]] = {
     "dropout, tp": {"tp": 2, **DROPOUT},
     "dropout, tp, sequence parallel": {"tp": 2, **DROPOUT, **SEQUENCE_PARALLEL},
@@ -61,6 +62,22 @@ CELLS: dict[str, dict[str, Any]] = {
         "tp": 2,
         **PLACED,
         "model.arguments": Frozen({"tied": True, "dropout": 0.2}),
+    },
+    "module, sequence parallel": {"tp": 2, **SLICED, "model.arguments": Frozen({"dropout": 0.2})},
+    "module, sequence parallel, pp, zero1": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        **SLICED,
+        "strategy.data.kind": "zero1",
+        "recompute": "full",
+    },
+    "module, sequence parallel, zero bubble": {"tp": 2, "pp": 2, **SLICED, "strategy.pipeline.kind": "zero_bubble"},
+    "module, dropout on split columns": {
+        "tp": 2,
+        **SLICED,
+        "model.arguments": Frozen({"dropout": 0.2}),
+        "strategy.tensor.sequence_parallel": False,
     },
     "module, tied, pp": {"pp": 2, **PLACED, "model.arguments": Frozen({"tied": True}), "recompute": "full"},
 }

@@ -220,3 +220,36 @@ def test_a_frozen_parameter_trains_as_in_plain_torch() -> None:
 def test_a_module_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no parameter that is trained"):
         spec.make(config(model__arguments={"frozen": "*"}), 32)
+
+
+SLICED = {"model__source": f"{FILE}:build_sliceable", "model__roles": ROLES, "tp": 2}
+SLICED |= {"strategy__tensor__sequence_parallel": True}
+
+
+def test_a_module_of_which_each_rank_may_hold_a_slice_of_the_sequence() -> None:
+    assert spec.make(config(**SLICED), 32).parameters["module.embed.place.weight"].layer_role == "position"
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"model__source": f"{FILE}:build"}, "at embed"),  # positions by the length of the tokens
+        (
+            {"model__arguments": {"flaw": "layers.0"}},
+            "what reaches layers.1.q differs",
+        ),  # counts from its own start
+        ({"model__arguments": {"flaw": "embed"}}, "what reaches layers.0.q differs"),
+        ({"model__roles": {k: v for k, v in ROLES.items() if k != "head"}}, "behind its last role layer"),
+    ],
+)
+def test_where_a_slice_is_not_enough_the_layer_is_named(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        spec.make(config(**SLICED | more), 32)
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.where) == ("undefined", "strategy.tensor.sequence_parallel")
+    assert said in problem.what
+
+
+def test_dropout_of_attention_s_probabilities_is_refused_where_heads_are_split() -> None:
+    with pytest.raises(ConfigError, match=r"dropout layers\.0\.drop acts on something whose rows"):
+        spec.make(config(model__source=f"{FILE}:build_dropped", model__roles=ROLES, tp=2), 32)

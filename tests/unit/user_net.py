@@ -8,14 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parallelrun.models.layers import Position
+
 
 class Embed(nn.Module):
     def __init__(self, vocab: int, hidden: int, seq: int):
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
         self.register_buffer("places", torch.sin(torch.arange(seq * hidden).view(seq, hidden) * 0.1))
+        self.place: nn.Module | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.place is not None:
+            return self.place(self.tokens(tokens))
         return self.tokens(tokens) + self.places[: tokens.size(1)]
 
 
@@ -26,14 +31,14 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
         self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-        self.drop = nn.Dropout(dropout)
+        self.drop, self.widen = nn.Dropout(dropout), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(-2)))
-        return x + self.drop(self.fc2(functional.relu(self.fc1(self.norm2(x)))))
+        return x + self.drop(self.fc2(self.widen(functional.relu(self.fc1(self.norm2(x))))))
 
 
 class Net(nn.Module):
@@ -62,6 +67,24 @@ def build(
     return net
 
 
+def _numbered(x: Tensor) -> Tensor:
+    """(seq, hidden): grows with the position in x, whatever x is a slice of."""
+    return torch.outer(*(torch.arange(size, device=x.device) * 0.1 for size in x.shape[1:]))
+
+
+def build_sliceable(vocab: int, seq: int, hidden: int, dropout: float = 0.0, flaw: str = "") -> nn.Module:
+    """Fit for sequence parallel: positions by a role layer. flaw: what a slice must not do, in a layer of this name."""
+    net = Net(vocab, hidden, seq, 2, dropout, False)
+    net.embed.place = Position(seq, hidden, torch.float32)
+    nn.init.normal_(net.embed.place.weight)
+    for name, module in net.named_modules():
+        if flaw and name == flaw:
+            module.register_forward_hook(lambda *seen: seen[2] + _numbered(seen[2]))
+    for layer in net.layers:
+        layer.widen = nn.Dropout(dropout)
+    return net
+
+
 def build_fixed(vocab: int, seq: int, hidden: int) -> nn.Module:
     """Breaks the contract: a global size in forward."""
 
@@ -72,6 +95,21 @@ def build_fixed(vocab: int, seq: int, hidden: int) -> nn.Module:
 
     net = Net(vocab, hidden, seq, 1, 0.0, False)
     net.layers[0] = Fixed(hidden, 4, 0.0)
+    return net
+
+
+def build_dropped(vocab: int, seq: int, hidden: int) -> nn.Module:
+    """Drops probabilities of attention, which are (batch, heads, seq, seq)."""
+
+    class Dropped(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            parts = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            q, k, v = parts
+            y = self.drop((q @ k.transpose(-1, -2)).softmax(-1)) @ v
+            return x + self.fc2(self.fc1(x + self.out(y.transpose(1, 2).flatten(-2))))
+
+    net = Net(vocab, hidden, seq, 1, 0.1, False)
+    net.layers[0] = Dropped(hidden, 4, 0.1)
     return net
 
 

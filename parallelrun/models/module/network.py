@@ -41,6 +41,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     with torch.device("cpu"):
         module = source.build(config, spec.vocab)
         source.apply_roles(module, config, dtype)
+    _tell_dropout_its_width(module, config, spec)
     _forget(module)
     store(module, precision.stored)
     for part in module.modules():
@@ -85,6 +86,36 @@ def chain(module: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
     for name in names:
         x = module.get_submodule(name)(x)
     return x
+
+
+def dropped_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """What every dropout that drops is given when module(x) runs, by name: the shape."""
+    found: dict[str, tuple[int, ...]] = {}
+    hooks = [
+        part.register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: tuple(inputs[0].shape)}))
+        for name, part in module.named_modules()
+        if isinstance(part, layers.Dropout) and part.rate > 0
+    ]
+    try:
+        module(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _tell_dropout_its_width(module: nn.Module, config: Config, spec: ModelSpec) -> None:
+    """A mask is by global element index: a dropout on split columns must know how wide they are on one device."""
+    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, layers.Dropout)}
+    if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
+        return
+    with torch.device("meta"):
+        copy = source.build(config, spec.vocab)
+        source.apply_roles(copy, config, torch.float32)
+        dtype = torch.int64 if spec.kind == "tokens" else torch.float32
+        shapes = dropped_shapes(copy.eval(), torch.zeros((1, *spec.sample_shape), dtype=dtype))
+    for name, shape in shapes.items():
+        dropouts[name].hidden = shape[-1]
 
 
 def let_gradients_through(module: nn.Module) -> None:

@@ -76,6 +76,8 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
         if pattern is not None:
             unmatched.pop(pattern, None)
             _replace(module, name, _role_layer(name, part, config.model.roles[pattern], compute_dtype))
+        elif isinstance(part, layers.RoleLayer):  # the user's own use of one
+            part.compute_dtype = compute_dtype
         elif type(part) is nn.Dropout:
             site = f"module.{name}"
             _replace(module, name, layers.Dropout(part.p, config.seed, site, 0, compute_dtype))

@@ -21,15 +21,11 @@ def make(config: Config, vocab: int) -> ModelSpec:
     the layer or block that breaks the model contract."""
     import torch
 
-    from parallelrun.models.module import network, source
+    from parallelrun.models.module import network, slices, source
 
     if (config.pp or 1) > 1 and not config.model.blocks:
         what = f"pp={config.pp} cuts between blocks, and model.blocks names none of {config.model.source}"
         raise ConfigError(Problem(what, "model.blocks", "model.blocks=[embedding,layers.*,head]", kind="undefined"))
-    if config.strategy.tensor.sequence_parallel:
-        key = "strategy.tensor.sequence_parallel"
-        what = f"{key}=true: what a user's module computes between role layers may need the whole sequence"
-        raise ConfigError(Problem(what, key, f"{key}=false", kind="not_built"))
     with torch.device("meta"):
         module = source.build(config, vocab)
         source.apply_roles(module, config, torch.float32)
@@ -41,6 +37,9 @@ def make(config: Config, vocab: int) -> ModelSpec:
     if config.model.blocks:
         _check_chain(config, vocab, names, kind, shape, sum(block.num_parameters for block in blocks))
     _check_split(config, vocab, kind, shape)
+    num_parameters = sum(block.num_parameters for block in blocks)
+    if config.strategy.tensor.sequence_parallel and kind == "tokens" and num_parameters <= CHECKED_PARAMETERS:
+        slices.check(config, vocab, shape[0])
     return ModelSpec(
         name=config.model.preset,
         kind=kind,
@@ -219,7 +218,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: tuple[int, ...]) 
     """With roles, forward must work on a part of the columns: tried on meta with every split layer cut by tp."""
     import torch
 
-    from parallelrun.models.module import source
+    from parallelrun.models.module import network, source
 
     tp = config.tp or 2
     if tp == 1 or not set(config.model.roles.values()) & {"columns", "row"}:
@@ -227,19 +226,25 @@ def _check_split(config: Config, vocab: int, kind: str, shape: tuple[int, ...]) 
     with torch.device("meta"):
         module = source.build(config, vocab)
         source.apply_roles(module, config, torch.float32)
+    whole = network.dropped_shapes(module.eval(), _inputs(kind, shape, 1, "meta"))
     entered = [""]
-    for name, part in module.eval().named_modules():
+    for name, part in module.named_modules():
         part.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
         if not _cut(part, tp):
             return  # does not divide: the tensor way says so with the nearest legal degrees
     try:
-        module(_inputs(kind, shape, 1, "meta"))
+        cut = network.dropped_shapes(module, _inputs(kind, shape, 1, "meta"))
     except Exception as error:
         what = (
             f"with its columns and rows cut by tp={tp}, {config.model.source} fails at or after {entered[-1]}: {error}"
         )
         fix = "no global sizes in forward: heads by unflatten(-1, (-1, head_dim)); columns are read by row layers only"
         raise ConfigError(Problem(what, "model.roles", fix, kind="undefined")) from error
+    for name, before in whole.items():
+        if before[:-1] != cut[name][:-1]:
+            what = f"dropout {name} acts on something whose rows, not columns, tp={tp} cuts ({before} to {cut[name]})"
+            fix = "drop before heads are split or after they are joined; probabilities of attention cannot be dropped"
+            raise ConfigError(Problem(what, "model.roles", fix, kind="undefined"))
 
 
 def _cut(part: nn.Module, tp: int) -> bool:

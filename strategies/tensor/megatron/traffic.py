@@ -80,10 +80,12 @@ def _backward(layer: LayerSpec, plan: Plan) -> list[Call]:
 
 def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
     """What a recomputed block sends a second time. Recomputation stops at the last tensor that backward needs: the
-    last reduction is behind it, unless a dropout mask comes after."""
+    last reduction is behind it, unless a dropout mask comes after; a last gather (of a head in a recomputed block) is
+    before the product that backward needs."""
     if plan.recompute != "full" or not block.is_recomputed:
         return []
-    return forward if plan.dropout > 0 else forward[:-1]
+    ends_in_sum = bool(forward) and forward[-1][0] != "all_gather"
+    return forward[:-1] if ends_in_sum and plan.dropout == 0 else forward
 
 
 def _loss(plan: Plan) -> list[Call]:
