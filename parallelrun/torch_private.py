@@ -108,11 +108,3 @@ def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
 def default_store() -> dist.Store:
     """The store by which the ranks met. Small facts go through it where a collective might pair with a wrong one."""
     return dist.distributed_c10d._get_default_store()
-
-
-def as_computed(view: Tensor) -> Tensor:
-    """The same numbers and storage, no longer a view to autograd: as torch's own products shape their results.
-
-    FSDP2 warns of modules that return views, because nobody may write into those in place.
-    """
-    return torch.ops.aten._unsafe_view(view, view.shape)

@@ -29,11 +29,17 @@ from tests.plans import tiny_config
 from tests.pool import run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
-_PLACEMENT = ("dp", "tp", "pp", "schedule", "chunks", "microbatches", "micro_batch", "recompute", "compile")
+_PLACEMENT = (
+    "dp", "tp", "pp", "layout", "grid", "depth", "schedule", "chunks", "microbatches", "micro_batch", "recompute",
+    "compile",
+)  # fmt: skip
 
 
 def parity(overrides: dict[str, Any], mutant: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
-    """The verdict (verify.json's document) of one plan. mutant: a function of `tests.mutants`, called on every rank."""
+    """The verdict (verify.json's document) of one plan.
+
+    mutant: a function of `tests.mutants` or `tests.grid_mutants`, called on every rank.
+    """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     return run_ranks(plan.world, _cell, overrides, str(_reference(_settings(overrides))), mutant, timeout=timeout)[0]
@@ -66,9 +72,9 @@ def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict
     config: Config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     if mutant:
-        from tests import mutants
+        from tests import grid_mutants, mutants
 
-        getattr(mutants, mutant)()
+        getattr(grid_mutants if hasattr(grid_mutants, mutant) else mutants, mutant)()
     training = build(config, plan, torch.device("cpu"))
     trace = record(training, config.verify.steps)
     surprises = [] if mutant else [text for texts in gather_json(_surprises(training), training.mesh) for text in texts]

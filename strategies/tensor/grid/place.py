@@ -1,0 +1,94 @@
+"""Put a one-device network on the ranks of a grid: cut its parameters, swap its role layers and its loss. On meta."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from parallelrun.layout import Layout
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.models import layers as one_device
+from parallelrun.models.network import Network
+from parallelrun.models.spec import LayerSpec, Pair
+from parallelrun.plan.structure import Plan
+from parallelrun.product import Activation, Product
+
+from ..placing import cut_parameters, put, splits_vocabulary
+from . import layers, layouts, matmul
+from .axes import outside
+from .loss import GridLoss
+from .norm import Norm
+from .parts import Part, part_of
+from .products import head, lies, of_pair, product_of
+
+
+def place(network: Network, plan: Plan, mesh: Mesh) -> None:
+    """Cut every parameter of `network` by its Layout and replace its role layers and its loss, in place.
+
+    Names stay. A tied weight stays one Parameter. Nothing is done at tp=1.
+    """
+    if plan.mesh.size("tp") == 1:
+        return
+    cut_parameters(network, plan, mesh, layouts.layout)
+    specs = {layer.name: layer for layer in plan.spec.layers()}
+    pair: Pair | None = None
+    for name, layer in list(network.named_modules()):
+        if isinstance(layer, one_device.AttentionProduct):  # not listed in the spec: it works inside the pair around it
+            assert pair is not None, f"{name} stands before any column layer"
+            put(network, name, layers.AttentionProduct(layer, *parts(of_pair(pair, plan)[0].y, mesh)))
+        elif isinstance(layer, one_device.RoleLayer):
+            pair = plan.spec.pair_of.get(name, pair)
+            put(network, name, _replacement(layer, specs[name], plan, mesh))
+    if plan.spec.kind == "features" and plan.spec.blocks[0].name in network.block_names:
+        _cut_input(network.block(plan.spec.blocks[0].name), *parts(outside(plan), mesh))
+    if isinstance(network.loss, one_device.TokenLoss) and splits_vocabulary(plan):
+        network.loss = _loss(network.loss, plan, mesh)
+
+
+def parts(activation: Activation, mesh: Mesh) -> tuple[Part, Part]:
+    """(samples, features) of an activation that this rank has."""
+    return part_of(activation.rows, mesh), part_of(activation.features, mesh)
+
+
+def _replacement(layer: one_device.RoleLayer, spec: LayerSpec, plan: Plan, mesh: Mesh) -> nn.Module:
+    """The layer's form on this rank; itself where it works the same on a part (positions)."""
+    product = product_of(spec, plan)
+    if product is not None:
+        return _multiplying(layer, product, plan, mesh)
+    if isinstance(layer, one_device.Norm):
+        (axis,) = lies(spec, plan).features
+        group = mesh.group(axis)
+        return Norm(layer, group) if group.size > 1 else layer
+    if isinstance(layer, one_device.Dropout):
+        return layers.Dropout(layer, *parts(lies(spec, plan), mesh))
+    return layer
+
+
+def _multiplying(layer: one_device.RoleLayer, product: Product, plan: Plan, mesh: Mesh) -> nn.Module:
+    span = matmul.span_of(plan)
+    if isinstance(layer, one_device.Columns):
+        return layers.Columns(layer, layers.Multiplier(product, mesh, span))
+    if isinstance(layer, (one_device.Row, one_device.Linear)):
+        return layers.Row(layer, layers.Multiplier(product, mesh, span))
+    assert isinstance(layer, (one_device.Head, one_device.Embedding)), f"{layer.layer_role} does not multiply"
+    multiply = layers.Multiplier(product, mesh, span, layer.vocab)
+    if isinstance(layer, one_device.Head):
+        return layers.Head(layer, multiply)
+    return layers.Embedding(layer, multiply, part_of(product.x.rows, mesh))
+
+
+def _loss(loss: one_device.TokenLoss, plan: Plan, mesh: Mesh) -> GridLoss:
+    """Of logits that lie as the head gives them."""
+    logits = head(plan.tensor.kind, outside(plan)).y
+    (axis,) = logits.features
+    vocab = plan.spec.vocab
+    ((start, _),) = Layout((logits.features,)).ranges((vocab,), plan.mesh.sizes, mesh.coordinate)
+    return GridLoss(loss.label_smoothing, mesh.group(axis), start, vocab, part_of(logits.rows, mesh))
+
+
+def _cut_input(block: nn.Module, rows: Part, features: Part) -> None:
+    """A model on features reads the microbatch whole; its first block gets this rank's samples and features of it."""
+
+    def cut(block: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (features.of(rows.of(inputs[0]), -1), *inputs[1:])
+
+    block.register_forward_pre_hook(cut)

@@ -1,0 +1,7 @@
+"""What the grid tensor ways do: `place` swaps role layers for their forms on the grid."""
+
+from __future__ import annotations
+
+from .place import place
+
+__all__ = ["place"]

@@ -1,0 +1,179 @@
+"""Planted bugs of the grid tensor ways: each function breaks parallelrun in this process, as `tests.mutants` do.
+
+`tests/ranks/test_grid_mutants.py` runs each on every rank of a plan where it matters, and expects `verify` to notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallelrun.layout import Layout
+from parallelrun.models.spec import ParameterSpec
+from parallelrun.plan.structure import Plan
+from parallelrun.product import Move, Product
+
+
+def _partial_without(*axes: str, role: str = "") -> None:
+    """Gradients of parameters of a role (any: empty) are not summed over those axes."""
+    from parallelrun.strategies.tensor.grid import layouts
+
+    right = layouts.layout
+
+    def wrong(parameter: ParameterSpec, plan: Plan) -> Layout:
+        layout = right(parameter, plan)
+        if role and parameter.layer_role != role:
+            return layout
+        return Layout(layout.dims, tuple(axis for axis in layout.partial if axis not in axes))
+
+    layouts.layout = wrong
+
+
+def depth_not_summed() -> None:
+    """Colossal-AI's 2.5D: every depth slice keeps the gradient of its own samples."""
+    _partial_without("depth")
+
+
+def rows_of_norms_not_summed() -> None:
+    """A norm's gradient is that of the samples of one row of the grid."""
+    _partial_without("row", role="norm")
+
+
+def positions_not_summed() -> None:
+    _partial_without("row", role="position")
+
+
+def wrong_scatter_axis() -> None:
+    """3D: partial sums are summed over the axis that splits the samples."""
+    from parallelrun.strategies.tensor.grid import place
+
+    right = place.product_of
+
+    def wrong(layer: Any, plan: Plan) -> Product | None:
+        product = right(layer, plan)
+        if product is None or product.form != "3d" or layer.layer_role == "head":
+            return product
+        assert product.scatter_y is not None
+        return replace(product, scatter_y=Move("rows", product.weight.dims[0][1]))
+
+    place.product_of = wrong
+
+
+def norm_of_own_features() -> None:
+    """Each rank's mean and variance are those of its own features."""
+    from parallelrun.strategies.tensor.grid import norm
+
+    norm._merge = lambda own, count, group: (own[0], own[1] / count)
+
+
+def norm_gradient_of_own_features() -> None:
+    """The forward pass is right; backward subtracts the means of the rank's own features."""
+    from parallelrun import comm
+
+    right = comm.all_reduce
+
+    def wrong(tensor: torch.Tensor, group: Any, label: str, **options: Any) -> Any:
+        return tensor.mul_(group.size) if label == "norm" else right(tensor, group, label, **options)
+
+    comm.all_reduce = wrong
+
+
+def loss_of_the_first_row_counted() -> None:
+    """Only tensor coordinate 0 counts its loss, as where every rank has the loss of all samples."""
+    from parallelrun.strategies.tensor.grid.plan import Way
+
+    Way.loss_axes = lambda self, plan: ()
+
+
+def loss_of_every_column_counted() -> None:
+    """All ranks count: each loss as often as the vocabulary has parts."""
+    from parallelrun.train.build import Training
+
+    Training.counts_loss = True
+
+
+def _part(name: str, wrong: Any) -> None:
+    from parallelrun.strategies.tensor.grid import place
+
+    right = getattr(place, name)
+    setattr(place, name, lambda *arguments: wrong(right(*arguments)))
+
+
+def targets_of_the_first_samples() -> None:
+    """Every row of the grid reads the targets of the first row's samples."""
+
+    def wrong(loss: Any) -> Any:
+        loss.rows = replace(loss.rows, index=0)
+        return loss
+
+    _part("_loss", wrong)
+
+
+def tokens_of_the_first_samples() -> None:
+    """Every row of the grid embeds the first row's samples."""
+    from parallelrun.strategies.tensor.grid import layers
+
+    right = layers.Embedding.forward
+
+    def wrong(self: layers.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+        self.rows = replace(self.rows, index=0)
+        return right(self, tokens)
+
+    layers.Embedding.forward = wrong
+
+
+def masks_of_the_first_samples() -> None:
+    """Every row of the grid drops what the first row drops."""
+    from parallelrun.models import layers
+
+    right = layers._Masked.sample_ids
+
+    def wrong(self: layers._Masked, num_samples: int) -> torch.Tensor:
+        self.sample_part = (0, self.sample_part[1])
+        return right(self, num_samples)
+
+    layers._Masked.sample_ids = wrong
+
+
+def masks_of_the_first_heads() -> None:
+    """Every column of the grid drops the probabilities of the first column's heads."""
+    from parallelrun.models import layers as one_device
+    from parallelrun.strategies.tensor.grid import layers
+
+    layers.AttentionProduct.forward = one_device.AttentionProduct.forward
+
+
+def padding_taken_for_tokens() -> None:
+    """Rows of the table that pad a part are multiplied too: logits of tokens that do not exist."""
+    from parallelrun.strategies.tensor.grid import place
+
+    right = place._loss
+
+    def wrong(loss: Any, plan: Plan, mesh: Any) -> Any:
+        found = right(loss, plan, mesh)
+        forward = found.forward
+
+        def padded(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            missing = -(-plan.spec.vocab // found.group.size) - logits.size(-1)
+            return forward(torch.nn.functional.pad(logits, (0, missing)), targets)
+
+        found.forward = padded
+        return found
+
+    place._loss = wrong
+
+
+def vocabulary_cut_by_rows_first() -> None:
+    """Each rank takes its logits for those of the tokens that its own part of the table holds."""
+    from parallelrun.strategies.tensor.grid import place
+
+    right = place._loss
+
+    def wrong(loss: Any, plan: Plan, mesh: Any) -> Any:
+        found = right(loss, plan, mesh)
+        found.start = mesh.coordinate["row"] * plan.spec.vocab // 2
+        return found
+
+    place._loss = wrong

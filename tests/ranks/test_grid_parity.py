@@ -1,0 +1,96 @@
+"""2D, 2.5D and 3D tensor parallelism equal one device, alone and composed, and send what the plan predicts.
+
+Every cell has an uneven vocabulary (37) and label smoothing. PARALLELRUN_FULL_MATRIX=1 runs FULL_CELLS too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.parity import assert_equal, parity
+from tests.tensor_cases import llama
+
+BASE: dict[str, Any] = {
+    "model.layers": 2,
+    "model.vocab": 37,
+    "dataset.vocab": 37,
+    "model.label_smoothing": 0.1,
+}
+SQUARE = {"layout": "2d", "tp": 4}
+OBLONG = {"layout": "2d", "tp": 6, "grid": "2x3", "model.hidden": 24, "model.heads": 6}
+NINE = {"layout": "2d", "tp": 9, "grid": "3x3", "model.hidden": 18, "model.heads": 3, "global_batch": 9}
+DEEP = {"layout": "2.5d", "tp": 8, "depth": 2}
+CUBE = {"layout": "3d", "tp": 8}
+LEAN = {"strategy.tensor.save_gathered": False}
+DROPS = {"dropout": 0.2, "model.attention_dropout": 0.1}
+ONE_LAYER = {"model.layers": 1}
+
+
+def form(name: str) -> dict[str, Any]:
+    return {"strategy.tensor.form": name}
+
+
+def schedule(name: str) -> dict[str, Any]:
+    """Stages enough for chunks of two, where the schedule has them."""
+    chunks = {"model.layers": 4} if name in ("interleaved", "zbv") else {}
+    return {"pp": 2, "strategy.pipeline.kind": name, **chunks}
+
+
+def data(kind: str) -> dict[str, Any]:
+    return {"dp": 2, "strategy.data.kind": kind}
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "2d stationary_y lean dropout": {**SQUARE, **form("stationary_y"), **LEAN, **DROPS},
+    "2d stationary_x, recomputed in full": {**SQUARE, **form("stationary_x"), "recompute": "full", **DROPS},
+    "2d stationary_w, llama, recomputed selectively": {
+        **SQUARE, **form("stationary_w"), **llama(), "recompute": "selective", "microbatches": 2,
+    },
+    "2d summa, untied": {**SQUARE, **form("summa"), "model.tied_embeddings": False},
+    "2d bert": {**SQUARE, "model.name": "bert", "dropout": 0.1},
+    "2x3 on 6, uneven and not square": {**OBLONG, **DROPS},
+    "3x3 on 9": {**NINE, **ONE_LAYER},
+    "2.5d dropout": {**DEEP, **DROPS, "recompute": "full"},
+    "3d dropout": {**CUBE, **DROPS},
+    "3d llama lean": {**CUBE, **llama(), **LEAN, "recompute": "full"},
+    "3d mlp on features": {**CUBE, "model.name": "mlp"},
+    "2d dp zero1": {**SQUARE, **data("zero1")},
+    "2d dp fsdp": {**SQUARE, **data("fsdp")},
+    "2d pp 1f1b": {**SQUARE, **schedule("1f1b")},
+    "2d pp zbv": {**SQUARE, **schedule("zbv"), **DROPS},
+    "2d dp pp": {**SQUARE, **data("ddp"), **schedule("gpipe")},
+    "3d pp": {**CUBE, **schedule("zero_bubble")},
+}  # fmt: skip
+FULL_CELLS: dict[str, dict[str, Any]] = {
+    **{f"2d pp {name}": {**SQUARE, **schedule(name)} for name in ("naive", "gpipe", "interleaved", "zero_bubble")},
+    **{f"2d {name} {kept}": {**SQUARE, **form(name), "strategy.tensor.save_gathered": kept}
+       for name in ("stationary_x", "stationary_y", "stationary_w", "summa") for kept in (True, False)},
+    **{f"2.5d {name}": {**DEEP, **form(name)} for name in ("stationary_x", "stationary_y", "stationary_w", "summa")},
+    **{f"3d dp {name}": {**CUBE, **data(name)} for name in ("ddp", "zero1", "fsdp")},
+    **{f"3d pp {name}": {**CUBE, **schedule(name)} for name in ("1f1b", "interleaved", "zbv")},
+    "2d pp zero bubble recomputed": {**SQUARE, **schedule("zero_bubble"), "recompute": "full", **DROPS},
+    "2.5d pp": {**DEEP, **schedule("1f1b")},
+    "2.5d dp zero1": {**DEEP, **data("zero1")},
+    "2.5d llama": {**DEEP, **llama()},
+    "2.5d bert": {**DEEP, "model.name": "bert"},
+    "3d bert": {**CUBE, "model.name": "bert"},
+    "2d mlp on features": {**SQUARE, "model.name": "mlp"},
+    "2x3 llama": {**OBLONG, **llama(model__kv_heads=6)},
+    "2d selective": {**SQUARE, "recompute": "selective"},
+    "3d selective": {**CUBE, "recompute": "selective"},
+    "4x1": {**SQUARE, "grid": "4x1"},
+    "1x4": {**SQUARE, "grid": "1x4"},
+    "2d dp pp fsdp": {**SQUARE, **data("fsdp"), **schedule("1f1b")},
+    "2d fp32": {**SQUARE, "verify.precision": "fp32"},
+    "3d fp32": {**CUBE, "verify.precision": "fp32"},
+}  # fmt: skip
+if os.environ.get("PARALLELRUN_FULL_MATRIX") == "1":
+    CELLS |= FULL_CELLS
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_grid_equals_one_device(name: str) -> None:
+    assert_equal(parity({**BASE, **CELLS[name]}, timeout=120))
