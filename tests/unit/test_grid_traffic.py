@@ -63,6 +63,10 @@ def test_gathering_again_costs_every_gather_but_the_table_s_once_more():
     }
 
 
+def test_gathering_again_does_not_depend_on_overlap():
+    assert sent(FLAT | LEAN | APART) == sent(FLAT | LEAN)
+
+
 def test_operands_move_in_the_compute_dtype_and_weight_gradients_in_theirs():
     rounded = sent(FLAT | {"precision.name": "bf16"})
     for key, (calls, payload) in BY_HAND.items():

@@ -39,8 +39,11 @@ class Call(NamedTuple):
 
 
 def overlaps(plan: Plan) -> bool:
-    """May one node move operands and multiply? Never under a split backward, which runs such a node twice."""
-    return plan.tensor.overlap and plan.pipeline.kind not in SPLIT_BACKWARD
+    """May one node move operands and multiply? Never under a split backward, which runs such a node twice.
+
+    Only such a node can gather again in backward: asked for that, it is taken without `overlap` too.
+    """
+    return (plan.tensor.overlap or not plan.tensor.save_gathered) and plan.pipeline.kind not in SPLIT_BACKWARD
 
 
 def rows(plan: Plan) -> int:
