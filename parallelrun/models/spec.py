@@ -178,6 +178,23 @@ class ModelSpec:
         return tuple({id(pair): pair for pair in self.pair_of.values()}.values())
 
     @cached_property
+    def distinct_pairs(self) -> tuple[Pair, ...]:
+        """The first of all pairs that are alike in their shapes and heads: a deep model has few."""
+        found: dict[object, Pair] = {}
+        for pair in self.pairs:
+            layers = (*pair.columns, *((pair.row,) if pair.row else ()))
+            found.setdefault(tuple(_looks(layer) for layer in layers), pair)
+        return tuple(found.values())
+
+    @cached_property
+    def distinct_layers(self) -> tuple[LayerSpec, ...]:
+        """The first of all layers that are alike in role, shapes and heads."""
+        found: dict[object, LayerSpec] = {}
+        for layer in self.layers():
+            found.setdefault(_looks(layer), layer)
+        return tuple(found.values())
+
+    @cached_property
     def pair_of(self) -> dict[str, Pair]:
         """By layer name: the pair that a layer is part of, or stands in between of."""
         return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
@@ -185,6 +202,13 @@ class ModelSpec:
     def layers(self) -> Iterator[LayerSpec]:
         for block in self.blocks:
             yield from block.layers
+
+
+def _looks(layer: LayerSpec) -> object:
+    """All that sizes of a layer depend on."""
+    return (
+        layer.layer_role, layer.in_features, layer.out_features, *((p.shape, p.heads) for p in layer.parameters)
+    )  # fmt: skip
 
 
 def _pairs(block: BlockSpec) -> dict[str, Pair]:

@@ -12,7 +12,6 @@ from parallelrun.plan.structure import Batch
 DEFAULT_GLOBAL_BATCH = 48
 
 Violations = Callable[[Batch], list[Problem]]
-Against = Callable[[Batch], bool]
 
 
 def fill(
@@ -25,10 +24,6 @@ def fill(
     fewest microbatches (the largest micro-batch) that both allow.
     """
     before = len(problems)
-
-    def against(batch: Batch) -> bool:
-        return batch.micro_batch % parts > 0 or bool(violations(batch))
-
     problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
     for key in ("global_batch", "local_batch", "micro_batch", "microbatches"):
         value = getattr(config, key)
@@ -42,7 +37,7 @@ def fill(
     elif config.global_batch is not None:
         global_batch = config.global_batch
     else:
-        global_batch = _default_global_batch(config, dp, pp, parts, against)
+        global_batch = _default_global_batch(config, dp, pp, parts, violations)
         why = (
             "the default"
             if global_batch == DEFAULT_GLOBAL_BATCH
@@ -52,9 +47,9 @@ def fill(
         )
         filled.append(f"global_batch={global_batch} (filled: {why})")
     if global_batch % dp:
-        problems.append(_indivisible(config, global_batch, dp))
+        problems.append(_indivisible(config, global_batch, dp, parts))
         return None
-    return _microbatches(config, global_batch, dp, against, filled, problems)
+    return _microbatches(config, global_batch, dp, parts, violations, filled, problems)
 
 
 def _both(config: Config, one: str, other: str) -> list[Problem]:
@@ -65,21 +60,21 @@ def _both(config: Config, one: str, other: str) -> list[Problem]:
     return [Problem(what, other, f"leave {other} out", kind="contradiction")]
 
 
-def _indivisible(config: Config, global_batch: int, dp: int) -> Problem:
-    step = dp * (config.micro_batch or config.microbatches or 1)
+def _indivisible(config: Config, global_batch: int, dp: int, parts: int) -> Problem:
+    step = dp * (config.micro_batch or (config.microbatches or 1) * parts)
     around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
     fix = either("global_batch", around) + "".join(f" or dp={n}" for n in nearest(dp, divisors(global_batch)))
     what = f"global_batch={global_batch} does not divide by dp={dp}"
     return Problem(what, "global_batch", fix, kind="arithmetic")
 
 
-def _default_global_batch(config: Config, dp: int, pp: int, parts: int, against: Against) -> int:
+def _default_global_batch(config: Config, dp: int, pp: int, parts: int, violations: Violations) -> int:
     """48; where 48 are too few for the plan, the fewest samples that its schedule and its grid allow."""
     step = config.micro_batch or (config.microbatches or 1) * parts
     if DEFAULT_GLOBAL_BATCH % dp == 0 and DEFAULT_GLOBAL_BATCH // dp % step == 0:
         replica = DEFAULT_GLOBAL_BATCH // dp
         counts = _counts(config, replica)
-        if any(not against(_batch(DEFAULT_GLOBAL_BATCH, dp, m)) for m in counts):
+        if any(_is_legal(_batch(DEFAULT_GLOBAL_BATCH, dp, m), parts, violations) for m in counts):
             return DEFAULT_GLOBAL_BATCH
     elif dp * step <= DEFAULT_GLOBAL_BATCH and DEFAULT_GLOBAL_BATCH // dp % parts == 0:
         return DEFAULT_GLOBAL_BATCH  # large enough, but indivisible: a violation that the user should see
@@ -87,10 +82,14 @@ def _default_global_batch(config: Config, dp: int, pp: int, parts: int, against:
         return dp * step
     for count in range(1, 2 * pp + DEFAULT_GLOBAL_BATCH + 1):
         batch = Batch(dp * step * count, step, count)
-        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and not against(batch):
+        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and _is_legal(batch, parts, violations):
             return batch.global_batch
     # no small count gives both 48 samples and a legal schedule: let the schedule say why
     return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
+
+
+def _is_legal(batch: Batch, parts: int, violations: Violations) -> bool:
+    return batch.micro_batch % parts == 0 and not violations(batch)
 
 
 def _batch(global_batch: int, dp: int, count: int) -> Batch:
@@ -110,7 +109,8 @@ def _microbatches(
     config: Config,
     global_batch: int,
     dp: int,
-    against: Against,
+    parts: int,
+    violations: Violations,
     filled: list[str],
     problems: list[Problem],
 ) -> Batch | None:
@@ -119,14 +119,16 @@ def _microbatches(
     key = "micro_batch" if config.micro_batch is not None else "microbatches"
     if not counts:
         asked = getattr(config, key)
-        step = dp * asked
+        what = f"global_batch={global_batch} does not divide by dp x {key} = {dp} x {asked} = {dp * asked}"
+        step = dp * (asked if key == "micro_batch" else asked * parts)
         around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
-        what = f"global_batch={global_batch} does not divide by dp x {key} = {dp} x {asked} = {step}"
         fix = either(key, nearest(asked, divisors(replica))) + " or " + either("global_batch", around)
         problems.append(Problem(what, key, fix, kind="arithmetic"))
         return None
-    legal = [m for m in counts if not against(_batch(global_batch, dp, m))]
-    # a count that was given may be illegal: the schedule's own check names what is wrong with it
+    batches = [_batch(global_batch, dp, m) for m in counts]
+    legal = [batch.microbatches for batch in batches if _is_legal(batch, parts, violations)]
+    # where none is, the ways' own checks name what is wrong with the one that the schedule at least allows
+    legal = legal or [batch.microbatches for batch in batches if not violations(batch)]
     chosen = legal[0] if legal else counts[-1]
     batch = _batch(global_batch, dp, chosen)
     if config.micro_batch is None and config.microbatches is None:

@@ -46,6 +46,9 @@ class TensorWayPlan(Protocol):
     def settle(self, request: Request) -> TensorWay:
         """The plan's TensorWay, everything chosen. Asked once, of a request without violations."""
 
+    def vocabulary_parts(self, request: Request) -> tuple[int, ...]:
+        """Degrees of the axes that split the vocabulary, major first."""
+
     def filled(self, request: Request) -> tuple[str, ...]:
         """Sentences on what this way filled in, such as `depth=2 (filled: the largest legal)`."""
 

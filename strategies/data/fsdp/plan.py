@@ -7,10 +7,13 @@ that sends something else fails there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.plan.ways import Request
+from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
 
@@ -116,11 +119,20 @@ def _check_shard(request: Request) -> list[Problem]:
 def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
     """torch's FSDP2 cannot reduce a gradient without elements: every tensor rank needs a row of the vocabulary."""
     rows, tp = request.spec.vocab, request.tp
-    if request.dp == 1 or tp == 1 or -(-rows // tp) * (tp - 1) < rows:
+    if request.dp == 1 or tp == 1 or _smallest_part(request):
         return []
-    fits = max(degree for degree in range(1, tp) if -(-rows // degree) * (degree - 1) < rows)
+    fits = max(degree for degree in range(1, tp) if _smallest_part(replace(request, tp=degree)))
     what = f"vocab {rows} over tp={tp} leaves a rank without rows, which torch's FSDP2 cannot reduce"
     return [Problem(what, "tp", f"tp={fits} or strategy.data.kind=zero1", kind="not_built")]
+
+
+def _smallest_part(request: Request) -> int:
+    """Rows of the vocabulary on the tensor rank that holds fewest."""
+    way: TensorWayPlan = registry.load("strategies", f"tensor.{request.config.strategy.tensor.kind}", "plan").Way()
+    parts = way.vocabulary_parts(request)
+    sizes = {str(axis): degree for axis, degree in enumerate(parts)}
+    last = {axis: degree - 1 for axis, degree in sizes.items()}
+    return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]
 
 
 def _check_reshard(request: Request) -> list[Problem]:

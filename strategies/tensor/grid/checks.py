@@ -62,27 +62,25 @@ def sample_parts(request: Request) -> int:
 
 def check(request: Request) -> list[Problem]:
     """All violations."""
-    problems = _together(request)
+    problems = _together(request) + _summa(request)
     lesson = request.config.model.name == LESSON
     if request.tp > 1 and not lesson:
         problems += _roles(request.spec, request)
-    groups = choose.distinct(request.spec)
     sizes = shapes.arranged(request)
     if sizes is None:
-        return [*problems, *shapes.check(request, _legal_tps(request, groups))]
-    problems += _summa(request, sizes)
+        return [*problems, *shapes.check(request, _fits(request))]
     if request.tp == 1 or lesson:
         return problems
-    return problems + _indivisible(request, sizes, groups) + _samples(request, sizes)
+    return problems + _indivisible(request, sizes) + _samples(request, sizes)
 
 
-def _legal_tps(request: Request, groups: choose.Groups) -> list[int]:
-    """The tp not far from the one asked for that can be laid out and that the model fits; 1 if there is no other."""
-    found = [tp for tp in shapes.near(request) if not _misfits(replace(request, tp=tp), groups)]
-    return [tp for tp in found if tp > 1] or found
+def _fits(request: Request) -> shapes.Fits:
+    """Would the model's sizes divide on the grid of another request, and the form that is asked for do there?"""
+    standing = _summa(request)
+    return lambda other: not _misfits(other) and (bool(standing) or not _summa(other))
 
 
-def _misfits(request: Request, groups: choose.Groups) -> list[Misfit]:
+def _misfits(request: Request) -> list[Misfit]:
     """What of the model's sizes does not divide, in the forms where least does not."""
     asked = choice(replace(request, batch=None))
     features = request.spec.boundary_shape[-1]
@@ -90,7 +88,7 @@ def _misfits(request: Request, groups: choose.Groups) -> list[Misfit]:
     found = [
         Misfit(choose.size_key(features, "the model", request.spec), features, axes.degree(lies.features, asked.sizes))
     ]
-    for pairs in groups.values():
+    for pairs in choose.distinct(request.spec).values():
         found += choose.fewest_misfits(pairs, asked, request.spec)
     found += choose.linear_misfits(asked, request.spec)
     return [misfit for misfit in dict.fromkeys(found) if misfit.size % misfit.parts]
@@ -136,33 +134,39 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
     return []
 
 
-def _summa(request: Request, sizes: dict[str, int]) -> list[Problem]:
+def _summa(request: Request) -> list[Problem]:
     """Panels go round a square; other grids gather."""
-    if asked_form(request) != "summa" or sizes["row"] == sizes["col"]:
+    grid = shapes.grid_of(request)
+    if asked_form(request) != "summa" or grid is None or grid[0] == grid[1]:
         return []
     key = "strategy.tensor.form"
-    what = f"{key}=summa on a grid of {sizes['row']}x{sizes['col']}: panels of one width need a square grid"
+    what = f"{key}=summa on a grid of {grid[0]}x{grid[1]}: panels of one width need a square grid"
     return [Problem(what, key, f"{key}=stationary_y or {key}=auto", kind="undefined")]
 
 
-def _indivisible(request: Request, sizes: dict[str, int], groups: choose.Groups) -> list[Problem]:
+def _indivisible(request: Request, sizes: dict[str, int]) -> list[Problem]:
     """One problem per size, with the nearest tp and the nearest sizes that fit."""
-    misfits = _misfits(request, groups)
+    misfits = _misfits(request)
     if not misfits:
         return []
     parts: dict[tuple[str, int], int] = {}
     for misfit in misfits:
-        key = (misfit.key, misfit.size)
-        parts[key] = lcm(parts.get(key, 1), misfit.parts)
-    legal = nearest(request.tp, _legal_tps(request, groups))
+        place = (misfit.key, misfit.size)
+        parts[place] = lcm(parts.get(place, 1), misfit.parts)
+    legal = nearest(request.tp, shapes.near(request, _fits(request)))
     problems = []
     for (key, size), count in parts.items():
         told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"
         what = f"{told} divide by {count} ({shapes.shown(sizes)})"
+        copies = key == "model.kv_heads" and size != request.spec.heads and count % size == 0
         fixes = [either("tp", legal), either(key, nearest(size, _legal_sizes(key, size, count, request.spec)))]
+        fixes += ["" if legal else shapes.grids(request, _fits(request)) or "layout=1d"]
         if asked_form(request) != "auto":
             fixes.append("strategy.tensor.form=auto")
-        problems.append(Problem(what, "tp", " or ".join(filter(None, fixes)), kind="arithmetic"))
+        if copies:
+            what += "; copies of kv heads are built for layout=1d only"
+        kind = "not_built" if copies else "arithmetic"
+        problems.append(Problem(what, "tp", " or ".join(filter(None, fixes)), kind=kind))
     return problems
 
 

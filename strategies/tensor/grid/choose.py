@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 
 from parallelrun import product as products
-from parallelrun.models.spec import LayerSpec, ModelSpec, Pair
+from parallelrun.models.spec import LayerSpec, ModelSpec, Pair, ParameterSpec
 from parallelrun.product import Activation, Product, Sizes, transfers
 
 from .axes import between_blocks, degree
@@ -126,18 +126,17 @@ def sample_parts(forms: Forms, choice: Choice) -> int:
 
 def linear_misfits(choice: Choice, spec: ModelSpec) -> list[Misfit]:
     """What does not divide of the layers that multiply alone."""
-    shapes = {(layer.in_features, layer.out_features): layer for layer in spec.layers() if layer.layer_role == "linear"}
+    layers = [layer for layer in spec.distinct_layers if layer.layer_role == "linear"]
     product = products.stationary_y(between_blocks(choice.sizes))
-    return [misfit for layer in shapes.values() for misfit in layer_misfits(layer, product, choice, spec)]
+    return [misfit for layer in layers for misfit in layer_misfits(layer, product, choice, spec)]
 
 
 def distinct(spec: ModelSpec) -> Groups:
     """The model's pairs by their sizes, one for each way in which they split their outputs."""
-    found: dict[Key, dict[object, Pair]] = {}
-    for pair in spec.pairs:
-        shapes = tuple((p.shape, p.heads) for layer in (*pair.columns, *_row(pair)) for p in layer.parameters)
-        found.setdefault(key_of(pair), {}).setdefault(shapes, pair)
-    return {key: list(pairs.values()) for key, pairs in found.items()}
+    found: Groups = {}
+    for pair in spec.distinct_pairs:
+        found.setdefault(key_of(pair), []).append(pair)
+    return found
 
 
 def _row(pair: Pair) -> tuple[LayerSpec, ...]:
@@ -189,10 +188,17 @@ def layer_misfits(layer: LayerSpec, product: Product, choice: Choice, spec: Mode
             which = "model.heads" if parameter.heads == spec.heads else "model.kv_heads"
             found.append(Misfit(which, parameter.heads, outputs))
         elif len(parameter.shape) == 2:
-            found.append(_feature(layer, parameter.shape[0], max(rows, outputs), spec))
+            found.append(_outputs(layer, parameter, max(rows, outputs), spec))
     for axes in (product.x.rows, product.y.rows):
         found.append(Misfit("micro_batch", choice.samples, degree(axes, sizes)))
     return [misfit for misfit in found if misfit.size % misfit.parts]
+
+
+def _outputs(layer: LayerSpec, parameter: ParameterSpec, parts: int, spec: ModelSpec) -> Misfit:
+    """Of the rows of a weight; where they are those of heads, in terms of the hidden size that makes them."""
+    if not parameter.heads or parameter.shape[0] % parts == 0:
+        return _feature(layer, parameter.shape[0], parts, spec)
+    return Misfit("model.hidden", spec.hidden, spec.heads * (parts // gcd(parts, parameter.heads)))
 
 
 def _feature(layer: LayerSpec, size: int, parts: int, spec: ModelSpec) -> Misfit:

@@ -42,6 +42,14 @@ class Way:
             save_gathered=tensor.save_gathered,
         )
 
+    def vocabulary_parts(self, request: Request) -> tuple[int, ...]:
+        """Those of the rows of the head's weight; none where tp makes no grid."""
+        sizes = shapes.arranged(request) or {}
+        if not sizes:
+            return ()
+        head = products.head(request.config.strategy.tensor.kind, axes.between_blocks(sizes))
+        return tuple(sizes[axis] for axis in head.weight.dims[0])
+
     def filled(self, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
         return shapes.filled(request)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isqrt
+from typing import Any
 
 from parallelrun.errors import Problem
 from parallelrun.plan.names import divisors, either, nearest
@@ -13,6 +14,7 @@ from parallelrun.plan.ways import Request
 from . import axes
 from .axes import Grid, cube_root
 
+Fits = Callable[[Request], bool]
 SIDES = 64  # sides tried below and above the nearest
 
 
@@ -51,11 +53,12 @@ def filled(request: Request) -> tuple[str, ...]:
     return (f"{' '.join(values)} (filled: {why})",) if values else ()
 
 
-def near(request: Request) -> list[int]:
-    """Every tp not far from the one asked for that grid and depth allow, ascending."""
+def near(request: Request, fits: Fits) -> list[int]:
+    """Every tp not far from the one asked for that grid and depth allow and that fits; 1 only if there is no other."""
     tensor, tp = request.config.strategy.tensor, request.tp
     possible = sorted(n for n in set(_legal(tensor.kind, tp, grid_of(request), tensor.depth)) if n <= 4 * max(tp, 8))
-    return [n for n in possible if arranged(replace(request, tp=n))]
+    legal = [n for n in possible if _is_legal(replace(request, tp=n), fits)]
+    return [n for n in legal if n > 1] or legal
 
 
 def _legal(kind: str, tp: int, grid: Grid | None, depth: int | None) -> Iterator[int]:
@@ -75,19 +78,30 @@ def _sides(middle: int) -> range:
     return range(max(1, middle - SIDES), middle + SIDES + 1)
 
 
-def check(request: Request, legal: list[int]) -> list[Problem]:
-    """What is wrong with a tp that cannot be laid out. legal: values of tp that the model fits."""
+def check(request: Request, fits: Fits) -> list[Problem]:
+    """What is wrong with a tp that cannot be laid out. fits: do the model's sizes divide on the grid of a request?"""
     tensor, tp = request.config.strategy.tensor, request.tp
     if tensor.kind != "3d":
         try:
             axes.read_grid(tensor.grid)
         except ValueError as error:
-            rows = max(n for n in divisors(tp) if n * n <= tp)
-            return [Problem(str(error), "grid", f"grid={rows}x{tp // rows}", kind="arithmetic")]
+            fix = grids(request, fits) or "leave grid out"
+            return [Problem(str(error), "grid", fix, kind="arithmetic")]
     where, what = _wrong(tensor.kind, tp, grid_of(request), tensor.depth)
-    fixes = [either("tp", nearest(tp, legal or near(request))), _grids(request), _depths(request)]
-    fixes += _worlds(request, legal)
-    return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
+    legal = near(request, fits)
+    fixes = [either("tp", nearest(tp, legal)), grids(request, fits), _depths(request, fits), *_worlds(request, legal)]
+    fix = " or ".join(filter(None, fixes))
+    if not fix:  # no one value would do
+        free = _shaped(request, grid=None, depth=None)
+        fix = f"{either('tp', nearest(tp, near(free, fits)))} without grid and depth"
+    return [Problem(what, where, fix, kind="arithmetic")]
+
+
+def _shaped(request: Request, **changed: Any) -> Request:
+    """The request with another grid or depth."""
+    strategy = request.config.strategy
+    tensor = replace(strategy.tensor, **changed)
+    return replace(request, config=replace(request.config, strategy=replace(strategy, tensor=tensor)))
 
 
 def _wrong(kind: str, tp: int, grid: Grid | None, depth: int | None) -> tuple[str, str]:
@@ -113,28 +127,29 @@ def _wrong(kind: str, tp: int, grid: Grid | None, depth: int | None) -> tuple[st
     return "depth", f"tp={tp} / depth={depth} = {tp // depth} ranks are no square grid"
 
 
-def _grids(request: Request) -> str:
-    """The grids nearest to a square that make tp, at the depth asked for."""
+def grids(request: Request, fits: Fits) -> str:
+    """The grid nearest to a square that makes tp, at the depth asked for."""
     tensor, tp = request.config.strategy.tensor, request.tp
     if tensor.kind == "3d":
         return ""
-    found = []
-    for deep in (tensor.depth,) if tensor.depth else range(cube_root(tp), 0, -1):
-        if tensor.kind == "2d" or tp % deep == 0:
-            ranks = tp // (deep if tensor.kind == "2.5d" else 1)
-            rows = max(n for n in divisors(ranks) if n * n <= ranks)
-            if tensor.kind == "2d" or rows >= deep:
-                found.append(f"grid={rows}x{ranks // rows}")
-    return " or ".join(list(dict.fromkeys(found))[:2])
+    depths = (1,) if tensor.kind == "2d" else (tensor.depth,) if tensor.depth else range(cube_root(tp), 0, -1)
+    possible = [(rows, tp // deep // rows) for deep in depths if tp % deep == 0 for rows in divisors(tp // deep)]
+    possible.sort(key=lambda grid: abs(grid[0] - grid[1]))  # of two alike the wide one comes first
+    texts = (f"{rows}x{columns}" for rows, columns in possible)
+    return next((f"grid={text}" for text in texts if _is_legal(_shaped(request, grid=text), fits)), "")
 
 
-def _depths(request: Request) -> str:
+def _depths(request: Request, fits: Fits) -> str:
     """The depths that make tp, at the grid asked for."""
-    tensor, tp = request.config.strategy.tensor, request.tp
+    tensor = request.config.strategy.tensor
     if tensor.kind != "2.5d" or tensor.depth is None:
         return ""
-    legal = [d for d in divisors(tp) if axes.arrange("2.5d", tp, grid_of(request), d)]
+    legal = [d for d in divisors(request.tp) if _is_legal(_shaped(request, depth=d), fits)]
     return either("depth", nearest(tensor.depth, legal))
+
+
+def _is_legal(request: Request, fits: Fits) -> bool:
+    return arranged(request) is not None and fits(request)
 
 
 def _worlds(request: Request, legal: list[int]) -> list[str]:

@@ -63,6 +63,10 @@ class Way:
             kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
         )
 
+    def vocabulary_parts(self, request: Request) -> tuple[int, ...]:
+        """All of tp."""
+        return tuple(degree for _, degree in self.leaves(request)[0])
+
     def filled(self, request: Request) -> tuple[str, ...]:
         """Nothing."""
         return ()
