@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallelrun.config.schema import ClusterConfig
+from parallelrun.models.spec import LayerSpec
 from parallelrun.plan import account
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Collective, Plan
@@ -130,6 +131,36 @@ def test_the_model_s_own_input_has_no_gradient():
     found = sent(lesson | {"strategy.tensor.form": "stationary_y"})
     assert found["col", "all_gather", "activations"][0] == 1
     assert ("col", "reduce_scatter", "activations") not in found
+
+
+def frozen(plan: Plan, *layers: str) -> Plan:
+    """The plan with the parameters of those layers frozen."""
+
+    def freeze(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, parameters=tuple(replace(p, frozen=True) for p in layer.parameters))
+
+    blocks = tuple(
+        replace(block, layers=tuple(freeze(x) if x.name.startswith(layers) else x for x in block.layers))
+        for block in plan.spec.blocks
+    )
+    return replace(plan, spec=replace(plan.spec, blocks=blocks))
+
+
+def test_what_is_frozen_reduces_no_gradient_and_nothing_goes_back_through_what_comes_first():
+    plan = tiny_plan(FLAT | {"model.tied_embeddings": False})
+    whole = by_key(tensor_rows(plan))
+    middle = by_key(tensor_rows(frozen(plan, "layers.0.mlp")))
+    assert (
+        whole["row", "reduce_scatter", "weight_gradients"][0] - 2
+        == middle["row", "reduce_scatter", "weight_gradients"][0]
+    )
+    assert {key: row for key, row in whole.items() if key[2] != "weight_gradients"} == {
+        key: row for key, row in middle.items() if key[2] != "weight_gradients"
+    }
+    last = by_key(tensor_rows(frozen(plan, "embedding", "layers", "head.norm")))
+    assert last["row", "reduce_scatter", "weight_gradients"][0] == 1
+    assert last["col", "reduce_scatter", "activations"][0] == 1  # the table's rows, forward
+    assert ("col", "all_reduce", "norm") not in last and last["col", "all_gather", "activations"][0] == 5
 
 
 def received(plan: Plan, sizes: dict[str, int]) -> int:

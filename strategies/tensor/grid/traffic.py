@@ -59,8 +59,7 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     payload: Counter[tuple[str, str, str]] = Counter()
     known: dict[object, list[Call]] = {}
     for block in blocks:
-        ends = block.name in (plan.spec.blocks[0].name, plan.spec.blocks[-1].name) and block.name
-        looks = ends, block.kind, tuple((x.layer_role, x.in_features, x.out_features) for x in block.layers)
+        looks = _looks(block, plan)
         if looks not in known:
             known[looks] = of_block(block, plan)
         for call in known[looks]:
@@ -69,11 +68,19 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
 
 
+def _looks(block: BlockSpec, plan: Plan) -> object:
+    """All that a block's traffic depends on."""
+    layers = tuple(
+        (x.layer_role, x.in_features, x.out_features, tuple(p.frozen for p in x.parameters)) for x in block.layers
+    )
+    return block.name == plan.spec.blocks[-1].name, _has_input_gradient(block.layers[0], plan), block.kind, layers
+
+
 def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
     """Everything that one microbatch of a block sends, forward and backward; of the last block the loss too."""
     both = [_layer(layer, plan) for layer in block.layers]
     forward = [call for calls, _ in both for call in calls]
-    again = _again(block, forward, plan) if plan.recompute == "full" and block.is_recomputed else []
+    again = _again(block, forward, plan)
     backward = [call for _, calls in both for call in calls]
     loss = _loss(plan) if block.name == plan.spec.blocks[-1].name else []
     return [*forward, *again, *backward, *loss]
@@ -81,7 +88,10 @@ def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
 
 def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
     """What a recomputed block sends a second time: all, unless its last layer scatters in a node of its own, behind
-    the last tensor that backward needs."""
+    the last tensor that backward needs. Nothing goes back through a block whose gradients nobody wants."""
+    trains = any(not p.frozen for p in block.parameters) or _has_input_gradient(block.layers[0], plan)
+    if plan.recompute != "full" or not block.is_recomputed or not trains:
+        return []
     last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
     scatters = last.layer_role == "row" and any(m.operand == "y" for m in moves(last, plan))
     return forward[:-1] if scatters and not overlaps(plan) else forward
@@ -92,23 +102,31 @@ def moves(layer: LayerSpec, plan: Plan) -> list[Transfer]:
     product = product_of(layer, plan)
     if product is None:
         return []
-    return transfers(
+    weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
+    wanted = _has_input_gradient(layer, plan), any(not p.frozen for p in weights if len(p.shape) == 2)
+    found = transfers(
         product, rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes,
-        save_gathered=plan.tensor.save_gathered,
-        input_gradient=not _reads_input(layer, plan),
+        save_gathered=plan.tensor.save_gathered, input_gradient=wanted[0], weight_gradient=wanted[1],
     )  # fmt: skip
+    runs_backward = wanted[1] or (wanted[0] and not product.lookup)
+    return found if runs_backward else [move for move in found if move.phase == "forward"]
 
 
-def _reads_input(layer: LayerSpec, plan: Plan) -> bool:
-    """The model's own input has no gradient."""
-    return layer.name == plan.spec.blocks[0].layers[0].name
+def _has_input_gradient(layer: LayerSpec, plan: Plan) -> bool:
+    """Does anything before the layer train? The model's own input has no gradient, nor has what frozen layers give."""
+    for before in plan.spec.layers():
+        if before.name == layer.name:
+            return False
+        if any(not parameter.frozen for parameter in before.parameters):
+            return True
+    return False
 
 
 def _layer(layer: LayerSpec, plan: Plan) -> tuple[list[Call], list[Call]]:
     """(what is sent forward, what backward)."""
     if layer.layer_role == "norm":
         forward, backward = _norm(layer, plan)
-        return forward, [] if _reads_input(layer, plan) else backward
+        return forward, backward if _has_input_gradient(layer, plan) else []
     phases: tuple[list[Call], list[Call]] = [], []
     for transfer in moves(layer, plan):
         phases[transfer.phase == "backward"].append(_call(transfer, plan))
