@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+ACCURATE = (torch.float32, torch.float64)
+
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which norms, softmax and loss of activations of `dtype` compute: at least fp32."""
@@ -50,8 +52,8 @@ def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) ->
     logits: (..., vocab); targets: int64 (...). With smoothing e each target's distribution is (1 - e) at the target
     plus e / vocab everywhere (Szegedy et al. 2016, as in torch).
     """
-    wide = logits.to(accurate_dtype(logits.dtype)).flatten(0, -2)
-    targets = targets.flatten().clamp(min=-1)  # whatever is ignored becomes the one number that torch ignores
+    wide = logits if logits.dtype in ACCURATE else logits.to(accurate_dtype(logits.dtype))
+    wide, targets = wide.flatten(0, -2), targets.flatten().clamp(min=-1)  # torch ignores one number: -1 stands for all
     return functional.cross_entropy(wide, targets, ignore_index=-1, reduction="sum", label_smoothing=label_smoothing)
 
 

@@ -194,7 +194,7 @@ class _Masked(RoleLayer):
 
     @property
     def active(self) -> bool:
-        return self.training and self.rate > 0.0
+        return self.rate > 0.0 and self.training
 
     def sample_ids(self, num_samples: int) -> Tensor:
         ids = masks.current_sample_ids()

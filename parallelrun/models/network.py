@@ -34,7 +34,10 @@ class Network(nn.Module):
 
     def block(self, name: str) -> nn.Module:
         """The block of that name."""
-        return self.get_submodule(name)
+        module: nn.Module = self
+        for part in name.split("."):
+            module = getattr(module, part)  # `get_submodule` checks what is known here, at 3 us a block and forward
+        return module
 
     def keep(self, blocks: Sequence[str]) -> Network:
         """Drop every other block (and its parameters); returns itself. Raises ValueError on a name it does not hold.
@@ -69,14 +72,14 @@ class Network(nn.Module):
     def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
         """x: one microbatch of inputs, or of what the block before the first one held gives. sample_ids: int64
         (batch,), needed when dropout is on."""
-        blocks = [(self.get_submodule(name), name in self.recomputed) for name in self.block_names]
         if self.recompute == "none" or not torch.is_grad_enabled():
             with dropout.scope(sample_ids):
-                for block, _ in blocks:
-                    x = block(x)
+                for name in self.block_names:
+                    x = self.block(name)(x)
             return x
-        for block, is_recomputed in blocks:
-            x = recompute.run(block, x, sample_ids, self.recompute if is_recomputed else "none")
+        for name in self.block_names:
+            mode = self.recompute if name in self.recomputed else "none"
+            x = recompute.run(self.block(name), x, sample_ids, mode)
         return x
 
     def _hold(self, blocks: Sequence[str]) -> None:
