@@ -153,7 +153,7 @@ def _indivisible(request: Request, sizes: dict[str, int]) -> list[Problem]:
     for misfit in misfits:
         place = (misfit.key, misfit.size)
         parts[place] = lcm(parts.get(place, 1), misfit.parts)
-    legal = nearest(request.tp, shapes.near(request, _fits(request)))
+    legal = shapes.near(request, _fits(request))
     problems = []
     for (key, size), count in parts.items():
         told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"

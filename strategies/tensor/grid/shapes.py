@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from math import isqrt
 from typing import Any
 
@@ -54,11 +55,18 @@ def filled(request: Request) -> tuple[str, ...]:
 
 
 def near(request: Request, fits: Fits) -> list[int]:
-    """Every tp not far from the one asked for that grid and depth allow and that fits; 1 only if there is no other."""
+    """The two tp nearest to the one asked for that grid and depth allow and that fit; 1 only if there is no other."""
+    alone = [1] if _is_legal(replace(request, tp=1), fits) else []
+    return sorted(islice(_nearest(request, fits), 2)) or alone
+
+
+def _nearest(request: Request, fits: Fits, dividing: int = 0) -> Iterator[int]:
+    """Those tp, the nearest first. dividing: only the divisors of so many ranks."""
     tensor, tp = request.config.strategy.tensor, request.tp
-    possible = sorted(n for n in set(_legal(tensor.kind, tp, grid_of(request), tensor.depth)) if n <= 4 * max(tp, 8))
-    legal = [n for n in possible if _is_legal(replace(request, tp=n), fits)]
-    return [n for n in legal if n > 1] or legal
+    possible = {n for n in _legal(tensor.kind, tp, grid_of(request), tensor.depth) if 1 < n <= 4 * max(tp, 8)}
+    for candidate in sorted(possible, key=lambda n: (abs(n - tp), n)):
+        if dividing % candidate == 0 and _is_legal(replace(request, tp=candidate), fits):
+            yield candidate
 
 
 def _legal(kind: str, tp: int, grid: Grid | None, depth: int | None) -> Iterator[int]:
@@ -88,12 +96,11 @@ def check(request: Request, fits: Fits) -> list[Problem]:
             fix = grids(request, fits) or "leave grid out"
             return [Problem(str(error), "grid", fix, kind="arithmetic")]
     where, what = _wrong(tensor.kind, tp, grid_of(request), tensor.depth)
-    legal = near(request, fits)
-    fixes = [either("tp", nearest(tp, legal)), grids(request, fits), _depths(request, fits), *_worlds(request, legal)]
+    fixes = [either("tp", near(request, fits)), grids(request, fits), _depths(request, fits), *_worlds(request, fits)]
     fix = " or ".join(filter(None, fixes))
     if not fix:  # no one value would do
         free = _shaped(request, grid=None, depth=None)
-        fix = f"{either('tp', nearest(tp, near(free, fits)))} without grid and depth"
+        fix = f"{either('tp', near(free, fits))} without grid and depth"
     return [Problem(what, where, fix, kind="arithmetic")]
 
 
@@ -152,13 +159,13 @@ def _is_legal(request: Request, fits: Fits) -> bool:
     return arranged(request) is not None and fits(request)
 
 
-def _worlds(request: Request, legal: list[int]) -> list[str]:
+def _worlds(request: Request, fits: Fits) -> list[str]:
     """Where tp took what was left of a world: other degrees in this one, and other worlds."""
     config, ranks = request.config, request.dp * request.tp
     if config.tp is not None:
         return []
-    left = nearest(request.tp, [tp for tp in legal if ranks % tp == 0])
-    fixes = [either("dp", [ranks // tp for tp in reversed(left)])]
+    left = sorted(islice(_nearest(request, fits, dividing=ranks), 2), reverse=True)
+    fixes = [either("dp", [ranks // tp for tp in left])]
     if config.world is not None:
-        fixes.append(either("world", [tp * request.pp * request.dp for tp in nearest(request.tp, legal)]))
+        fixes.append(either("world", [tp * request.pp * request.dp for tp in near(request, fits)]))
     return fixes
