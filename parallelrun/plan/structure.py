@@ -135,8 +135,8 @@ class Collective:
     """What one rank does in one training step over one axis for one purpose.
 
     operation: all_reduce | all_gather | reduce_scatter | broadcast | reduce | all_to_all | send | recv. payload_bytes:
-    the sum over calls of the buffer (all-reduce, broadcast, reduce: the tensor; all-gather, reduce-scatter, all-to-all: the full-size
-    buffer; point to point: counted at the sender, `recv` rows carry 0).
+    the sum over calls of the buffer (all-reduce, broadcast, reduce: the tensor; all-gather, reduce-scatter, all-to-all:
+    the full-size buffer; point to point: counted at the sender, `recv` rows carry 0).
     """
 
     axis: str
