@@ -142,7 +142,25 @@ def masks_of_the_first_heads() -> None:
     from parallelrun.models import layers as one_device
     from parallelrun.strategies.tensor.grid import layers
 
-    layers.AttentionProduct.forward = one_device.AttentionProduct.forward
+    def wrong(self: layers.AttentionProduct, *heads: torch.Tensor) -> torch.Tensor:
+        rows, _ = self.trail.parts
+        self.sample_part = (rows.index, rows.count)
+        return one_device.AttentionProduct.forward(self, *heads)
+
+    layers.AttentionProduct.forward = wrong
+
+
+def inside_taken_for_outside() -> None:
+    """What stands inside a pair is taken to lie as between blocks: the axes have changed roles there."""
+    from parallelrun.strategies.tensor.grid import layers
+
+    right = layers.Trail.parts.fget
+
+    def wrong(self: layers.Trail) -> Any:
+        self.restart()
+        return right(self)
+
+    layers.Trail.parts = property(wrong)
 
 
 def padding_taken_for_tokens() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.parity import assert_equal, parity
-from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE
+from tests.ranks.test_grid_parity import BASE, CUBE, DEEP, DROPS, ONE_LAYER, SQUARE, form
 
 SMALL = {**BASE, **ONE_LAYER, "verify.steps": 1}
 MUTANTS: dict[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ MUTANTS: dict[str, dict[str, Any]] = {
     "tokens_of_the_first_samples": SQUARE,
     "masks_of_the_first_samples": {**SQUARE, **DROPS},
     "masks_of_the_first_heads": {**SQUARE, "model.attention_dropout": 0.1},
+    "inside_taken_for_outside": {**SQUARE, **form("stationary_w"), "model.attention_dropout": 0.1},
     "padding_taken_for_tokens": SQUARE,
     "vocabulary_cut_by_rows_first": SQUARE,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.parity import assert_equal, parity
+from tests.ranks.test_model_parity import NET, PLACED, Frozen
 from tests.tensor_cases import llama
 
 BASE: dict[str, Any] = {
@@ -57,6 +58,10 @@ CELLS: dict[str, dict[str, Any]] = {
     "3d dropout": {**CUBE, **DROPS},
     "3d llama lean": {**CUBE, **llama(), **LEAN, "recompute": "full"},
     "3d mlp on features": {**CUBE, "model.name": "mlp"},
+    "2d stationary_w, user's module, one dropout inside and one behind": {
+        **SQUARE, **form("stationary_w"), **PLACED, "model.source": f"{NET}:build_sliceable",
+        "model.arguments": Frozen({"dropout": 0.2}),
+    },
     "2d dp zero1": {**SQUARE, **data("zero1")},
     "2d dp fsdp": {**SQUARE, **data("fsdp")},
     "2d pp 1f1b": {**SQUARE, **schedule("1f1b")},

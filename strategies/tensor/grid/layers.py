@@ -14,32 +14,60 @@ from torch import Tensor
 
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
-from parallelrun.product import Product
+from parallelrun.product import Activation, Product
 
 from . import matmul
-from .parts import Part
+from .parts import Part, part_of
+
+
+class Trail:
+    """How activations lie at this point of a block: as between blocks, then as each product gives them.
+
+    Followed while the block runs: in which order a user's module calls what it holds is not written anywhere else, and
+    one dropout may serve both inside and behind a pair.
+    """
+
+    def __init__(self, between_blocks: Activation, mesh: Mesh):
+        self._between_blocks, self._mesh = between_blocks, mesh
+        self._known: dict[Activation, tuple[Part, Part]] = {}
+        self.lies = between_blocks
+
+    def restart(self, *_: Any) -> None:
+        """Forward pre-hook of a block."""
+        self.lies = self._between_blocks
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """(samples, features) of the activation here that this rank has."""
+        if self.lies not in self._known:
+            self._known[self.lies] = part_of(self.lies.rows, self._mesh), part_of(self.lies.features, self._mesh)
+        return self._known[self.lies]
 
 
 @dataclass(frozen=True)
 class Multiplier:
     """A product bound to this rank's mesh and to what it must know of the plan.
 
-    vocab: the global rows of the weight, where they need not divide: of a head and of a table.
+    trail: told how each result lies. vocab: the global rows of the weight, where they need not divide: of a head and
+    of a table.
     """
 
     product: Product
     mesh: Mesh
     span: matmul.Span
+    trail: Trail
     vocab: int | None = None
 
     def __call__(self, x: Tensor, *weights: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
         """x, in the compute dtype, times each local (weight, bias): one result each."""
         rows = None if self.vocab is None else [self.vocab]
+        self.trail.lies = self.product.y
         return matmul.multiply(x, weights, self.product, self.mesh, self.span, rows)
 
     def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Rows of the table for the tokens of `product.x.rows`, in the compute dtype."""
         assert self.vocab is not None, "a table has a vocabulary"
+        self.trail.lies = self.product.y
         return matmul.look_up(tokens, table, self.product, self.mesh, self.span, self.vocab)
 
 
@@ -98,22 +126,24 @@ class Embedding(one_device.Embedding):
 class Dropout(one_device.Dropout):
     """The mask of the whole, at this rank's samples and features."""
 
-    def __init__(self, source: one_device.Dropout, rows: Part, features: Part):
+    def __init__(self, source: one_device.Dropout, trail: Trail):
         super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
-        self.sample_part, self.features = (rows.index, rows.count), features
+        self.trail = trail
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hidden_offset = self.features.index * x.size(-1)
+        rows, features = self.trail.parts
+        self.sample_part, self.hidden_offset = (rows.index, rows.count), features.index * x.size(-1)
         return super().forward(x)
 
 
 class AttentionProduct(one_device.AttentionProduct):
     """Attention of this rank's samples over its heads; dropped probabilities are those of the global heads."""
 
-    def __init__(self, source: one_device.AttentionProduct, rows: Part, features: Part):
+    def __init__(self, source: one_device.AttentionProduct, trail: Trail):
         super().__init__(source.rate, source.seed, source.site, source.compute_dtype, source.causal)
-        self.sample_part, self.features = (rows.index, rows.count), features
+        self.trail = trail
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.head_offset = self.features.index * query.size(1)
+        rows, features = self.trail.parts
+        self.sample_part, self.head_offset = (rows.index, rows.count), features.index * query.size(1)
         return super().forward(query, key, value)

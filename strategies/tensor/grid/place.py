@@ -8,7 +8,7 @@ from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
 from parallelrun.models.network import Network
-from parallelrun.models.spec import LayerSpec, Pair
+from parallelrun.models.spec import LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Activation, Product
 
@@ -17,8 +17,8 @@ from . import layers, layouts, matmul
 from .axes import outside
 from .loss import GridLoss
 from .norm import Norm
-from .parts import Part, part_of
-from .products import head, lies, of_pair, product_of
+from .parts import part_of
+from .products import head, lies, product_of
 
 
 def place(network: Network, plan: Plan, mesh: Mesh) -> None:
@@ -30,47 +30,46 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
         return
     cut_parameters(network, plan, mesh, layouts.layout)
     specs = {layer.name: layer for layer in plan.spec.layers()}
-    pair: Pair | None = None
+    trail = layers.Trail(outside(plan), mesh)
     for name, layer in list(network.named_modules()):
-        if isinstance(layer, one_device.AttentionProduct):  # not listed in the spec: it works inside the pair around it
-            assert pair is not None, f"{name} stands before any column layer"
-            put(network, name, layers.AttentionProduct(layer, *parts(of_pair(pair, plan)[0].y, mesh)))
+        if isinstance(layer, one_device.AttentionProduct):  # it has no parameters: the spec does not list it
+            put(network, name, layers.AttentionProduct(layer, trail))
         elif isinstance(layer, one_device.RoleLayer):
-            pair = plan.spec.pair_of.get(name, pair)
-            put(network, name, _replacement(layer, specs[name], plan, mesh))
+            put(network, name, _replacement(layer, specs[name], trail, plan, mesh))
+    for name in network.block_names:
+        network.block(name).register_forward_pre_hook(trail.restart)
     if plan.spec.kind == "features" and plan.spec.blocks[0].name in network.block_names:
-        _cut_input(network.block(plan.spec.blocks[0].name), *parts(outside(plan), mesh))
+        _cut_input(network.block(plan.spec.blocks[0].name), outside(plan), mesh)
     if isinstance(network.loss, one_device.TokenLoss) and splits_vocabulary(plan):
         network.loss = _loss(network.loss, plan, mesh)
 
 
-def parts(activation: Activation, mesh: Mesh) -> tuple[Part, Part]:
-    """(samples, features) of an activation that this rank has."""
-    return part_of(activation.rows, mesh), part_of(activation.features, mesh)
-
-
-def _replacement(layer: one_device.RoleLayer, spec: LayerSpec, plan: Plan, mesh: Mesh) -> nn.Module:
+def _replacement(
+    layer: one_device.RoleLayer, spec: LayerSpec, trail: layers.Trail, plan: Plan, mesh: Mesh
+) -> nn.Module:
     """The layer's form on this rank; itself where it works the same on a part (positions)."""
     product = product_of(spec, plan)
     if product is not None:
-        return _multiplying(layer, product, plan, mesh)
+        return _multiplying(layer, product, trail, plan, mesh)
     if isinstance(layer, one_device.Norm):
         (axis,) = lies(spec, plan).features
         group = mesh.group(axis)
         return Norm(layer, group) if group.size > 1 else layer
     if isinstance(layer, one_device.Dropout):
-        return layers.Dropout(layer, *parts(lies(spec, plan), mesh))
+        return layers.Dropout(layer, trail)
     return layer
 
 
-def _multiplying(layer: one_device.RoleLayer, product: Product, plan: Plan, mesh: Mesh) -> nn.Module:
+def _multiplying(
+    layer: one_device.RoleLayer, product: Product, trail: layers.Trail, plan: Plan, mesh: Mesh
+) -> nn.Module:
     span = matmul.span_of(plan)
     if isinstance(layer, one_device.Columns):
-        return layers.Columns(layer, layers.Multiplier(product, mesh, span))
+        return layers.Columns(layer, layers.Multiplier(product, mesh, span, trail))
     if isinstance(layer, (one_device.Row, one_device.Linear)):
-        return layers.Row(layer, layers.Multiplier(product, mesh, span))
+        return layers.Row(layer, layers.Multiplier(product, mesh, span, trail))
     assert isinstance(layer, (one_device.Head, one_device.Embedding)), f"{layer.layer_role} does not multiply"
-    multiply = layers.Multiplier(product, mesh, span, layer.vocab)
+    multiply = layers.Multiplier(product, mesh, span, trail, layer.vocab)
     if isinstance(layer, one_device.Head):
         return layers.Head(layer, multiply)
     return layers.Embedding(layer, multiply, part_of(product.x.rows, mesh))
@@ -85,8 +84,9 @@ def _loss(loss: one_device.TokenLoss, plan: Plan, mesh: Mesh) -> GridLoss:
     return GridLoss(loss.label_smoothing, mesh.group(axis), start, vocab, part_of(logits.rows, mesh))
 
 
-def _cut_input(block: nn.Module, rows: Part, features: Part) -> None:
+def _cut_input(block: nn.Module, lies: Activation, mesh: Mesh) -> None:
     """A model on features reads the microbatch whole; its first block gets this rank's samples and features of it."""
+    rows, features = part_of(lies.rows, mesh), part_of(lies.features, mesh)
 
     def cut(block: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (features.of(rows.of(inputs[0]), -1), *inputs[1:])
