@@ -223,20 +223,22 @@ def _inside_node(case: _Case) -> InsideNode | None:
     plan, node = case.plan, case.config.cluster.gpus_per_node or NODE
     tp = plan.mesh.size("tp")
     most = min(node, tp // plan.mesh.size("depth"))
-    found = [_smaller(smaller, node, case) for smaller in reversed(divisors(tp)) if smaller <= most]
-    legal = [candidate for candidate in found if candidate]
-    if plan.tensor.kind == "megatron" and tp <= node:
-        legal = legal[:1]
-    return next((candidate for candidate in legal if candidate.wins), legal[0] if legal else None)
+    ours, largest = _figures(plan, case.block), None
+    for smaller in (n for n in reversed(divisors(tp)) if n <= most):
+        candidate = _smaller(smaller, node, ours, case)
+        if candidate and (candidate.wins or (plan.tensor.kind == "megatron" and smaller == tp)):
+            return candidate
+        largest = largest or candidate
+    return largest
 
 
-def _smaller(smaller: int, node: int, case: _Case) -> InsideNode | None:
+def _smaller(smaller: int, node: int, ours: Figures, case: _Case) -> InsideNode | None:
     """1D at tp = `smaller`; None where that is not legal."""
     plan = case.plan
     settled = _settled(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
     if isinstance(settled, str):
         return None
-    theirs, ours = _figures(settled, case.block), _figures(plan, case.block)
+    theirs = _figures(settled, case.block)
     replicas, dp = plan.mesh.size("tp") // smaller, plan.mesh.size("dp")
     microbatches = plan.batch.microbatches
     return InsideNode(
