@@ -19,7 +19,7 @@ from tests.pool import run_ranks as _run_ranks
 # The longest files first; a matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to
 # the end, where files as a whole would leave one of them alone with the last one.
 FOLDERS = ("tests/cli/", "tests/ranks/", "tests/unit/")
-CELL_BY_CELL = ("tests/ranks/test_parity.py",)
+CELL_BY_CELL = ("tests/ranks/test_grid_parity.py", "tests/ranks/test_parity.py")
 
 
 @pytest.fixture

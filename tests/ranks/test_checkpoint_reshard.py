@@ -11,7 +11,7 @@ from tests.plans import tiny_plan
 from tests.pool import run_ranks
 
 # Uneven vocab shards (33 over 2 and 4), kv heads copied (2 over tp=4), tied embeddings across stages, empty ZeRO
-# chunks (3 ranks of small dims), HSDP, more than one stage per rank.
+# chunks (3 ranks of small dims), HSDP, more than one stage per rank, dims split by several axes (2D, 2.5D, 3D).
 MODEL = {"model.vocab": 33, "model.kv_heads": 2, "dataset.vocab": 33}
 PLANS = {
     "one": {},
@@ -26,7 +26,13 @@ PLANS = {
     "tp2_pp2": {"tp": 2, "pp": 2},
     "zero1_tp2": {"dp": 2, "tp": 2, "strategy.data.kind": "zero1"},
     "fsdp_tp2_pp2": {"dp": 2, "tp": 2, "pp": 2, "strategy.data.kind": "fsdp"},
+    "grid": {"layout": "2d", "tp": 4},
+    "grid_zero1": {"layout": "2d", "tp": 4, "dp": 2, "strategy.data.kind": "zero1"},
+    "deep": {"layout": "2.5d", "tp": 8, "depth": 2},
+    "cube": {"layout": "3d", "tp": 8},
 }
+# besides those of `sources`: from 3D to one device, 1D and 2D, and back
+BETWEEN_LAYOUTS = {"cube": ("one", "tp4", "grid"), "one": ("cube",), "tp4": ("cube", "grid"), "grid": ("cube", "tp4")}
 
 
 def overrides(name):
@@ -46,7 +52,7 @@ def save_all(root, names):
 
 
 def load_and_save(root, folder, names):
-    """Under each plan load the checkpoints of three others; {name: (what is wrong, extras)}."""
+    """Under each plan load the checkpoints of others; {name: (what is wrong, extras)}."""
     out = {}
     for name in names:
         plan, mesh = build(overrides(name))
@@ -62,9 +68,10 @@ def load_and_save(root, folder, names):
 
 
 def sources(name):
-    """The plans whose checkpoints plan `name` loads: its own and two others, 36 pairs in all."""
+    """The plans whose checkpoints plan `name` loads: its own, two others and those of `BETWEEN_LAYOUTS`."""
     names = list(PLANS)
-    return [names[(names.index(name) + ahead) % len(names)] for ahead in (0, 1, 5)]
+    near = [names[(names.index(name) + ahead) % len(names)] for ahead in (0, 1, 5)]
+    return [*dict.fromkeys((*near, *BETWEEN_LAYOUTS.get(name, ())))]
 
 
 def by_world():
@@ -114,7 +121,7 @@ def test_a_plan_loads_other_plans_checkpoints(loaded, name):
     folder, outcomes = loaded
     for wrong, extras in outcomes[name]:
         assert wrong == []
-        assert extras == [{"step": 5, "scaler": {"scale": 0.1}, "rank": 0}] * 3
+        assert extras == [{"step": 5, "scaler": {"scale": 0.1}, "rank": 0}] * len(sources(name))
     salt = list(PLANS).index(sources(name)[-1])
     assert same(read_whole(folder / name / "step_6"), truth(tiny_plan(overrides(name)), salt))
 
