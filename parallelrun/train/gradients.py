@@ -28,8 +28,10 @@ class Gradients:
         self._parameters = list(parameters)
         self._device = mesh.device
         self._flat = list(flat)
-        owned = {layout: owns(layout, plan.mesh, mesh.coordinate) for layout in {p.layout for p in parameters}}
+        layouts = {p.layout for p in parameters}
+        owned = {layout: owns(layout, plan.mesh, mesh.coordinate) for layout in layouts}
         self._counted = [p for p in self._parameters if not p.shared and owned[p.layout]]
+        self._measured = _own_parts(self._flat, self._parameters, plan, mesh)
         self._sums = [  # (parameters, group, purpose), in the order in which all ranks exchange them
             ([p for p in self._parameters if p.layout.partial == axes], mesh.group(axis), "partial")
             for axes in sorted({p.layout.partial for p in parameters} - {()})
@@ -51,12 +53,11 @@ class Gradients:
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: fp64, 0-d, on the gradients' device.
 
-        Each logical element is counted once over the world: by the owner of its part, and by the original of a tied
-        pair. The sum over the world is not finite exactly if some gradient element is not (or its square sum overflows
-        fp32).
+        Each logical element is counted once over the world: by the owner of its part (replicas with flat buffers share
+        the work: each owns a part of those), and by the original of a tied pair. The sum over the world is not finite
+        exactly if some gradient element is not (or its square sum overflows fp32).
         """
-        everything = self._flat and len(self._counted) == len(self._parameters)
-        norms = _norms(self._flat if everything else [_gradient(p) for p in self._counted])
+        norms = _norms(self._measured or [_gradient(p) for p in self._counted])
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.cat(norms).to(torch.float64).square().sum()
@@ -71,6 +72,19 @@ class Gradients:
         if coefficient / scale != 1.0:
             torch_private.multiply(self._flat or [_gradient(p) for p in self._parameters], coefficient / scale)
         return coefficient
+
+
+def _own_parts(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan, mesh: Mesh) -> list[Tensor]:
+    """What of the flat buffers this rank measures; nothing where they also hold what others count."""
+    coordinate, replicas = dict(mesh.coordinate), plan.mesh.size("dp")
+    if any("dp" in p.layout.axes for p in parameters):
+        replicas = 1  # each rank of dp holds gradients of its own
+    replica = coordinate.get("dp", 0) if replicas > 1 else 0
+    if replicas > 1:
+        coordinate["dp"] = 0  # one replica owns what all replicas measure together
+    if any(p.shared or not owns(p.layout, plan.mesh, coordinate) for p in parameters):
+        return []
+    return [buffer.tensor_split(replicas)[replica] for buffer in flat]
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from parallelrun.accounting import CommunicationCounter
-from parallelrun.train.gradients import Gradients
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.pool import run_ranks
@@ -29,9 +28,15 @@ WORLDS: dict[str, dict[str, Any]] = {
 def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
     """(this rank's share of the squared norm, elements of the model) with every gradient element 1."""
     training = start(overrides)
-    for parameter in training.parameters:
-        parameter.tensor.grad = torch.ones_like(parameter.tensor)
-    share = Gradients(training.parameters, training.plan, training.mesh).squared_norm()
+    if training.plan.data.kind == "fsdp":
+        for parameter in training.parameters:
+            parameter.tensor.grad = torch.ones_like(parameter.tensor)
+    else:
+        training.data.begin_step()
+        training.data.finish_gradients()
+        for parameter in training.parameters:
+            parameter.tensor.grad.fill_(1.0)  # in the data way's flat buffers, where it has such
+    share = training.gradients.squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
     return float(share), training.plan.spec.num_parameters
 
@@ -42,6 +47,8 @@ def test_every_logical_element_is_counted_once_over_the_world(case):
     world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
     results = run_ranks(world, fill_with_ones, overrides)
     assert sum(share for share, _ in results) == pytest.approx(results[0][1], rel=1e-12)
+    if case == "dp":
+        assert results[0][0] == pytest.approx(results[1][0], abs=len(results)), "replicas do not share the work"
 
 
 def finalise_counted(overrides: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, float]]:
@@ -99,9 +106,8 @@ def overflow(overrides: dict[str, Any], bad_rank: int) -> tuple[bool, bool, floa
 
 @pytest.mark.parametrize("overrides", [{}, {"strategy.data.kind": "zero1"}, {"strategy.data.kind": "fsdp"}], ids=str)
 def test_an_overflow_on_one_rank_is_skipped_by_all(overrides):
-    # Copies are counted by their owner, rank 0 (they are the same on all ranks); shards by everyone.
-    bad = 1 if overrides else 0
-    assert run_ranks(2, overflow, {"dp": 2, **overrides}, bad) == [(False, True, 512.0, True)] * 2
+    # Copies are the same on all ranks, and each measures a part of them: the first parameters fall to the last rank.
+    assert run_ranks(2, overflow, {"dp": 2, **overrides}, 1) == [(False, True, 512.0, True)] * 2
 
 
 def scaled_norm(overrides: dict[str, Any], scale: float) -> tuple[float, float]:
