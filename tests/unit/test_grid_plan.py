@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product as combinations
 from math import prod
 
@@ -13,9 +14,12 @@ from parallelrun import product as products
 from parallelrun.config.freeze import freeze, load_frozen
 from parallelrun.errors import EXIT_CONFIG, ConfigError
 from parallelrun.layout import Layout
+from parallelrun.models.spec import LayerSpec
 from parallelrun.plan.resolve import resolve, ways_of
+from parallelrun.plan.shorthands import fold
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
+from parallelrun.plan.ways import Request
 from parallelrun.product import Activation
 from parallelrun.strategies.tensor.grid import axes, choose
 from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
@@ -286,6 +290,31 @@ def test_panels_need_a_square_grid():
     assert tiny_plan({**NINE, "strategy.tensor.form": "summa"}).tensor.forms[0][1] == ("summa", "summa")
 
 
+def refused_roles(roles: dict[str, str]) -> str:
+    """What is told when layers of the tiny gpt have other layer roles."""
+    plan = tiny_plan(layout="2d", tp=4)
+    blocks = tuple(
+        replace(
+            block, layers=tuple(replace(one, layer_role=roles.get(one.name, one.layer_role)) for one in block.layers)
+        )
+        for block in plan.spec.blocks
+    )
+    request = Request(
+        fold(tiny_config(layout="2d"), frozenset())[0], replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
+    )
+    (problem,) = ways_of(plan).tensor.check(request)
+    assert problem.kind == "undefined" and problem.where == "model.roles" and "model.roles={" in problem.suggestion
+    return problem.what
+
+
+def test_a_layer_that_does_not_know_its_place_is_named():
+    assert "layers.1.mlp.up has no layer role" in refused_roles({"layers.1.mlp.up": ""})
+    assert "layers.0.attention.out reads what layers.0.attention.qkv has split" in refused_roles(
+        {"layers.0.attention.out": "linear"}
+    )
+    assert "head.head gives the logits" in refused_roles({"head.head": "columns"})
+
+
 # Forms
 
 
@@ -423,10 +452,6 @@ def test_boundaries_and_losses_are_those_of_a_rank():
 
 def test_layers_inside_a_pair_lie_as_the_pair_does():
     """An attention product or dropout between a column and a row layer sees other samples than one between blocks."""
-    from dataclasses import replace
-
-    from parallelrun.models.spec import LayerSpec
-
     plan = tiny_plan(CUBE)
     block = plan.spec.block("layers.0")
     drop = LayerSpec("layers.0.mlp.inner", "dropout", 64, 64)

@@ -125,7 +125,7 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
     for pair in spec.pairs:
         reader = next((layer for layer in pair.inside if layer.parameters), None)
         if reader:
-            opener = pair.columns[-1].name
+            opener = pair.columns[0].name
             return refuse(reader.name, "row", f"reads what {opener} has split over {where}: only a row layer can")
     last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
     if not last or last[-1].layer_role != "head":
