@@ -35,6 +35,6 @@ def test_a_planted_bug_is_caught_by_the_verdict(mutant: str) -> None:
     assert not document["passed"]
 
 
-@pytest.mark.parametrize("overrides", [SQUARE, {**SQUARE, **DROPS}, DEEP, CUBE], ids=str)
+@pytest.mark.parametrize("overrides", [SQUARE, {**SQUARE, **DROPS}], ids=str)  # the others: test_grid_parity
 def test_the_same_plan_without_a_bug_passes(overrides: dict[str, Any]) -> None:
     assert_equal(parity({**SMALL, **overrides}))
