@@ -52,8 +52,16 @@ def make(config: Config, vocab: int) -> ModelSpec:
         heads=int(getattr(module, "heads", 0)),
         kv_heads=int(getattr(module, "kv_heads", getattr(module, "heads", 0))),
         seq=shape[0] if kind == "tokens" else 0,
+        norm=_norm(module),
         tied=_tied(module),
     )
+
+
+def _norm(module: nn.Module) -> str:
+    """The kind of its norms, by which their traffic under a grid is predicted; that of the first where they differ."""
+    from parallelrun.models import layers
+
+    return next((part.kind for part in module.modules() if isinstance(part, layers.Norm)), "layernorm")
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, tuple[int, ...]]:
@@ -215,12 +223,16 @@ def _check_chain(
 
 
 def _check_split(config: Config, vocab: int, kind: str, shape: tuple[int, ...]) -> None:
-    """With roles, forward must work on a part of the columns: tried on meta with every split layer cut by tp."""
+    """With roles, forward must work on a part of the columns: tried on meta with every split layer cut.
+
+    By tp; by 2 under a grid, where columns are split over some of its axes only: what works on halves works on parts.
+    """
     import torch
 
     from parallelrun.models.module import network, source
 
     tp = config.tp or 2
+    tp = tp if tp == 1 or config.strategy.tensor.kind == "megatron" else 2
     if tp == 1 or not set(config.model.roles.values()) & {"columns", "row"}:
         return
     with torch.device("meta"):
