@@ -92,9 +92,7 @@ def evaluate(training: Training) -> float:
     return _agree(training, loss_sum, num_valid, 0.0, False).loss
 
 
-def _agree(
-    training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool
-) -> control.Totals:
+def _agree(training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool) -> control.Totals:
     """The step's exchange, with every sample's loss and every target counted once."""
     counted_loss = loss_sum if training.counts_loss else 0.0
     return control.agree(counted_loss, num_valid if training.counts_targets else 0, squares, stop, training.mesh)

@@ -72,18 +72,23 @@ class FsdpRuntime(LocalRuntime):
             self.parameters = [_part(held, weight, plan) for held, weight in trained(pairs)]
             self.frozen = [_part(held, weight, plan) for held, weight in frozen(pairs)]
         self._num_forwards = 0
-        self._reduces = False
+        self._reduces: bool | None = None  # not said yet
+        self._left_gathered = False
+        # Then every backward is a last one, and nothing need be said again: saying it walks all modules.
+        self._always_last = plan.pipeline.kind == "none" and plan.batch.microbatches == 1
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def begin_step(self) -> None:
         """No gradients, no weights gathered (an evaluation leaves old ones), and no reduction before its time."""
-        for module in self._modules:
-            module.reshard()
+        if self._left_gathered or not self._always_last:
+            for module in self._modules:
+                module.reshard()
+        self._left_gathered = False
         for parameter, sharded in zip(self.parameters, self._sharded):
             parameter.tensor.grad = sharded.grad = None
         self._num_forwards = 0
-        self._set_last(False)
+        self._set_last(self._always_last)
 
     def finish_gradients(self) -> None:
         """Reduce what backward has not, and hand the shards' gradients over."""
@@ -100,13 +105,17 @@ class FsdpRuntime(LocalRuntime):
         one's forward on, backward may reduce."""
         for holder in self._holders:
             holder.unshard()
-        if torch.is_grad_enabled() and self._plan.pipeline.kind == "none":
+        if not torch.is_grad_enabled():
+            self._left_gathered = True
+        elif self._plan.pipeline.kind == "none":
             self._num_forwards += 1
             if self._num_forwards == self._plan.batch.microbatches:
                 self._set_last(True)
 
     def _set_last(self, last: bool) -> None:
         """Whether the backward passes from now on reduce. Weights that are kept go when it is done."""
+        if last == self._reduces:
+            return
         self._reduces = last
         for root in self._roots:
             root.set_requires_gradient_sync(last)
