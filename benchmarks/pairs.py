@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,30 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def read_arguments(
-    description: str | None, name: str, cases: Iterable[str], sizes: Iterable[str]
+    description: str | None, name: str, cases: Iterable[str], sizes: Iterable[str] = (), **others: str
 ) -> argparse.Namespace:
-    """The command line of a paired benchmark: case, size (comma-separated), pairs, warmup, name."""
+    """The command line of a paired benchmark: case, size (comma-separated), pairs, warmup, name; others by default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default=",".join(cases))
-    parser.add_argument("--size", default=",".join(sizes))
+    if sizes:
+        parser.add_argument("--size", default=",".join(sizes))
+    for option, default in others.items():
+        parser.add_argument(f"--{option}", default=default)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--name", default=name, help="results/<date>-NAME.json; empty: do not write")
     return parser.parse_args()
 
 
-def time_pairs(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each step, the slowest rank's: `ours`, `theirs`, and `again` (theirs once more, for the A/A ratio).
+def time_pairs(
+    ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, warmup: int, **beside: Callable[[], Any]
+) -> dict[str, list[float]]:
+    """Seconds of each step, the slowest rank's: `ours`, `theirs`, `again` (theirs once more, for the A/A ratio), and
+    whatever else is to be timed beside them.
 
-    The order of the three rotates from pair to pair; a barrier stands before each.
+    The order rotates from pair to pair; a barrier stands before each.
     """
-    sides = {"ours": ours, "theirs": theirs, "again": theirs}
+    sides = {"ours": ours, "theirs": theirs, "again": theirs, **beside}
     times: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
     for number in range(warmup + pairs):
@@ -87,6 +93,30 @@ def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any
         "pairs": len(ratios),
         "bar": bar,
         "holds": None if bar is None else median <= bar + 0.03 and low <= bar,
+    }
+
+
+def beyond(times: dict[str, list[float]], floor: str) -> dict[str, float]:
+    """What both sides take beyond the work that `floor` timed: the ratio of the medians' excess, with a 95 % bootstrap
+    interval over pairs, and the A/A ratio."""
+    indices = range(len(times["ours"]))
+
+    def excess(side: str, drawn: Sequence[int]) -> float:
+        least = statistics.median(times[floor][i] for i in drawn)
+        return statistics.median(times[side][i] for i in drawn) - least
+
+    def ratio(side: str, drawn: Sequence[int]) -> float:
+        return excess(side, drawn) / max(excess("theirs", drawn), 1e-9)
+
+    draw = random.Random(0)
+    ratios = sorted(ratio("ours", draw.choices(indices, k=len(indices))) for _ in range(2000))
+    return {
+        "ours_beyond_s": excess("ours", indices),
+        "theirs_beyond_s": excess("theirs", indices),
+        "beyond_ratio": ratio("ours", indices),
+        "beyond_low": ratios[int(0.025 * 2000)],
+        "beyond_high": ratios[int(0.975 * 2000)],
+        "beyond_a_a": ratio("again", indices),
     }
 
 
