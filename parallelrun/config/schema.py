@@ -61,12 +61,19 @@ class DatasetConfig:
 
 @dataclass
 class DataWayConfig:
-    """The way of the data axis: ddp | zero1 | fsdp."""
+    """The way of the data axis: ddp | ring | horovod | ps | local_sgd | diloco | zero1 | zero2 | fsdp.
+
+    Each way's `reads` (strategies/data/<kind>/plan.py) says which keys it takes.
+    """
 
     kind: str = "ddp"
     shard: int | None = None  # fsdp: ranks that share one copy (HSDP); None: the whole dp axis
     reshard_after_forward: bool | None = None  # fsdp; None: true at pp=1, false otherwise
     bucket_mb: float = 25.0
+    servers: int | None = None  # ps; None: 1
+    consistency: str | None = None  # ps: sync | async | ssp; None: sync, or ssp where staleness is given
+    staleness: int | None = None  # ps, ssp: how many clocks the fastest worker may be ahead
+    backup_workers: int | None = None  # ps, sync: how many of the slowest workers' gradients a step does without
 
 
 @dataclass

@@ -15,7 +15,7 @@ from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan import partition, rules, shorthands
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.names import did_you_mean, either
-from parallelrun.plan.structure import Batch, DataWay, Equivalence, PipelineWay, Plan, Stage
+from parallelrun.plan.structure import Batch, Equivalence, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, TensorWayPlan
 from parallelrun.precision import TABLE
@@ -188,21 +188,13 @@ def _plan(
 ) -> Plan:
     data_leaves, data_factors = ways.data.leaves(request)
     tensor_leaves, tensor_factors = ways.tensor.leaves(request)
-    data = config.strategy.data
-    sharded = data.kind == "fsdp"
-    reshard = data.reshard_after_forward if data.reshard_after_forward is not None else request.pp == 1
     assert request.batch is not None
     plan = Plan(
         preset=config.strategy.name,
         world=degrees.world,
         mesh=MeshShape((("pp", request.pp), *data_leaves, *tensor_leaves), (*data_factors, *tensor_factors)),
         batch=request.batch,
-        data=DataWay(
-            kind=data.kind,
-            shard=(data.shard or request.dp) if sharded else 1,
-            reshard_after_forward=sharded and reshard,
-            bucket_bytes=int(data.bucket_mb * 2**20),
-        ),
+        data=ways.data.settle(request),
         tensor=ways.tensor.settle(request),
         pipeline=PipelineWay(_pipeline_kind(config, degrees), request.chunks),
         stages=stages,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, DataWayConfig
 from parallelrun.errors import Problem
 from parallelrun.plan.names import did_you_mean, one_of
-from parallelrun.registry import has, names
+from parallelrun.registry import has, load, names
 
 LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor way of every layout
 OF_WAYS = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
 GRIDS = ("2d", "2.5d", "3d")  # tensor ways that split samples and features over several axes
+DATA_SHORTHANDS = ("servers", "consistency", "staleness", "backup_workers")  # of keys of `strategy.data`
 CHUNKED = ("interleaved", "zero_bubble", "zbv")
 
 
@@ -42,6 +43,11 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
         if value is not None:
             problems += _contradiction(key, value, f"strategy.tensor.{key}", getattr(tensor, key), given)
             tensor = replace(tensor, **{key: value})
+    for key in DATA_SHORTHANDS:
+        value = getattr(config, key)
+        if value is not None:
+            problems += _contradiction(key, value, f"strategy.data.{key}", getattr(data, key), given)
+            data = replace(data, **{key: value})
     if config.schedule is not None:
         problems += one_of("schedule", config.schedule, kinds("pipeline"))
         problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, given)
@@ -81,6 +87,19 @@ def _contradiction(short: str, asked: object, long: str, said: object, given: fr
     return [Problem(what, short, f"one of {short}={asked} and {long}={said}", kind="contradiction")]
 
 
+def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
+    """Per key of `strategy.data`: whether the way ignores it, and what the user may have meant."""
+    reads = load("strategies", f"data.{kind}", "plan").Way.reads if has("strategies", f"data.{kind}") else ()
+    hints = {
+        "shard": "strategy=hsdp",
+        "reshard_after_forward": "strategy=fsdp",
+        "bucket_mb": f"leave it out: {kind} fills no buckets",
+        **dict.fromkeys(DATA_SHORTHANDS, "strategy=ps"),
+    }
+    keys = [field.name for field in fields(DataWayConfig) if field.name != "kind"]
+    return {f"strategy.data.{key}": (key not in reads, hints.get(key, "leave it out")) for key in keys}
+
+
 def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     """Keys that were set although the chosen ways do not read them (`config` is folded)."""
     problems = []
@@ -91,10 +110,14 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         problems.append(Problem(f"{key}={value} is read by none of the chosen ways ({ways})", key, fix, kind="unread"))
 
     shaped = {"grid": ("2d", "2.5d"), "depth": ("2.5d",)}
-    for key in ("servers", "consistency", "staleness", "backup_workers", "grid", "depth"):
+    for key in ("grid", "depth"):
         value = getattr(config, key)
-        if value is not None and not (key == "servers" and value == 0) and tensor not in shaped.get(key, ()):
+        if value is not None and tensor not in shaped[key]:
             complain(key, value, f"leave {key} out")
+    for key in DATA_SHORTHANDS:
+        value = getattr(config, key)
+        if value and _unread_of_data(data)[f"strategy.data.{key}"][0]:
+            complain(key, value, f"leave {key} out, or strategy=ps")
     if pp == 1 and config.schedule is not None:
         complain("schedule", config.schedule, "pp=2, or leave schedule out")
     chunks = config.strategy.pipeline.chunks
@@ -102,9 +125,7 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     if explicit and chunks != 1 and (pp == 1 or pipeline not in CHUNKED):
         complain("chunks", chunks, f"schedule=interleaved, or leave chunks out{'' if pp > 1 else ' (pp is 1)'}")
     fix = {
-        "strategy.data.shard": (data != "fsdp", "strategy=hsdp"),
-        "strategy.data.reshard_after_forward": (data != "fsdp", "strategy=fsdp"),
-        "strategy.data.bucket_mb": (data == "fsdp", "leave it out: fsdp makes one bucket per block"),
+        **_unread_of_data(data),
         "strategy.tensor.sequence_parallel": (tensor in GRIDS, "layout=1d"),
         "strategy.tensor.grid": (tensor not in ("2d", "2.5d"), "layout=2d"),
         "strategy.tensor.depth": (tensor != "2.5d", "layout=2.5d"),

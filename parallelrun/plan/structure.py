@@ -32,7 +32,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class DataWay:
-    """kind: ddp | zero1 | fsdp. shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1."""
+    """kind: ddp, zero1, fsdp ... shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1.
+
+    A way with more to say has a frozen subclass of its own (in its folder's `settings.py`) and makes it in `settle`.
+    """
 
     kind: str
     shard: int = 1

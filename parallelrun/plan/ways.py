@@ -14,7 +14,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
-from parallelrun.plan.structure import Batch, Collective, Equivalence, Plan, TensorWay
+from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Plan, TensorWay
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ class PipelineWayPlan(Protocol):
 
 
 class DataWayPlan(Protocol):
+    reads: tuple[str, ...]  # the keys of `strategy.data` beside `kind` that this way reads; others given are violations
+
     def check(self, request: Request) -> list[Problem]: ...
+
+    def settle(self, request: Request) -> DataWay:
+        """The plan's DataWay (or this way's own subclass), everything chosen. Asked of a request without violations."""
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """(leaf axes that make up dp, factors): (("dp", 4),) or (("dp_replicate", 2), ("dp_shard", 2))."""

@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from math import prod
 
 from parallelrun.layout import Layout
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.structure import Collective, DataWay, Plan
+from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
 FIRST_BUCKET_BYTES = 2**20
+
+
+def settle(request: Request) -> DataWay:
+    """The DataWay of a way that has no settings but the size of its buckets."""
+    data = request.config.strategy.data
+    return DataWay(data.kind, bucket_bytes=int(data.bucket_mb * 2**20))
 
 
 def fill(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:

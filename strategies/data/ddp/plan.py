@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
 
@@ -14,8 +14,13 @@ from .. import buckets
 class Way:
     """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
 
+    reads = ("bucket_mb",)
+
     def check(self, request: Request) -> list[Problem]:
         return []
+
+    def settle(self, request: Request) -> DataWay:
+        return buckets.settle(request)
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         return (("dp", request.dp),), ()

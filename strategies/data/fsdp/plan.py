@@ -12,7 +12,7 @@ from dataclasses import replace
 from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
@@ -28,10 +28,18 @@ ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 class Way:
     """Every rank holds its shard; a block's weights are gathered while it computes."""
 
+    reads = ("shard", "reshard_after_forward")
+
     def check(self, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
         problems = [*check_splits(request, "fsdp"), *_check_shard(request), *_check_reshard(request)]
         return [*problems, *_check_empty_vocabulary_shard(request)]
+
+    def settle(self, request: Request) -> DataWay:
+        data = request.config.strategy.data
+        asked = data.reshard_after_forward
+        reshard = asked if asked is not None else request.pp == 1
+        return DataWay(data.kind, shard=data.shard or request.dp, reshard_after_forward=reshard)
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         shard = request.config.strategy.data.shard or request.dp

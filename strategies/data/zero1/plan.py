@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
 
@@ -19,8 +19,13 @@ from ..sharding import check_splits
 class Way:
     """Weights and gradients are whole on every rank of dp; optimizer state and the update are split."""
 
+    reads = ("bucket_mb",)
+
     def check(self, request: Request) -> list[Problem]:
         return check_splits(request, "zero1")
+
+    def settle(self, request: Request) -> DataWay:
+        return buckets.settle(request)
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         return (("dp", request.dp),), ()
