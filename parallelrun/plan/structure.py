@@ -89,6 +89,7 @@ class Plan:
     """Everything a worker needs to know that is not a hyper-parameter.
 
     optimizer_states: tensors of state that the optimizer keeps per weight (adamw 2, sgd 0, or 1 with momentum).
+    servers: ranks that are no workers: the last ones, outside the mesh (server k has rank num_workers + k).
     filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
     """
 
@@ -108,6 +109,7 @@ class Plan:
     optimizer: str
     optimizer_states: int
     equivalence: Equivalence
+    servers: int = 0
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -115,6 +117,16 @@ class Plan:
     def degrees(self) -> dict[str, int]:
         """pp, dp, tp, ep in rank order."""
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp", "ep")}
+
+    @property
+    def num_workers(self) -> int:
+        """The ranks of the mesh."""
+        return self.mesh.num_ranks
+
+    def role(self, rank: int) -> str:
+        """worker | server."""
+        assert 0 <= rank < self.world, f"rank {rank} is not in a world of {self.world}"
+        return "worker" if rank < self.num_workers else "server"
 
     def stages_of(self, position: int) -> tuple[Stage, ...]:
         """The stages that pp coordinate `position` runs, by stage index."""
