@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.pairs import beyond, environment, on_ranks, read_arguments, summarise, time_pairs, write
+from benchmarks.pairs import beyond, on_ranks, read_arguments, summarise, time_pairs, write
 from parallelrun import comm, torch_private
 from parallelrun import product as products
 from parallelrun.layout import Layout
@@ -302,8 +302,8 @@ def main() -> None:
         print(told(row), flush=True)
     if arguments.name:
         command = f"python -m benchmarks.colossal --peer DIRECTORY --pairs {arguments.pairs}"
-        document = {**environment(), "peer": "colossalai 0.5.0, legacy layers", "command": command, "rows": rows}
-        print("written to", write(arguments.name, document))
+        facts = {"peer": "colossalai 0.5.0, legacy layers", "command": command}
+        print("written to", write(arguments.name, facts, rows))
 
 
 def told(row: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pairs import environment, write
+from benchmarks.pairs import write
 from benchmarks.plain_gpt import PlainGpt, Sizes, loss_of
 from benchmarks.plain_llama import PlainLlama
 from parallelrun.plan.resolve import resolve
@@ -175,7 +175,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     if arguments.name and int(os.environ.get("RANK", 0)) == 0:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        print("written to", write(arguments.name, {**environment(), "device": name, "rows": rows}))
+        print("written to", write(arguments.name, {"device": name}, rows))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.pairs import environment, on_ranks, read_arguments, summarise, time_pairs, write
+from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
 from benchmarks.plain_gpt import SIZES, Sizes
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
@@ -229,8 +229,7 @@ def main() -> None:
             )
     if arguments.name:
         command = f"PYTHONPATH=/tmp/megatron python -m benchmarks.megatron --pairs {arguments.pairs}"
-        document = {**environment(), "peer": "megatron-core 0.16.1", "command": command, "rows": rows}
-        print("written to", write(arguments.name, document))
+        print("written to", write(arguments.name, {"peer": "megatron-core 0.16.1", "command": command}, rows))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.pairs import environment, on_ranks, read_arguments, summarise, time_pairs, write
+from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
 from benchmarks.plain_gpt import SIZES, PlainGpt, Sizes, loss_of
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
@@ -213,7 +213,7 @@ def main() -> None:
         command = (
             f"python -m benchmarks.native --case {arguments.case} --size {arguments.size} --pairs {arguments.pairs}"
         )
-        print("written to", write(arguments.name, {**environment(), "command": command, "rows": rows}))
+        print("written to", write(arguments.name, {"command": command}, rows))
 
 
 if __name__ == "__main__":

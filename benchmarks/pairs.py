@@ -159,9 +159,19 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write(name: str, document: dict[str, Any]) -> Path:
-    """Write `results/<date>-<name>.json`."""
+def write(name: str, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
+    """Write `results/<date>-<name>.json`, each row with the environment it was measured in and `facts` (the command,
+    the peer). Rows of the same day of other cases stay."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    surroundings = {**environment(), **facts}
+    new = [{**row, "environment": surroundings} for row in rows]
+    measured = {_what(row) for row in new}
+    kept = [row for row in earlier if _what(row) not in measured]
+    path.write_text(json.dumps({"rows": [*kept, *new]}, indent=1) + "\n")
     return path
+
+
+def _what(row: dict[str, Any]) -> tuple[object, ...]:
+    return tuple(row.get(key) for key in ("case", "size", "model", "compiled", "overrides"))
