@@ -174,4 +174,4 @@ def write(name: str, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> P
 
 
 def _what(row: dict[str, Any]) -> tuple[object, ...]:
-    return tuple(row.get(key) for key in ("case", "size", "model", "compiled", "overrides"))
+    return tuple(str(row.get(key)) for key in ("case", "size", "model", "compiled", "degrees"))
