@@ -23,7 +23,9 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
-from parallelrun.verify.run import checked_config, judge, one_device
+from parallelrun.verify.alone import one_device
+from parallelrun.verify.replay import record_replay
+from parallelrun.verify.run import checked_config, judge
 from parallelrun.verify.trace import Trace, record
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -42,7 +44,9 @@ def parity(overrides: dict[str, Any], mutant: str | None = None, timeout: float 
     """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
-    return run_ranks(plan.world, _cell, overrides, str(_reference(_settings(overrides))), mutant, timeout=timeout)[0]
+    replayed = plan.equivalence.kind == "replay"
+    settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
+    return run_ranks(plan.world, _cell, overrides, str(_reference(settings)), mutant, timeout=timeout)[0]
 
 
 def assert_equal(document: dict[str, Any]) -> None:
@@ -58,9 +62,14 @@ def _settings(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
+    """The trace that a cell is compared with; of a way that is replayed, `settings` are all of the cell's overrides."""
     config = checked_config(tiny_config(dict(settings)))
-    alone, plan = one_device(config, resolve(config))
-    trace = record(build(alone, plan, torch.device("cpu")), config.verify.steps)
+    plan, cpu = resolve(config), torch.device("cpu")
+    if plan.equivalence.kind == "replay":
+        trace = record_replay(config, plan, cpu)
+    else:
+        alone, plan = one_device(config, plan)
+        trace = record(build(alone, plan, cpu), config.verify.steps)
     path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pt"
     torch.save(vars(trace), path)
     return path

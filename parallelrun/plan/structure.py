@@ -42,6 +42,19 @@ class DataWay:
     reshard_after_forward: bool = False
     bucket_bytes: int = 25 * 2**20
 
+    @property
+    def independent(self) -> bool:
+        """True where every data replica has weights of its own between synchronisations (local SGD, DiLoCo).
+
+        Its gradient is then that of the mean over its own samples (dp x its part of the global mean), measured and
+        clipped by itself; `verify` and checkpoints keep what each replica holds.
+        """
+        return False
+
+    def full_step(self, step: int) -> int:
+        """The first step from `step` on that sends everything the way ever sends: the one that is counted."""
+        return step
+
 
 @dataclass(frozen=True)
 class TensorWay:

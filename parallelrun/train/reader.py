@@ -15,17 +15,17 @@ from parallelrun.train.batch import Batch
 
 
 class Reader:
-    """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch.
+    """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch; `replica` gives another c.
 
     Ranks of the first stage read inputs, ranks of the last stage read targets, each by itself; the others read neither.
     `seconds` is what reading has taken so far, until the tensors are on their way to the device.
     """
 
-    def __init__(self, split: Any, sampler: Sampler, plan: Plan, mesh: Mesh):
+    def __init__(self, split: Any, sampler: Sampler, plan: Plan, mesh: Mesh, replica: int | None = None):
         self._split = split
         self._sampler = sampler
         self._device = mesh.device
-        self._replica = mesh.coordinate.get("dp", 0)
+        self._replica = mesh.coordinate.get("dp", 0) if replica is None else replica
         self._size = plan.batch.replica_batch
         position = mesh.coordinate.get("pp", 0)
         self._needs_inputs = position == plan.stages[0].position

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from parallelrun.config.schema import Config, TensorWayConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
-from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train.build import Training, build
+from parallelrun.verify.alone import one_device
 from parallelrun.verify.measure import BOUNDS, compare
+from parallelrun.verify.replay import record_replay
 from parallelrun.verify.trace import Trace, record
 
 
@@ -33,26 +34,10 @@ def checked_config(config: Config) -> Config:
     return replace(config, optimizer=optimizer, precision=precision, resume=None)
 
 
-def one_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
-    """The reference: the same config with every degree 1, keeping the global batch."""
-    strategy = replace(
-        config.strategy,
-        name="single",
-        data=replace(config.strategy.data, kind="ddp", shard=None, reshard_after_forward=None),
-        tensor=TensorWayConfig(),
-        pipeline=replace(config.strategy.pipeline, kind="1f1b", chunks=None, split=[]),
-    )
-    alone = replace(
-        config, strategy=strategy, world=1, dp=1, tp=1, pp=1, ep=None,
-        layout=None, grid=None, depth=None, schedule=None, chunks=None,
-        microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
-        recompute="none", compile=False, device=plan.device,
-    )  # fmt: skip
-    return alone, resolve(alone)
-
-
 def reference_trace(config: Config, plan: Plan, device: torch.device) -> Trace:
-    """Run the reference in this process, outside every process group."""
+    """Run the reference in this process, outside every process group: one device, or the way's own algorithm."""
+    if plan.equivalence.kind == "replay":
+        return record_replay(config, plan, device)
     alone, alone_plan = one_device(config, plan)
     return record(build(alone, alone_plan, device), config.verify.steps)
 
@@ -85,7 +70,7 @@ def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[st
         "passed": passed or reports_only,
         "equivalence": plan.equivalence.kind,
         "equivalence_detail": plan.equivalence.detail,
-        "against": "one device",
+        "against": "its own rule in one process" if plan.equivalence.kind == "replay" else "one device",
         "steps": config.verify.steps,
         "precision": config.precision.name,
         "optimizer": config.optimizer.name,

@@ -22,7 +22,8 @@ from parallelrun.train.step import evaluate, train_step
 class Trace:
     """losses, grad_norms, gradients (logical, before clipping) per step; initial and final weights; validation loss.
 
-    `disagreeing`: names whose copies on different ranks are not equal. Tensors are only filled on rank 0.
+    `disagreeing`: names whose copies on different ranks are not equal. Tensors are only filled on rank 0. Where data
+    replicas are independent, each one's tensors are kept apart, under their `replica_name`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -37,6 +38,11 @@ class Trace:
     def updates(self) -> dict[str, Tensor]:
         """Final minus initial weights."""
         return {name: self.final[name] - self.initial[name] for name in self.initial}
+
+
+def replica_name(name: str, replica: int) -> str:
+    """The name of what an independent data replica holds of one parameter."""
+    return f"{name} of replica {replica}"
 
 
 def record(training: Training, steps: int) -> Trace:
@@ -68,18 +74,22 @@ def _gradient(parameter: LocalParameter) -> Tensor:
 def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace: Trace) -> dict[str, Tensor]:
     """Logical tensors assembled from every owner's part, on the CPU of rank 0 (empty elsewhere).
 
-    Asserts that the owners' parts cover every logical element exactly once, and notes copies that differ.
+    Asserts that the owners' parts cover every logical element exactly once, and notes copies that differ. Independent
+    replicas hold no copies: every one's tensors are gathered.
     """
     mesh, plan = training.mesh, training.plan
-    sizes = mesh.shape.sizes
+    sizes, place = mesh.shape.sizes, dict(mesh.coordinate)
+    replica = place["dp"] if plan.data.independent and "dp" in place else 0
+    if plan.data.independent:
+        place["dp"] = 0
     entries, owned = [], []
     for parameter in training.held:
         local = part(parameter).to("cpu", copy=True)
         ranges = parameter.layout.ranges(parameter.spec.shape, sizes, mesh.coordinate)
         assert tuple(local.shape) == tuple(stop - start for start, stop in ranges), f"{parameter.name}: {local.shape}"
-        mine = not parameter.shared and owns(parameter.layout, mesh.shape, mesh.coordinate)
+        mine = not parameter.shared and owns(parameter.layout, mesh.shape, place)
         digest = [float(local.double().sum()), float(local.double().abs().sum())]
-        entries.append({"name": parameter.name, "ranges": ranges, "owned": mine, "digest": digest})
+        entries.append({"name": parameter.name, "ranges": ranges, "owned": mine, "digest": digest, "replica": replica})
         if mine:
             owned.append(local.reshape(-1))
     everyone = gather_json(entries, mesh)
@@ -88,7 +98,14 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     if mesh.rank != 0:
         return {}
     _note_disagreeing(everyone, trace, 1e-10 if plan.precision.name == "fp64" else 1e-5)
-    return _assemble(flats, everyone, plan.spec.parameters, dtype)
+    if not plan.data.independent:
+        return _assemble(flats, everyone, plan.spec.parameters, dtype)
+    gathered: dict[str, Tensor] = {}
+    for index in range(plan.mesh.size("dp")):
+        held = [(flat, found) for flat, found in zip(flats, everyone) if found[0]["replica"] == index]
+        whole = _assemble([flat for flat, _ in held], [found for _, found in held], plan.spec.parameters, dtype)
+        gathered |= {replica_name(name, index): value for name, value in whole.items()}
+    return gathered
 
 
 def _collect(mine: Tensor, everyone: list[list[dict]], mesh: Mesh, dtype: torch.dtype) -> list[Tensor]:
@@ -128,7 +145,7 @@ def _note_disagreeing(everyone: list[list[dict]], trace: Trace, tolerance: float
     """Copies of one part on several ranks must have equal sums."""
     first: dict[str, list[float]] = {}
     for entry in (entry for entries in everyone for entry in entries):
-        key = f"{entry['name']}{entry['ranges']}"
+        key = f"{entry['replica']} {entry['name']}{entry['ranges']}"
         total, magnitude = first.setdefault(key, entry["digest"])
         worst = max(abs(entry["digest"][0] - total), abs(entry["digest"][1] - magnitude))
         # a gradient of pure rounding noise has no digits to compare: 1e-12 absolute is below any real one

@@ -1,0 +1,28 @@
+"""The one-device configuration that plans are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallelrun.config.schema import Config, DataWayConfig, TensorWayConfig
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+
+
+def one_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
+    """The reference: the same config with every degree 1 and no servers, keeping the global batch."""
+    strategy = replace(
+        config.strategy,
+        name="single",
+        data=DataWayConfig(kind="ddp"),
+        tensor=TensorWayConfig(),
+        pipeline=replace(config.strategy.pipeline, kind="1f1b", chunks=None, split=[]),
+    )
+    alone = replace(
+        config, strategy=strategy, world=1, dp=1, tp=1, pp=1, ep=None,
+        layout=None, grid=None, depth=None, schedule=None, chunks=None,
+        servers=None, consistency=None, staleness=None, backup_workers=None,
+        microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
+        recompute="none", compile=False, device=plan.device,
+    )  # fmt: skip
+    return alone, resolve(alone)

@@ -1,0 +1,152 @@
+"""The reference of plans whose equivalence is `replay`: the data way's own algorithm, in one process.
+
+Where a data way does not compute what one device computes (gradient compression, Adasum, local SGD, DiLoCo), it is held
+against itself: n one-device replicas, each with its own part of the batch, and between them the way's rule, written
+plainly in `strategies/data/<kind>/replay.py` as `rule(config, plan) -> Rule`. Tensor and pipeline axes are not in the
+reference, so they are proved along with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallelrun import registry
+from parallelrun.config.schema import Config
+from parallelrun.data.order import Sampler
+from parallelrun.plan.structure import Plan
+from parallelrun.train import schedule
+from parallelrun.train.build import Training, build
+from parallelrun.train.reader import Reader
+from parallelrun.train.step import count_valid
+from parallelrun.verify.alone import one_device
+from parallelrun.verify.trace import Trace, replica_name
+
+Tensors = dict[str, Tensor]
+
+
+class Rule(Protocol):
+    """What the replicas of a data way tell each other, as plain arithmetic. One object lives through all steps, so it
+    may keep state (error feedback, momenta). Replicas are in the order of their dp coordinate; tensors are logical
+    (one-device names and shapes), in the precision of the check.
+    """
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """What each replica's optimizer gets, of what each replica's backward has left (before clipping).
+
+        local[r] is the gradient of (sum of replica r's losses) / (valid targets of the whole batch): their sum over
+        replicas is the global gradient. Where `plan.data.independent`, it is dp times that: the replica's own mean.
+        """
+
+    def after_update(self, step: int, weights: list[Tensors]) -> None:
+        """Called after every replica's optimizer step; changes the weights in place where the way does."""
+
+
+class Summed:
+    """The rule of plain data parallelism, a base for others: everyone gets the sum, weights are left alone."""
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """The sum over replicas, for each replica."""
+        total = {name: torch.stack([one[name] for one in local]).sum(0) for name in local[0]}
+        return [{name: value.clone() for name, value in total.items()} for _ in local]
+
+    def after_update(self, step: int, weights: list[Tensors]) -> None:
+        """Nothing."""
+
+
+def rule_of(config: Config, plan: Plan) -> Rule:
+    """The rule of the plan's data way."""
+    return registry.load("strategies", f"data.{plan.data.kind}", "replay").rule(config, plan)
+
+
+@torch.no_grad()
+def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
+    """The trace of `config.verify.steps` steps of the way's own algorithm in this process.
+
+    Where replicas are independent, names of tensors say whose they are (`replica_name`); otherwise all replicas hold
+    the same, and the first one's are kept.
+    """
+    rule, steps = rule_of(config, plan), config.verify.steps
+    replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
+    trace = Trace()
+    trace.initial = _kept(plan, [_weights(one) for one in replicas])
+    for step in range(1, steps + 1):
+        lr = schedule.learning_rate(config.optimizer, step, steps)
+        _step(rule, replicas, plan, step, lr, trace)
+    trace.final = _kept(plan, [_weights(one) for one in replicas])
+    trace.val_loss = _validation_loss(replicas)
+    return trace
+
+
+def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float, trace: Trace) -> None:
+    batches = [one.reader.batch(step) for one in replicas]
+    counts = [count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
+    weight = len(replicas) if plan.data.independent else 1
+    losses = []
+    for one, batch in zip(replicas, batches):
+        one.data.begin_step()
+        with torch.enable_grad():
+            losses.append(float(one.engine.train(batch, weight / max(sum(counts), 1))))
+        one.data.finish_gradients()
+        one.gradients.finalise()
+    given = rule.gradients(step, [{p.name: p.tensor.grad.clone() for p in one.parameters} for one in replicas])
+    for one, gradients in zip(replicas, given, strict=True):
+        for parameter in one.parameters:
+            parameter.tensor.grad.copy_(gradients[parameter.name])
+    trace.gradients.append(_kept(plan, [_gradients(one) for one in replicas]))
+    squares = [float(one.gradients.squared_norm()) for one in replicas]
+    for one, square in zip(replicas, squares):
+        one.gradients.clip(square**0.5, one.config.optimizer.clip)
+        one.optimizer.step(lr)
+        one.data.finish_update()
+    rule.after_update(step, [{p.name: p.tensor.detach() for p in one.held} for one in replicas])
+    trace.losses.append(sum(losses) / max(sum(counts), 1))
+    trace.grad_norms.append((sum(squares) / len(squares)) ** 0.5)
+
+
+def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Training:
+    """A one-device training that sees the samples of data replica `index` only, all in one microbatch."""
+    alone, alone_plan = one_device(config, plan)
+    batch = replace(alone_plan.batch, micro_batch=plan.batch.replica_batch, microbatches=1)
+    training = build(alone, replace(alone_plan, batch=batch), device)
+    dataset, size = training.dataset, plan.batch.global_batch
+    training.reader = Reader(
+        dataset.train, Sampler(len(dataset.train), size, config.seed), training.plan, training.mesh, index
+    )
+    training.eval_reader = Reader(
+        dataset.val, Sampler(len(dataset.val), size, config.seed, shuffle=False), training.plan, training.mesh, index
+    )
+    return training
+
+
+def _validation_loss(replicas: list[Training]) -> float:
+    """Every replica's own weights on its own part of the validation batches."""
+    loss_sum, num_valid = 0.0, 0
+    for one in replicas:
+        for number in range(1, one.eval_batches + 1):
+            batch = one.eval_reader.batch(number)
+            loss_sum += float(one.engine.evaluate(batch))
+            num_valid += count_valid(one, batch)[1]
+    return loss_sum / num_valid if num_valid else float("nan")
+
+
+def _weights(training: Training) -> Tensors:
+    return {p.name: p.tensor.detach().to("cpu", copy=True) for p in training.held}
+
+
+def _gradients(training: Training) -> Tensors:
+    """Of everything held: what is frozen has none, which is zero."""
+    found = {p.name: p.tensor.grad for p in training.held}
+    return {
+        p.name: torch.zeros_like(p.tensor).cpu() if found[p.name] is None else found[p.name].to("cpu", copy=True)
+        for p in training.held
+    }
+
+
+def _kept(plan: Plan, per_replica: list[Tensors]) -> Tensors:
+    if not plan.data.independent:
+        return per_replica[0]
+    return {replica_name(name, i): value for i, one in enumerate(per_replica) for name, value in one.items()}
