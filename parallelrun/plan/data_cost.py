@@ -1,0 +1,146 @@
+"""What it costs to combine the gradients of a data axis, in closed form: every classic algorithm. Torch-free, pure.
+
+The model: a message takes `latency_s`, then its bytes at `bytes_per_s`; every node sends and receives at that rate at
+once (full duplex), and links share nothing. D: bytes of the gradients, and of the weights, which are as many. What is
+left out: adding the numbers up, the incast of many workers at one server, and buckets (each has the latency anew).
+Sources: Patarasuk and Yuan 2009 (ring), Thakur et al. 2005 (halving-doubling), Sanders et al. 2009 (two trees), Li et
+al. 2014 (parameter server), Jiang et al. 2020 (BytePS). Tests run every algorithm step by step against these forms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2, sqrt
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two nodes: bytes a second of a node, each way, and seconds until a message's first byte."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One step's combining. steps: messages one after the other. worker_bytes: what the busiest worker sends.
+    busiest_bytes: what the node with most to do sends, or receives if that is more (a server; else a worker)."""
+
+    steps: float
+    worker_bytes: float
+    busiest_bytes: float
+    seconds: float
+
+    def every(self, num_steps: int) -> Exchange:
+        """This exchange once in `num_steps` steps, on average (local SGD, DiLoCo)."""
+        return Exchange(
+            self.steps / num_steps,
+            self.worker_bytes / num_steps,
+            self.busiest_bytes / num_steps,
+            self.seconds / num_steps,
+        )
+
+
+NOTHING = Exchange(0, 0.0, 0.0, 0.0)
+
+
+def ring(size: float, n: int, link: Link) -> Exchange:
+    """All-reduce of `size` bytes over n ranks by a ring: 2(n-1) latencies and 2(n-1)/n of the bytes, whatever n."""
+    return sharded(size, n, link, passes=2)
+
+
+def sharded(size: float, n: int, link: Link, passes: int) -> Exchange:
+    """`passes` reduce-scatters and all-gathers by rings: 2 is ZeRO or FSDP that keeps weights gathered, 3 gathers them
+    once more for backward."""
+    moved = passes * (n - 1) / n * size
+    return Exchange(passes * (n - 1), moved, moved, passes * (n - 1) * link.latency_s + moved / link.bytes_per_s)
+
+
+def halving_doubling(size: float, n: int, link: Link) -> Exchange:
+    """All-reduce by recursive halving and doubling: 2 log2 n latencies. Ranks above the largest power of two hand their
+    numbers to a partner first and get the sum last: two more messages of all the bytes."""
+    if n == 1:
+        return NOTHING
+    power = 2 ** int(log2(n))
+    folded = power < n
+    steps = 2 * int(log2(n)) + 2 * folded
+    sent = (2 * (power - 1) / power + folded) * size
+    passed = (2 * (power - 1) / power + 2 * folded) * size  # folding in and out lie one after the other
+    return Exchange(steps, sent, sent, steps * link.latency_s + passed / link.bytes_per_s)
+
+
+def tree(size: float, n: int, link: Link) -> Exchange:
+    """All-reduce by two binary trees, each for half of the bytes, in many small pieces: 2 log2 n latencies and twice
+    the bytes. A bound: pieces that are not small take longer."""
+    if n == 1:
+        return NOTHING
+    steps = 2 * ceil(log2(n))
+    moved = 2.0 * size
+    return Exchange(steps, moved, moved, steps * link.latency_s + moved / link.bytes_per_s)
+
+
+def hierarchical(size: float, group: int, num_groups: int, inside: Link, across: Link, passes: int = 2) -> Exchange:
+    """Reduce-scatter inside groups, a ring across them with each rank's part, all-gather inside (passes 3: twice).
+
+    Every rank has its own link across, as NCCL's and Horovod's "torus" form takes it. Also HSDP, group: its shards."""
+    within = sharded(size, group, inside, passes)
+    between = ring(size / group, num_groups, across)
+    moved = within.worker_bytes + between.worker_bytes
+    return Exchange(within.steps + between.steps, moved, moved, within.seconds + between.seconds)
+
+
+def parameter_server(size: float, num_workers: int, num_servers: int, link: Link, pipelined: bool = False) -> Exchange:
+    """Workers push gradients to and pull weights from servers that hold equal shards: 2 max(1, n_w/n_p) of the bytes.
+
+    pipelined: the pull of one shard under the push of the next, which halves the time."""
+    busiest = max(1.0, num_workers / num_servers) * size
+    passes = 1 if pipelined else 2
+    return Exchange(2, size, busiest, 2 * link.latency_s + passes * busiest / link.bytes_per_s)
+
+
+def colocated_servers(size: float, n: int, link: Link) -> Exchange:
+    """Every node a worker and the server of 1/n of the weights: the bytes of a ring in two messages."""
+    if n == 1:
+        return NOTHING
+    moved = 2 * (n - 1) / n * size
+    return Exchange(2, moved, moved, 2 * link.latency_s + moved / link.bytes_per_s)
+
+
+def helped_share(n: int, num_helpers: int) -> float:
+    """The part of the bytes that k helpers serve when n workers' nodes serve the rest and all links are equally busy:
+    2k(n-1) / (n^2 + kn - 2k) (BytePS, section 4)."""
+    k = min(num_helpers, n)
+    return 2 * k * (n - 1) / (n * n + k * n - 2 * k) if n > 1 else 0.0
+
+
+def helped_servers(size: float, n: int, num_helpers: int, link: Link) -> Exchange:
+    """Co-located servers helped by k nodes without GPUs, pushes and pulls under each other: 2n(n-1)/(n^2 + kn - 2k) of
+    the bytes: the ring's for k=0, half of that for k=n; more helpers help no more."""
+    if n == 1:
+        return NOTHING
+    k = min(num_helpers, n)
+    moved = 2 * n * (n - 1) / (n * n + k * n - 2 * k) * size
+    return Exchange(2, moved, moved, 2 * link.latency_s + moved / link.bytes_per_s)
+
+
+def best_worker_share(ratio: float, overlapped: bool = False) -> float:
+    """e*: which part of the nodes should be workers, the others servers, for most samples a second.
+
+    ratio: 2D / (B x seconds a worker computes in a step). Never below a half: further servers would find no work, as
+    the workers' own links are full. Exact for shares of any size and no latency."""
+    return max(0.5, 1 / (1 + (ratio if overlapped else sqrt(ratio))))
+
+
+def best_num_workers(size: float, n: int, link: Link, compute_s: float, overlapped: bool = False) -> int:
+    """The number of workers among n nodes for most samples a second: `best_worker_share` in whole nodes."""
+
+    def rate(num_workers: int) -> float:
+        exchange = parameter_server(size, num_workers, n - num_workers, link)
+        return num_workers / step_seconds(compute_s, exchange, overlapped)
+
+    return max(range(1, n), key=rate)
+
+
+def step_seconds(compute_s: float, exchange: Exchange, overlapped: bool = False) -> float:
+    """A step that computes, then exchanges; overlapped: as if all of the one were hidden under the other."""
+    return max(compute_s, exchange.seconds) if overlapped else compute_s + exchange.seconds
