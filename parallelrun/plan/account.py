@@ -67,7 +67,8 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         *ways.data.collectives(position, place, plan),
     ]
     if plan.world > 1:
-        rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, CONTROL_ELEMENTS * BYTES["float64"]))
+        elements = CONTROL_ELEMENTS + plan.num_norms
+        rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
     if plan.spec.mask_token is not None and position == plan.last_stage_position and plan.mesh.size("dp") > 1:
         rows.append(Collective("dp", "all_reduce", CONTROL, 1, INT64_BYTES))  # how many targets are not ignored
     return merge(rows)

@@ -12,8 +12,10 @@ from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
-# fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, squared norm, stop
-CONTROL_ELEMENTS = 4
+# fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
+# norms of `Plan.num_norms` gradients
+CONTROL_ELEMENTS = 3
+SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataWay.sync_every` steps
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class DataWay:
         clipped by itself; `verify` and checkpoints keep what each replica holds.
         """
         return False
+
+    @property
+    def sync_every(self) -> int:
+        """Every how many steps the collectives of purpose SYNC are sent."""
+        return 1
 
     def full_step(self, step: int) -> int:
         """The first step from `step` on that sends everything the way ever sends: the one that is counted."""
@@ -91,10 +98,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """What a plan promises against one device. kind: `exact`, `exact_when` or `replay`; detail: when, or of what."""
+    """What a plan promises against one device. kind: `exact`, `exact_when` or `replay`; detail: when, or of what.
+
+    bound: how far a replay may be off where the backend chooses the order of low-precision sums; None: as any other.
+    """
 
     kind: str
     detail: str = ""
+    bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,11 @@ class Plan:
     def degrees(self) -> dict[str, int]:
         """pp, dp, tp, ep in rank order."""
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp", "ep")}
+
+    @property
+    def num_norms(self) -> int:
+        """Gradients that are measured and clipped by themselves: the global one, or each independent replica's."""
+        return self.mesh.size("dp") if self.data.independent else 1
 
     @property
     def num_workers(self) -> int:

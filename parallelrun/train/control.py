@@ -14,33 +14,47 @@ from parallelrun.plan.structure import CONTROL_ELEMENTS
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the world: of the unscaled loss, its valid targets, the squared gradient norm, and stop requests."""
+    """Sums over the world: of the unscaled loss, its valid targets, stop requests, and the squared gradient norm of the
+    batch, or of each independent replica."""
 
     loss_sum: float
     num_valid: float
-    norm_squared: float
     stop_requests: float
+    norms_squared: tuple[float, ...]
 
     @property
     def loss(self) -> float:
         """Mean loss over valid targets."""
         return self.loss_sum / self.num_valid if self.num_valid else float("nan")
 
+    @property
+    def norm_squared(self) -> float:
+        """Of the batch's gradient, or the mean over independent replicas: not finite if one of them is not."""
+        return sum(self.norms_squared) / len(self.norms_squared)
+
 
 def agree(
-    loss_sum: Tensor | float, num_valid: Tensor | int, norm_squared: Tensor | float, stop: bool, mesh: Mesh
+    loss_sum: Tensor | float,
+    num_valid: Tensor | int,
+    norm_squared: Tensor | float,
+    stop: bool,
+    mesh: Mesh,
+    num_norms: int = 1,
 ) -> Totals:
-    """Sum each rank's contribution over the world: one all-reduce of CONTROL_ELEMENTS fp64 numbers, alike on all ranks.
+    """Sum each rank's contribution over the world: one all-reduce of a few fp64 numbers, alike on all ranks.
 
     Each quantity must be contributed once: the loss by one tensor coordinate of each replica's last stage, every
-    logical gradient element by its owner.
+    logical gradient element by its owner. num_norms: 1, or dp where every data replica has a norm of its own.
     """
-    values = (loss_sum, num_valid, norm_squared, float(stop))
-    assert len(values) == CONTROL_ELEMENTS
+    norms: list[Tensor | float] = [0.0] * num_norms
+    norms[mesh.coordinate.get("dp", 0) if num_norms > 1 else 0] = norm_squared
+    values = (loss_sum, num_valid, float(stop), *norms)
+    assert len(values) == CONTROL_ELEMENTS + num_norms
     known = [0.0 if isinstance(value, Tensor) else value for value in values]
     vector = torch.tensor(known, dtype=torch.float64, device=mesh.device)
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
             vector[place] = value
     comm.all_reduce(vector, mesh.group(WORLD), "control")
-    return Totals(*vector.tolist())
+    loss, valid, stops, *squares = vector.tolist()
+    return Totals(loss, valid, stops, tuple(squares))

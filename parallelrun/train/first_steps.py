@@ -1,5 +1,7 @@
 """The first steps of a process are watched: the second is counted, and in both all ranks must send the same.
 
+Where replicas tell each other something in some steps only, the first such step from the second on is counted instead.
+
 A difference is a bug of a way or of a user's module (a layer that depends on the rank or on data). After each step
 every rank compares its sequence of collectives with that of the member before it in each group, through the store:
 collectives could pair with one that is left over. If all ranks hang instead, the launcher reads the same sequences.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,18 +24,21 @@ from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Collective
 from parallelrun.sequences import Lane, Sequence, SequenceFile
 
-COUNTED_STEP = 2  # of this process; its first step has set-up traffic, so a run of one step is not counted
+COUNTED_STEP = 2  # of this process, or the next that sends all that is ever sent; its first step has set-up traffic, so a run of one step is not counted
 
 
 class FirstSteps:
-    """Watches steps `start + 1` and `start + 2`; `counted` is what the latter sent, None before.
+    """Watches steps `start + 1` and `start + 2` (or the next full one); `counted` is what the latter sent, else None.
 
     The first step of `compile=true` is not watched: torch compiles nothing under a dispatch mode.
     """
 
-    def __init__(self, mesh: Mesh, config: Config, start: int, directory: Path):
-        first, self._counted_step = start + (COUNTED_STEP if config.compile else 1), start + COUNTED_STEP
-        self._watched = range(first, min(self._counted_step, config.steps) + 1)
+    def __init__(
+        self, mesh: Mesh, config: Config, start: int, directory: Path, full_step: Callable[[int], int] = lambda s: s
+    ):
+        self._counted_step = full_step(start + COUNTED_STEP)
+        first = [] if config.compile else [start + 1]
+        self._watched = [step for step in (*first, self._counted_step) if step <= config.steps]
         self._mesh, self._directory = mesh, directory
         self._timeout_s = 2 * config.timeout_s  # the launcher's watch comes first, and knows more
         self._file: SequenceFile | None = None

@@ -29,7 +29,10 @@ class Gradients:
         self._device = mesh.device
         self._flat = list(flat)
         layouts = {p.layout for p in parameters}
-        owned = {layout: owns(layout, plan.mesh, mesh.coordinate) for layout in layouts}
+        place = dict(mesh.coordinate)
+        if plan.data.independent:
+            place["dp"] = 0  # every replica measures what is its own
+        owned = {layout: owns(layout, plan.mesh, place) for layout in layouts}
         self._counted = [p for p in self._parameters if not p.shared and owned[p.layout]]
         self._measured = _own_parts(self._flat, self._parameters, plan, mesh)
         self._sums = [  # (parameters, group, purpose), in the order in which all ranks exchange them
@@ -53,8 +56,9 @@ class Gradients:
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: fp64, 0-d, on the gradients' device.
 
-        Each logical element is counted once over the world: by the owner of its part (replicas with flat buffers share
-        the work: each owns a part of those), and by the original of a tied pair. The sum over the world is not finite
+        Each logical element is counted once over the world, or once over each independent replica: by the owner of its
+        part (replicas with flat buffers share the work: each owns a part of those), and by the original of a tied pair.
+        The sum over the world is not finite
         exactly if some gradient element is not (or its square sum overflows fp32).
         """
         norms = _norms(self._measured or [_gradient(p) for p in self._counted])
@@ -77,10 +81,10 @@ class Gradients:
 def _own_parts(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan, mesh: Mesh) -> list[Tensor]:
     """What of the flat buffers this rank measures; nothing where they also hold what others count."""
     coordinate, replicas = dict(mesh.coordinate), plan.mesh.size("dp")
-    if any("dp" in p.layout.axes for p in parameters):
+    if plan.data.independent or any("dp" in p.layout.axes for p in parameters):
         replicas = 1  # each rank of dp holds gradients of its own
     replica = coordinate.get("dp", 0) if replicas > 1 else 0
-    if replicas > 1:
+    if replicas > 1 or plan.data.independent:
         coordinate["dp"] = 0  # one replica owns what all replicas measure together
     if any(p.shared or not owns(p.layout, plan.mesh, coordinate) for p in parameters):
         return []

@@ -18,7 +18,10 @@ from parallelrun.train.scaler import LossScaler
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss, global gradient norm (unscaled), whether the update was applied, whether a rank was asked to stop."""
+    """Mean loss, global gradient norm (unscaled), whether the update was applied, whether a rank was asked to stop.
+
+    Where replicas are independent, grad_norm is the root mean square of their norms.
+    """
 
     loss: float
     grad_norm: float
@@ -44,11 +47,14 @@ def count_valid(training: Training, batch: Batch) -> tuple[int, int]:
 
 
 def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
-    """Leave the global gradient (times loss_scale) in the parameters; return (local loss sum, local valid targets)."""
+    """Leave the global gradient (times loss_scale) in the parameters; return (local loss sum, local valid targets).
+
+    An independent replica's gradient is dp times its part of the global one, so that their mean is the global one.
+    """
     batch = training.reader.batch(step)
     everyone, mine = count_valid(training, batch)
     training.data.begin_step()
-    loss_sum = training.engine.train(batch, loss_scale / everyone)
+    loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
     training.data.finish_gradients()
     training.gradients.finalise()
     return loss_sum, mine
@@ -74,9 +80,12 @@ def train_step(
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
-        training.gradients.clip(grad_norm, training.config.optimizer.clip, scaler.scale)
+        mine = training.mesh.coordinate.get("dp", 0) if training.plan.data.independent else 0
+        own_norm = totals.norms_squared[mine] ** 0.5 / scaler.scale
+        training.gradients.clip(own_norm, training.config.optimizer.clip, scaler.scale)
         training.optimizer.step(lr)
         training.data.finish_update()
+    training.data.after_step(step)
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
 
 
@@ -95,4 +104,5 @@ def evaluate(training: Training) -> float:
 def _agree(training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool) -> control.Totals:
     """The step's exchange, with every sample's loss and every target counted once."""
     counted_loss = loss_sum if training.counts_loss else 0.0
-    return control.agree(counted_loss, num_valid if training.counts_targets else 0, squares, stop, training.mesh)
+    counted_valid = num_valid if training.counts_targets else 0
+    return control.agree(counted_loss, counted_valid, squares, stop, training.mesh, training.plan.num_norms)

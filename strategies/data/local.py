@@ -67,6 +67,9 @@ class LocalRuntime:
     def finish_update(self) -> None:
         """The weights are what was updated."""
 
+    def after_step(self, step: int) -> None:
+        """Called on all ranks at the end of step `step` (from 1), whether or not an update was applied."""
+
 
 def _whole(held: HeldParameter, parameter: nn.Parameter) -> LocalParameter:
     return LocalParameter(held.name, parameter, held.spec, held.layout, held.shared)
