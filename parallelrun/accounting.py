@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,7 @@ class CommunicationCounter(TorchDispatchMode):
         self._note = note
         self._calls: dict[tuple[str, str, str], int] = defaultdict(int)
         self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._lock = threading.Lock()  # a data way may send from a thread of its own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         namespace, _, name = func.name().partition("::")
@@ -107,11 +109,12 @@ class CommunicationCounter(TorchDispatchMode):
         operation = comm.current_operation() or operation
         group = _group(args)
         axis, purpose = comm.current_label() or (self._axis(group), _purpose(operation, args))
-        if self._note and group is not None and name != "recv_any_source_":
-            self._note(*self._described(operation, purpose, buffer, args, group))
         key = (axis, operation, purpose)
-        self._calls[key] += 1
-        self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0
+        with self._lock:
+            if self._note and group is not None and name != "recv_any_source_":
+                self._note(*self._described(operation, purpose, buffer, args, group))
+            self._calls[key] += 1
+            self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"

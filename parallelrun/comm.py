@@ -5,7 +5,7 @@ All of them are no-ops on a group of one. None is autograd-aware: the ways put t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -23,6 +23,7 @@ _reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 # Tags by which the counter tells the messages of torch's pipeline schedules apart, which mix both in one call.
 MESSAGE_TAGS = {"activations": 1, "gradients": 2}
+REDUCTION_TAG = 3  # of the messages of an all-reduce that is written out: no other receive of the group may take them
 
 
 @contextmanager
@@ -147,6 +148,36 @@ def recv(tensor: Tensor, source: int, group: Group, purpose: str) -> None:
     assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly without a word"
     with label(group.axis, purpose):
         dist.recv(tensor, src=group.ranks[source], group=group.process_group)
+
+
+def isend(tensor: Tensor, destination: int, group: Group, purpose: str, tag: int = 0) -> dist.Work:
+    """Start sending the contiguous `tensor` to member number `destination`; it may not change until the Work is done.
+
+    On gloo messages between two members with the same tag arrive in the order in which they were started.
+    """
+    with label(group.axis, purpose):
+        return dist.isend(tensor, dst=group.ranks[destination], group=group.process_group, tag=tag)
+
+
+def irecv(tensor: Tensor, source: int, group: Group, purpose: str, tag: int = 0) -> dist.Work:
+    """Start receiving into the contiguous `tensor`. On gloo the Work never looks completed until it is waited for."""
+    assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly without a word"
+    with label(group.axis, purpose):
+        return dist.irecv(tensor, src=group.ranks[source], group=group.process_group, tag=tag)
+
+
+def exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group, purpose: str
+) -> list[dist.Work]:
+    """Start messages as one batch: (tensor, member number) each. What NCCL needs where two members send both ways."""
+    operations = [(dist.isend, sends), (dist.irecv, receives)]
+    batch = [
+        dist.P2POp(operation, tensor, group.ranks[peer], group.process_group)
+        for operation, messages in operations
+        for tensor, peer in messages
+    ]
+    with label(group.axis, purpose):
+        return dist.batch_isend_irecv(batch)
 
 
 def barrier(group: Group) -> None:

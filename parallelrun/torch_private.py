@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -80,12 +81,16 @@ def keep_compiled_buffers() -> None:
     torch._functorch.config.donated_buffer = False
 
 
+# Set inside `timed_waits`, in its thread alone: another thread's waits keep nobody from computing.
+_WAITED: ContextVar[Callable[[bool, float], None] | None] = ContextVar("parallelrun_waited", default=None)
+
+
 @contextmanager
 def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
     """Call `waited(is_message, seconds)` after every `Work.wait` inside: ours, FSDP2's, the pipeline schedules'.
 
     is_message: of a send or a receive. torch has no hook for waits, so the method is replaced meanwhile; nothing is
-    paid outside. Not for two threads at once, and not for CUDA, where `wait` returns at once.
+    paid outside. Waits of other threads are not told. Not for CUDA, where `wait` returns at once.
     """
     work_type: Any = dist.Work
     c10d: Any = torch._C._distributed_c10d
@@ -93,16 +98,44 @@ def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
     original, messages = work_type.wait, {int(op_type.SEND), int(op_type.RECV), int(op_type.RECVANYSOURCE)}
 
     def wait(work: Any, *args: Any, **options: Any) -> Any:
+        if _WAITED.get() is None:
+            return original(work, *args, **options)
         began = time.perf_counter()
         result = original(work, *args, **options)
         waited(work._get_op_type() in messages, time.perf_counter() - began)
         return result
 
     work_type.wait = wait
+    token = _WAITED.set(waited)
     try:
         yield
     finally:
+        _WAITED.reset(token)
         work_type.wait = original
+
+
+def timed(wait: Callable[[], None]) -> None:
+    """Call `wait`, which waits for a collective that is no `Work` of torch, timed like those."""
+    waited, began = _WAITED.get(), time.perf_counter()
+    wait()
+    if waited is not None:
+        waited(False, time.perf_counter() - began)
+
+
+@contextmanager
+def dispatch_modes(modes: list[Any]) -> Iterator[None]:
+    """Inside, this thread's operations are seen by `modes`: those of another thread (they are kept per thread)."""
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        yield
+
+
+def current_dispatch_modes() -> list[Any]:
+    """The dispatch modes that this thread is in, outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
 
 
 def default_store() -> dist.Store:
