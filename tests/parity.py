@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from parallelrun.accounting import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.exchange import gather_json
+from parallelrun.models.network import compile_blocks
 from parallelrun.plan import account
 from parallelrun.plan.resolve import resolve
+from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
@@ -84,6 +86,8 @@ def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict
         from tests import grid_mutants, mutants
 
         getattr(grid_mutants if hasattr(grid_mutants, mutant) else mutants, mutant)()
+    if config.compile:  # the compiler's graphs without its code generation, which takes minutes
+        train_build.compile_blocks = partial(compile_blocks, backend="aot_eager")
     training = build(config, plan, torch.device("cpu"))
     trace = record(training, config.verify.steps)
     surprises = [] if mutant else [text for texts in gather_json(_surprises(training), training.mesh) for text in texts]

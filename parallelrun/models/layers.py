@@ -21,11 +21,13 @@ from parallelrun.models.functions import activate, attend, attend_with_dropout, 
 class RoleLayer(nn.Module):
     """A layer that a tensor way may place. `layer_role` names which; weights are cast to `compute_dtype` where used.
 
-    communicates: its forward sends something, so that computing it again is not cheap.
+    communicates: its forward sends something, so that computing it again is not cheap. compiles: torch.compile may
+    look into it; else it is a break in the graph.
     """
 
     layer_role: ClassVar[str] = ""
     communicates: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
 
     def __init__(self, compute_dtype: torch.dtype):
         super().__init__()

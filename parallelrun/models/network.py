@@ -87,10 +87,16 @@ class Network(nn.Module):
         self.recomputed = tuple(name for name in self.recomputed if name in blocks)
 
 
-def compile_blocks(network: Network) -> None:
-    """torch.compile every block in place: names stay, equal blocks share one compilation."""
+def compile_blocks(network: Network, backend: str = "inductor") -> None:
+    """torch.compile every block in place: names stay, equal blocks share one compilation.
+
+    Layers that say so are left out of the graphs.
+    """
+    for module in network.modules():
+        if not getattr(module, "compiles", True):
+            module.forward = torch.compiler.disable(module.forward)
     for name in network.block_names:
-        network.block(name).compile()
+        network.block(name).compile(backend=backend)
 
 
 def store(network: nn.Module, dtype: str) -> None:

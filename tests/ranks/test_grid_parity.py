@@ -57,6 +57,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "2.5d dropout": {**DEEP, **DROPS, "recompute": "full"},
     "3d dropout": {**CUBE, **DROPS},
     "3d llama lean": {**CUBE, **llama(), **LEAN, "recompute": "full"},
+    "2d compiled": {**SQUARE, **ONE_LAYER, "compile": True, "dropout": 0.1},
     "3d mlp on features": {**CUBE, "model.name": "mlp"},
     "2d stationary_w, user's module, one dropout inside and one behind": {
         **SQUARE, **form("stationary_w"), **PLACED, "model.source": f"{NET}:build_sliceable",
@@ -89,6 +90,7 @@ FULL_CELLS: dict[str, dict[str, Any]] = {
     "4x1": {**SQUARE, "grid": "4x1"},
     "1x4": {**SQUARE, "grid": "1x4"},
     "2d dp pp fsdp": {**SQUARE, **data("fsdp"), **schedule("1f1b")},
+    "3d compiled, recomputed": {**CUBE, "compile": True, "recompute": "full", **DROPS},
     "2d fp32": {**SQUARE, "verify.precision": "fp32"},
     "3d fp32": {**CUBE, "verify.precision": "fp32"},
 }  # fmt: skip

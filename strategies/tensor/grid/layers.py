@@ -7,7 +7,7 @@ activation work on a part as they do on the whole, so the one-device layers stay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class Multiplier:
 class Columns(one_device.Columns):
     """All outputs in one product: what they read is moved once."""
 
+    compiles: ClassVar[bool] = False
+
     def __init__(self, source: one_device.Columns, multiply: Multiplier):
         parts = {name: source.get_submodule(name) for name in source.outputs}
         sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
@@ -90,6 +92,8 @@ class Columns(one_device.Columns):
 class Row(one_device.Row):
     """A layer of one output, of role `row` or `linear`."""
 
+    compiles: ClassVar[bool] = False
+
     def __init__(self, source: one_device.Row | one_device.Linear, multiply: Multiplier):
         with torch.device("meta"):
             super().__init__(source.in_features, source.out_features, source.bias is not None, source.compute_dtype)
@@ -102,6 +106,8 @@ class Row(one_device.Row):
 class Head(one_device.Head):
     """Logits of this rank's samples and part of the vocabulary: `GridLoss` reads them so."""
 
+    compiles: ClassVar[bool] = False
+
     def __init__(self, source: one_device.Head, multiply: Multiplier):
         with torch.device("meta"):
             super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
@@ -113,6 +119,8 @@ class Head(one_device.Head):
 
 class Embedding(one_device.Embedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
+
+    compiles: ClassVar[bool] = False
 
     def __init__(self, source: one_device.Embedding, multiply: Multiplier, rows: Part):
         with torch.device("meta"):

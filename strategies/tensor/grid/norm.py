@@ -87,6 +87,7 @@ class Norm(one_device.Norm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
+    compiles: ClassVar[bool] = False
 
     def __init__(self, source: one_device.Norm, group: Group):
         has_bias = source.bias is not None
