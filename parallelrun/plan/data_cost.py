@@ -31,6 +31,15 @@ class Exchange:
     busiest_bytes: float
     seconds: float
 
+    def __add__(self, then: Exchange) -> Exchange:
+        """One after the other, by the same nodes."""
+        return Exchange(
+            self.steps + then.steps,
+            self.worker_bytes + then.worker_bytes,
+            self.busiest_bytes + then.busiest_bytes,
+            self.seconds + then.seconds,
+        )
+
     def every(self, num_steps: int) -> Exchange:
         """This exchange once in `num_steps` steps, on average (local SGD, DiLoCo)."""
         return Exchange(
@@ -50,8 +59,7 @@ def ring(size: float, n: int, link: Link) -> Exchange:
 
 
 def sharded(size: float, n: int, link: Link, passes: int) -> Exchange:
-    """`passes` reduce-scatters and all-gathers by rings: 2 is ZeRO or FSDP that keeps weights gathered, 3 gathers them
-    once more for backward."""
+    """`passes` reduce-scatters or all-gathers by rings: an all-reduce and ZeRO are 2; FSDP gathers once more."""
     moved = passes * (n - 1) / n * size
     return Exchange(passes * (n - 1), moved, moved, passes * (n - 1) * link.latency_s + moved / link.bytes_per_s)
 
@@ -79,14 +87,11 @@ def tree(size: float, n: int, link: Link) -> Exchange:
     return Exchange(steps, moved, moved, steps * link.latency_s + moved / link.bytes_per_s)
 
 
-def hierarchical(size: float, group: int, num_groups: int, inside: Link, across: Link, passes: int = 2) -> Exchange:
-    """Reduce-scatter inside groups, a ring across them with each rank's part, all-gather inside (passes 3: twice).
+def hierarchical(size: float, group: int, num_groups: int, inside: Link, across: Link) -> Exchange:
+    """Reduce-scatter inside groups, a ring across them with each rank's part, all-gather inside.
 
-    Every rank has its own link across, as NCCL's and Horovod's "torus" form takes it. Also HSDP, group: its shards."""
-    within = sharded(size, group, inside, passes)
-    between = ring(size / group, num_groups, across)
-    moved = within.worker_bytes + between.worker_bytes
-    return Exchange(within.steps + between.steps, moved, moved, within.seconds + between.seconds)
+    Every rank has its own link across, as in Horovod's "torus" form."""
+    return ring(size, group, inside) + ring(size / group, num_groups, across)
 
 
 def parameter_server(size: float, num_workers: int, num_servers: int, link: Link, pipelined: bool = False) -> Exchange:

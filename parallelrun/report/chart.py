@@ -1,0 +1,191 @@
+"""Line charts as SVG text, from plain numbers: no library, the same text for the same data. Torch-free.
+
+Lines differ in colour (Okabe and Ito 2008: told apart by colour-blind readers), dash and marker at once, so that a
+print without colour can be read too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, log10
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+MARKERS = ("circle", "square", "triangle", "diamond", "cross")
+WIDTH, HEIGHT = 430, 300  # of one panel, in pixels, its labels included
+LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46  # of a panel around its plot
+LEGEND_ROW, MOST_MARKERS, MOST_TICKS = 18, 12, 6
+INK, GRID = "#1a202c", "#e2e8f0"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series. style: which colour, dash and marker; the same number in every panel and in the legend."""
+
+    style: int
+    points: tuple[tuple[float, float], ...]
+    thick: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """label, how a number is written on it, and whether its steps are factors. On such an axis numbers of 0 or less lie
+    at its lower end. ticks: where to write numbers; empty: where they are round."""
+
+    label: str
+    text: Callable[[float], str]
+    log: bool = False
+    ticks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot."""
+
+    title: str
+    x: Axis
+    y: Axis
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Data -> pixels along one axis."""
+
+    axis: Axis
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        value = min(max(value, self.low), self.high)
+        share = (_place(value, self.axis) - _place(self.low, self.axis)) / (
+            _place(self.high, self.axis) - _place(self.low, self.axis)
+        )
+        return self.start + share * (self.stop - self.start)
+
+    def ticks(self) -> list[float]:
+        if self.axis.ticks:
+            return [tick for tick in self.axis.ticks if self.low <= tick <= self.high]
+        return round_factors(self.low, self.high) if self.axis.log else round_steps(self.low, self.high)
+
+
+def draw(
+    title: str, panels: Sequence[Panel], legend: Sequence[str], notes: Sequence[str] = (), columns: int = 2
+) -> str:
+    """The panels in rows of `columns`, over one legend (its n-th text is of style n) and notes, as one SVG document."""
+    columns = max(1, min(columns, len(panels)))
+    width = columns * WIDTH
+    top = 40
+    bottom = top + -(-len(panels) // columns) * HEIGHT
+    per_row = max(1, width // max(150, 60 + 7 * max((len(text) for text in legend), default=1)))
+    legend_rows = -(-len(legend) // per_row)
+    height = bottom + LEGEND_ROW * (legend_rows + len(notes)) + 18
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12" fill="{INK}" role="img" aria-label="{escape(title)}">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="16" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
+    ]
+    for index, panel in enumerate(panels):
+        parts += _panel(panel, index % columns * WIDTH, top + index // columns * HEIGHT)
+    for index, text in enumerate(legend):
+        x, y = 20 + index % per_row * (width - 20) // per_row, bottom + 12 + index // per_row * LEGEND_ROW
+        parts.append(_stroke([(x, y), (x + 30, y)], index))
+        parts += [_marker(x + 15, y, index), f'<text x="{x + 38}" y="{y + 4}">{escape(text)}</text>']
+    for index, text in enumerate(notes):
+        y = bottom + 16 + (legend_rows + index) * LEGEND_ROW
+        parts.append(f'<text x="20" y="{y}" fill="#4a5568" font-size="11">{escape(text)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(panel: Panel, left: float, top: float) -> list[str]:
+    xs = [x for line in panel.lines for x, _ in line.points]
+    ys = [y for line in panel.lines for _, y in line.points]
+    x = _scale(panel.x, xs, left + LEFT, left + WIDTH - RIGHT, spare=0.0)
+    y = _scale(panel.y, ys, top + HEIGHT - BOTTOM, top + TOP, spare=0.04)
+    middle = (x.start + x.stop) / 2
+    parts = [f'<text x="{left + LEFT}" y="{top + TOP - 12}" font-weight="bold">{escape(panel.title)}</text>']
+    for tick in x.ticks():
+        parts.append(_rule(x(tick), y.start, x(tick), y.stop))
+        parts.append(f'<text x="{x(tick):.1f}" y="{y.start + 16:.1f}" text-anchor="middle">{panel.x.text(tick)}</text>')
+    for tick in y.ticks():
+        parts.append(_rule(x.start, y(tick), x.stop, y(tick)))
+        parts.append(f'<text x="{x.start - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{panel.y.text(tick)}</text>')
+    parts.append(
+        f'<text x="{middle:.1f}" y="{y.start + 34:.1f}" text-anchor="middle">{escape(panel.x.label)}</text>'
+        f'<text x="{left + LEFT:.1f}" y="{top + TOP + 12:.1f}" dx="4" fill="#4a5568">{escape(panel.y.label)}</text>'
+    )
+    parts.append(f'<path d="M{x.start:.1f} {y.stop:.1f}V{y.start:.1f}H{x.stop:.1f}" fill="none" stroke="{INK}"/>')
+    for line in sorted(panel.lines, key=lambda line: line.thick):  # thick ones last: on top
+        places = [(x(a), y(b)) for a, b in line.points]
+        parts.append(_stroke(places, line.style, 3.2 if line.thick else 1.8))
+        every = max(1, ceil(len(places) / MOST_MARKERS))
+        parts += [_marker(a, b, line.style) for a, b in places[::every]]
+    return parts
+
+
+def _scale(axis: Axis, values: Sequence[float], start: float, stop: float, spare: float) -> _Scale:
+    """From the least to the largest number, `spare` of the span beyond them, never of no length."""
+    shown = [value for value in values if value > 0] if axis.log else list(values)
+    low, high = (min(shown), max(shown)) if shown else (1.0, 10.0)
+    if axis.log:
+        if high / low < 1.01:
+            low, high = low / 2, high * 2
+        grow = (high / low) ** spare
+        return _Scale(axis, low / grow, high * grow, start, stop)
+    if high - low <= 1e-12 * max(1.0, abs(high)):
+        low, high = low - 0.5, high + 0.5
+    return _Scale(axis, low - spare * (high - low), high + spare * (high - low), start, stop)
+
+
+def _place(value: float, axis: Axis) -> float:
+    return log10(value) if axis.log else value
+
+
+def round_steps(low: float, high: float) -> list[float]:
+    """At most six multiples of 1, 2 or 5 times a power of ten in [low, high]."""
+    rough = (high - low) / (MOST_TICKS - 1)
+    power = 10.0 ** floor(log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first = ceil(low / step - 1e-9)
+    return [float(f"{index * step:.12g}") for index in range(first, floor(high / step + 1e-9) + 1)]
+
+
+def round_factors(low: float, high: float) -> list[float]:
+    """Powers of ten in [low, high], thinned to six; with 2 and 5 times them where few are there."""
+    powers = [10.0**power for power in range(floor(log10(low)), ceil(log10(high)) + 1)]
+    factors: Sequence[int] = (1,) if len(powers) > 3 else (1, 2, 5)
+    ticks = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
+    if len(ticks) < 2:
+        return round_steps(low, high)
+    return ticks[:: ceil(len(ticks) / (MOST_TICKS + 2))]
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{GRID}"/>'
+
+
+def _stroke(places: Sequence[tuple[float, float]], style: int, width: float = 1.8) -> str:
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places) if places else ""
+    dash = DASHES[style // len(COLOURS) % len(DASHES)] or (DASHES[1] if style % 2 else "")
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path d="{path}" fill="none" stroke="{COLOURS[style % len(COLOURS)]}" stroke-width="{width}"{dashed}/>'
+
+
+def _marker(x: float, y: float, style: int) -> str:
+    colour, kind, r = COLOURS[style % len(COLOURS)], MARKERS[style % len(MARKERS)], 3.4
+    if kind == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r}" fill="{colour}"/>'
+    paths = {
+        "square": f"M{x - r:.1f} {y - r:.1f}h{2 * r}v{2 * r}h{-2 * r}z",
+        "triangle": f"M{x:.1f} {y - r:.1f}l{r} {2 * r}h{-2 * r}z",
+        "diamond": f"M{x:.1f} {y - r - 1:.1f}l{r + 1} {r + 1}l{-r - 1} {r + 1}l{-r - 1} {-r - 1}z",
+    }
+    if kind in paths:
+        return f'<path d="{paths[kind]}" fill="{colour}"/>'
+    cross = f"M{x - r:.1f} {y - r:.1f}l{2 * r} {2 * r}M{x - r:.1f} {y + r:.1f}l{2 * r} {-2 * r}"
+    return f'<path d="{cross}" stroke="{colour}" stroke-width="2"/>'

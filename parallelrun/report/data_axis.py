@@ -1,0 +1,187 @@
+"""The data axis under every way: a table and a plot on screen, a picture and the numbers behind it. Torch-free."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from parallelrun.errors import EnvironmentProblem, Problem
+from parallelrun.plan import data_axis as axis
+from parallelrun.plan.data_axis import DataAxis, Point, Way
+from parallelrun.records import write_text
+from parallelrun.report import chart, terminal_plot
+from parallelrun.report.figures import bytes_text, digits, seconds_text
+
+LETTERS = {
+    axis.RING: "r", axis.HALVING: "d", axis.TREES: "t", axis.HIERARCHICAL: "h", axis.OWN: "o", axis.SHARDED: "z",
+    axis.GATHERED_AGAIN: "f", axis.HSDP: "g", axis.ONE_SERVER: "1", axis.SERVERS: "s", axis.BEST: "b",
+    axis.COLOCATED: "c", axis.HELPED: "k",
+}  # fmt: skip
+ALWAYS_DRAWN = (axis.RING, axis.HALVING, axis.HIERARCHICAL, axis.ONE_SERVER, axis.SERVERS, axis.BEST)
+PLOT_ROWS = 11
+CSV_COLUMNS = ("nodes", "way", "chosen", "workers", "servers", "steps", "worker_bytes", "busiest_bytes", "time", "unit",
+               "samples_per_s", "samples_per_s_overlapped")  # fmt: skip
+
+
+def panel(found: DataAxis, width: int) -> Group:
+    """The ways on the plan's nodes, the best worker share, and the plot over the number of nodes."""
+    return Group(_head(found), _table(found), *_best(found), Text(), _plot(found, width), Text(_legend(found), "dim"))
+
+
+def _head(found: DataAxis) -> Text:
+    nodes = f"{found.nodes} nodes"
+    if found.servers:
+        nodes += f" ({found.workers} workers, {found.servers} server{'s' * (found.servers > 1)})"
+    text = f"D = {bytes_text(found.gradient_bytes)} of gradients a rank, combined over {nodes}; * marks the plan's way"
+    if found.fabric.unit == axis.RELATIVE:
+        text += "\nthe cluster gives no rates of its links: times in D/B, that of sending D once"
+    return Text(text)
+
+
+def _table(found: DataAxis) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    timed = found.compute_s is not None
+    for column in ("way", ">steps", ">sends", ">busiest", ">time", *((">samples/s",) if timed else ())):
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for way in found.ways:
+        point = way.here
+        if point is None:
+            continue
+        rates = point.samples_per_s
+        table.add_row(
+            ("* " if way.chosen else "  ") + way.label,
+            digits(point.exchange.steps),
+            bytes_text(point.exchange.worker_bytes),
+            bytes_text(point.exchange.busiest_bytes),
+            _time_text(found)(point.exchange.seconds),
+            *([f"{digits(rates[0])}..{digits(rates[1])}"] if rates else []),
+            style="bold" if way.chosen else None,
+        )
+    return table
+
+
+def _time_text(found: DataAxis) -> Callable[[float], str]:
+    return seconds_text if found.fabric.unit == axis.SECONDS else lambda value: f"{digits(value)} D/B"
+
+
+def _best(found: DataAxis) -> list[Text]:
+    best = found.best
+    if best is None:
+        return []
+    text = (
+        f"best worker share e* = {best.share:.2f} without overlap: {_split(best.workers, found)}; "
+        f"{best.share_overlapped:.2f} with full overlap: {_split(best.workers_overlapped, found)} "
+        f"(r = 2D/(B x compute) = {digits(best.ratio)})"
+    )
+    point = max(
+        (way.here for way in found.ways if way.here and way.here.samples_per_s),
+        key=_rate,
+    )
+    fastest = next(way for way in found.ways if way.here is point)
+    return [Text(text), Text(f"most samples a second without overlap: {fastest.label}")]
+
+
+def _split(workers: int, found: DataAxis) -> str:
+    servers = found.nodes - workers
+    return f"{workers} worker{'s' * (workers != 1)} + {servers} server{'s' * (servers != 1)}"
+
+
+def drawn(found: DataAxis) -> list[Way]:
+    """The ways that get a curve: those that differ in shape, and the plan's own."""
+    return [way for way in found.ways if (way.chosen or way.name in ALWAYS_DRAWN) and way.curve]
+
+
+def _plot(found: DataAxis, width: int) -> Text:
+    curves = [
+        terminal_plot.Curve(
+            LETTERS[way.name],
+            way.label,
+            tuple((point.nodes, point.exchange.seconds) for point in way.curve),
+            way.chosen,
+        )
+        for way in drawn(found)
+    ]
+    head = Text("time to combine the gradients over the number of nodes, servers among them\n")
+    return head.append_text(terminal_plot.draw(curves, width, PLOT_ROWS, "{:g}".format, _time_text(found)))
+
+
+def _legend(found: DataAxis) -> str:
+    text = (
+        "closed forms, every node's link full duplex; steps: messages one after the other; sends: the busiest worker; "
+        "busiest: what the node with most to do sends, or receives; not counted: adding, incast, buckets"
+    )
+    if found.compute_s is not None:
+        text += (
+            f"; samples/s: nothing overlapped..all of it, computing {seconds_text(found.compute_s)} at the peak rate "
+            f"for each worker's {found.worker_batch} sample{'s' * (found.worker_batch > 1)}"
+        )
+    return text + "; plot=NAME writes NAME.svg and NAME.csv"
+
+
+def to_csv(found: DataAxis) -> str:
+    """Every way on every number of nodes drawn, a row each; times in `unit`."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for way in found.ways:
+        for point in way.curve:
+            exchange, rates = point.exchange, point.samples_per_s or ("", "")
+            writer.writerow(
+                (point.nodes, way.label, int(way.chosen), point.workers, point.servers, exchange.steps,
+                 exchange.worker_bytes, exchange.busiest_bytes, exchange.seconds, found.fabric.unit, *rates)
+            )  # fmt: skip
+    return text.getvalue()
+
+
+def to_svg(found: DataAxis, title: str) -> str:
+    """Time and, where the cluster says how fast a device computes, samples a second over the number of nodes."""
+    ways = drawn(found)
+    nodes = chart.Axis("nodes of the data axis, servers among them", "{:g}".format, log=True, ticks=_ticks(found))
+
+    def plotted(title: str, value: Callable[[Point], float], text: Callable[[float], str]) -> chart.Panel:
+        lines = [
+            chart.Line(style, tuple((point.nodes, value(point)) for point in way.curve), way.chosen)
+            for style, way in enumerate(ways)
+        ]
+        return chart.Panel(title, nodes, chart.Axis("", text, log=True), tuple(lines))
+
+    panels = [plotted("time to combine the gradients", lambda point: point.exchange.seconds, _time_text(found))]
+    if found.compute_s is not None:
+        panels.append(plotted("samples a second, nothing overlapped", _rate, digits))
+    notes = [
+        f"D = {bytes_text(found.gradient_bytes)} a rank; thick: the plan's way; closed forms, the numbers in the CSV"
+    ]
+    return chart.draw(title, panels, [way.label for way in ways], notes)
+
+
+def _rate(point: Point) -> float:
+    return point.samples_per_s[0] if point.samples_per_s else 0.0
+
+
+def _ticks(found: DataAxis) -> tuple[float, ...]:
+    nodes = sorted({point.nodes for way in found.ways for point in way.curve})
+    return tuple(n for n in nodes if n & (n - 1) == 0 or n == found.nodes)
+
+
+def write(found: DataAxis, title: str, place: str) -> tuple[Path, Path]:
+    """NAME.svg and NAME.csv for `place` NAME (an ending .svg or .csv is left off). Raises EnvironmentProblem."""
+    path = Path(place).expanduser()
+    base = path.with_suffix("") if path.suffix in (".svg", ".csv") else path
+    picture, numbers = base.with_name(base.name + ".svg"), base.with_name(base.name + ".csv")
+    try:
+        write_text(picture, to_svg(found, title))
+        write_text(numbers, to_csv(found))
+    except OSError as error:
+        what = f"plot={place}: {error.strerror or error}"
+        raise EnvironmentProblem(
+            Problem(what, "plot", "a name in a folder that exists and can be written to")
+        ) from error
+    return picture, numbers
