@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class ModelConfig:
-    """What is trained. `name` is the registry key (gpt, mlp, matmul, module); a size preset fills the rest."""
+    """What is trained. `name` is the registry key (gpt, resnet, module, ...); a size preset fills the rest."""
 
     name: str = "gpt"
     preset: str = "gpt"
@@ -39,6 +39,16 @@ class ModelConfig:
     rows: int = 4
     inner: int = 5
     columns: int = 8
+    # images: alexnet, vgg, resnet
+    image: int | None = None  # height and width; None: the dataset's own, or the least that the model can read
+    channels: int | None = None  # None: the dataset's
+    width: int = 64  # channels of the first stage
+    stages: list[int] = field(default_factory=list)  # convolutions or blocks per stage; []: the model's own
+    bottleneck: bool = False  # resnet: blocks of 1x1, 3x3, 1x1
+    stem: str = "auto"  # resnet: small (3x3, keeps the size) | large (7x7 and pooling) | auto, by the image
+    norm_samples: str | None = None  # samples that share BatchNorm statistics: a number | local; None: the global batch
+    norm_momentum: float = 0.1  # how far a step moves the running statistics
+    dataset: str | None = None  # what it is trained on when no dataset is chosen; None: the configuration's
     # a user's own module: source=./net.py:build, roles and blocks by module name (fnmatch patterns)
     source: str | None = None
     roles: dict[str, str] = field(default_factory=dict)
@@ -48,7 +58,7 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
-    """What it is trained on. `name` is the registry key: pystdlib, text, megatron, synthetic."""
+    """What it is trained on. `name` is the registry key: pystdlib, text, megatron, synthetic, digits, cifar10, ..."""
 
     name: str = "pystdlib"
     description: str = ""
@@ -57,6 +67,8 @@ class DatasetConfig:
     max_bytes: int | None = None
     samples: int = 4096  # synthetic only
     vocab: int | None = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
+    flip: bool = False  # images: mirror half of the training samples
+    crop: int = 0  # images: shift training samples by up to so many pixels, filling with the mean
 
 
 @dataclass
@@ -74,6 +86,21 @@ class DataWayConfig:
     consistency: str | None = None  # ps: sync | async | ssp; None: sync, or ssp where staleness is given
     staleness: int | None = None  # ps, ssp: how many clocks the fastest worker may be ahead
     backup_workers: int | None = None  # ps, sync: how many of the slowest workers' gradients a step does without
+    delays: list[float] = field(default_factory=list)  # ps: seconds that worker 0, 1, ... waits in each of its steps
+    shard_min_kb: float = 256.0  # ps: a tensor is cut over the servers into parts of at least so much
+    # ring, horovod: how gradients are summed
+    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical; None: ring's is ring, else native
+    group_size: int | None = None  # hierarchical: ranks of dp in an inner group; None: those that share a host
+    # ddp, ring, horovod: how gradients go over the wire
+    compression: str = "none"  # none | fp16 | powersgd
+    powersgd_rank: int | None = None  # columns of its factors; None: 4
+    # horovod
+    reduction: str = "average"  # average | adasum
+    timeline: bool = False  # write timeline.json, a Chrome trace of what the reducer did
+    stall_warn_s: float = 60.0  # warn when a tensor waits for other ranks for so long; 0: never
+    worker_batches: list[int] = field(default_factory=list)  # batches that each worker has before it joins; []: enough
+    join_divisor: str = "initial"  # a sum with joined workers is divided by all workers | by the active ones
+    process_sets: list[list[int]] = field(default_factory=list)  # workers that average among themselves; []: all
 
 
 @dataclass
@@ -153,6 +180,8 @@ class ClusterConfig:
     intra_gb_s: float | None = None
     inter_gb_s: float | None = None
     latency_us: float | None = None
+    ps: list[str] | None = None  # TensorFlow's cluster spec: host:port of every parameter server
+    worker: list[str] | None = None  # and of every worker, the first of them worker 0
 
 
 @dataclass
@@ -231,6 +260,7 @@ class Config:
     runs: str = "runs"  # where run directories are made
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
+    plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
     tracker: str = "none"  # none | tensorboard
     timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7
     verb: str = "run"

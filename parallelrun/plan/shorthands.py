@@ -95,6 +95,9 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
         "reshard_after_forward": "strategy=fsdp",
         "bucket_mb": f"leave it out: {kind} fills no buckets",
         **dict.fromkeys(DATA_SHORTHANDS, "strategy=ps"),
+        **dict.fromkeys(("algorithm", "group_size"), "strategy=ring"),
+        **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod, ring or ddp"),
+        **dict.fromkeys(("reduction", "timeline", "stall_warn_s", "worker_batches", "process_sets"), "strategy=horovod"),
     }
     keys = [field.name for field in fields(DataWayConfig) if field.name != "kind"]
     return {f"strategy.data.{key}": (key not in reads, hints.get(key, "leave it out")) for key in keys}

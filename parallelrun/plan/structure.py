@@ -45,6 +45,11 @@ class DataWay:
     bucket_bytes: int = 25 * 2**20
 
     @property
+    def detail(self) -> str:
+        """How the way is set, in a few words for the user; empty where its name says all."""
+        return ""
+
+    @property
     def independent(self) -> bool:
         """True where every data replica has weights of its own between synchronisations (local SGD, DiLoCo).
 
@@ -52,6 +57,11 @@ class DataWay:
         clipped by itself; `verify` and checkpoints keep what each replica holds.
         """
         return False
+
+    @property
+    def in_step(self) -> bool:
+        """Do all replicas go through every step together, so that layers may exchange something inside it?"""
+        return not self.independent
 
     @property
     def sync_every(self) -> int:
@@ -97,6 +107,19 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class SampleSets:
+    """Which samples share BatchNorm statistics: `size` consecutive ones of the global batch.
+
+    spread: a set lies on several data replicas, which exchange its sums in forward and backward; else every microbatch
+    is cut into whole sets. exchanged: the replicas exchange statistics in every step (the running ones, if not spread).
+    """
+
+    size: int
+    spread: bool
+    exchanged: bool
+
+
+@dataclass(frozen=True)
 class Equivalence:
     """What a plan promises against one device. kind: `exact`, `exact_when` or `replay`; detail: when, or of what.
 
@@ -136,6 +159,7 @@ class Plan:
     servers: int = 0
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
 
     @property
     def degrees(self) -> dict[str, int]:

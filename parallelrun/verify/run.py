@@ -61,7 +61,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[str, Any]:
     """verify.json: what was compared, by which bound, and the worst of each kind. A pure function of the traces."""
-    tolerance = config.verify.tolerance or BOUNDS[config.precision.name]
+    tolerance = config.verify.tolerance or max(BOUNDS[config.precision.name], plan.equivalence.bound or 0.0)
     errors = compare(trace, reference)
     reports_only = config.verify.optimizer == "same"
     passed = all(worst.error <= tolerance for worst in errors.values()) and not trace.disagreeing

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelrun import torch_private
 from parallelrun.plan.structure import Plan
+
+from .compression.runtime import Waitable
 
 # Under these schedules torch computes weight gradients apart from the backward pass, and a parameter's hook fires for
 # half of them: their gradients are taken when the schedule is done.
@@ -33,10 +34,10 @@ class Slot:
 class Bucket:
     """A flat buffer, the slots in it, and how it is sent (`send` starts the exchange of the buffer)."""
 
-    def __init__(self, buffer: Tensor, slots: Sequence[Slot], send: Callable[[], dist.Work | None]):
+    def __init__(self, buffer: Tensor, slots: Sequence[Slot], send: Callable[[], Waitable | None]):
         self.buffer, self.slots = buffer, list(slots)
         self._send = send
-        self._work: dist.Work | None = None
+        self._work: Waitable | None = None
         self.num_arrived = 0
 
     def begin(self) -> None:

@@ -66,6 +66,16 @@ def bucket_numels(position: int, coordinate: dict[str, int], plan: Plan, parts: 
     return [sum(numels[index] for index in bucket) for bucket in filled]
 
 
+def contents(
+    position: int, coordinate: dict[str, int], plan: Plan
+) -> list[list[tuple[HeldParameter, tuple[int, ...]]]]:
+    """The parameters of each bucket of a rank with their local shapes, in launch order, none of them padded."""
+    held = [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
+    shapes = local_shapes(held, coordinate, plan)
+    filled = fill([prod(shape) * reduce_bytes(plan) for shape in shapes], plan.data.bucket_bytes)
+    return [[(held[index], shapes[index]) for index in bucket] for bucket in filled]
+
+
 def final_collectives(
     layouts: Sequence[tuple[HeldParameter, Layout]], coordinate: dict[str, int], plan: Plan
 ) -> list[Collective]:

@@ -312,7 +312,7 @@ def test_two_ways_of_saying_the_batch():
         ("bench.steps", 0),
         ("timeout_s", 0.0),
         ("cluster.memory_gb", -1.0),
-        ("strategy.data.bucket_mb", 0.0),
+        ("strategy.data.bucket_mb", -1.0),
         ("checkpoint.keep", 0),
     ],
 )

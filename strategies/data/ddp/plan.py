@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
+from parallelrun.plan.account import merge
+from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
+from ..compression import settings as compression
+from ..compression.settings import CompressedWay, Message
 
 
 class Way:
     """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
 
-    reads = ("bucket_mb",)
+    reads: tuple[str, ...] = ("bucket_mb", *compression.KEYS)
 
     def check(self, request: Request) -> list[Problem]:
-        return []
+        return compression.check(request)
 
-    def settle(self, request: Request) -> DataWay:
-        return buckets.settle(request)
+    def settle(self, request: Request) -> CompressedWay:
+        return compression.settle(request)
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         return (("dp", request.dp),), ()
@@ -35,14 +38,25 @@ class Way:
         return tensor_layout
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """One all-reduce per bucket, then what the final gradients need (partial axes, tied copies)."""
+        """The sums of every bucket, then what the final gradients need (partial axes, tied copies)."""
         out = []
         if plan.mesh.size("dp") > 1:
-            numels = buckets.bucket_numels(position, coordinate, plan, parts=1)
-            payload = buckets.reduce_bytes(plan) * sum(numels)
-            out.append(Collective("dp", "all_reduce", "gradients", len(numels), payload))
+            messages = bucket_messages(position, coordinate, plan)
+            out += merge([row for message in messages for row in self.rows_of_sum(message, coordinate, plan)])
         layouts = [(held, held.layout) for held in held_parameters(plan, position)]
         return out + buckets.final_collectives(layouts, coordinate, plan)
 
+    def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """What one sum over dp sends: for ways that are like this one but for how they sum."""
+        return [Collective("dp", "all_reduce", "gradients", 1, message.payload_bytes)]
+
     def equivalence(self, plan: Plan) -> Equivalence:
-        return Equivalence("exact")
+        assert isinstance(plan.data, CompressedWay)
+        return compression.equivalence(plan, plan.data.compression)
+
+
+def bucket_messages(position: int, coordinate: dict[str, int], plan: Plan) -> list[Message]:
+    """Every sum over dp of one step, in the order in which the buckets are sent."""
+    assert isinstance(plan.data, CompressedWay)
+    contents = buckets.contents(position, coordinate, plan)
+    return [message for bucket in contents for message in compression.messages(bucket, plan, plan.data.compression)]

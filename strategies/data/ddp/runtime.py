@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,8 @@ from parallelrun.plan.structure import Plan
 
 from ..bucketed import Bucket, Reducer, Slot
 from ..buckets import fill, reduce_bytes
+from ..compression.runtime import Part, Waitable, compress
+from ..compression.settings import CompressedWay
 from ..local import LocalRuntime, Pair, match, trained
 
 
@@ -35,8 +37,9 @@ class DdpRuntime(LocalRuntime):
         weights = [parameter for _, parameter in trained(pairs)]
         numels = [weight.numel() for weight in weights]
         filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
+        self._plan, self._group = plan, group
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._reducer = Reducer([self._bucket([weights[i] for i in bucket], group) for bucket in filled], plan)
+        self._reducer = Reducer([self._bucket([trained(pairs)[i] for i in bucket]) for bucket in filled], plan)
         self.flat_gradients = [bucket.buffer for bucket in self._reducer.buckets]
 
     def begin_step(self) -> None:
@@ -49,15 +52,29 @@ class DdpRuntime(LocalRuntime):
         for weight, view in self._views:
             weight.grad = view
 
-    def _bucket(self, weights: Sequence[nn.Parameter], group: Group) -> Bucket:
-        buffer = torch.zeros(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
-        slots, start = [], 0
-        for weight in weights:
+    def _start_sum(self, tensor: Tensor) -> Waitable:
+        """Start summing a flat tensor over dp, in place: what other ways that reduce in buckets do otherwise."""
+        work = comm.all_reduce(tensor, self._group, "gradients", async_op=True)
+        assert work is not None, "a data axis of degree 1 has nothing to sum"
+        return work
+
+    def _bucket(self, pairs: Sequence[Pair]) -> Bucket:
+        like = pairs[0][1]
+        buffer = torch.zeros(sum(w.numel() for _, w in pairs), dtype=like.dtype, device=like.device)
+        slots, parts, start = [], [], 0
+        for held, weight in pairs:
             view = buffer[start : start + weight.numel()].view(weight.shape)
             start += weight.numel()
             self._views.append((weight, view))
             slots.append(Slot(weight, partial(_whole, view)))
-        return Bucket(buffer, slots, partial(comm.all_reduce, buffer, group, "gradients", async_op=True))
+            parts.append((held, view))
+        return Bucket(buffer, slots, self._sender(buffer, parts))
+
+    def _sender(self, buffer: Tensor, parts: Sequence[Part]) -> Callable[[], Waitable]:
+        """What starts the exchange of one bucket: of its buffer, with each parameter's view into it."""
+        data = self._plan.data
+        assert isinstance(data, CompressedWay)
+        return compress(data.compression, self._plan, buffer, parts, self._start_sum)
 
 
 def _whole(view: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,160 @@
+"""Compression at run time: `compress` turns a bucket and an all-reduce into what `Bucket` sends.
+
+After the wait the bucket's buffer holds the sum, or its approximation, the same bit for bit on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallelrun import torch_private
+from parallelrun.plan.structure import Plan
+from parallelrun.train.parameters import HeldParameter
+
+from . import powersgd
+from .settings import Compression, is_factored, matrix_shape, num_columns
+
+
+class Waitable(Protocol):
+    """A started exchange, such as `dist.Work`."""
+
+    def wait(self) -> object: ...
+
+
+Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
+Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into the bucket's buffer
+
+
+def compress(
+    compression: Compression, plan: Plan, buffer: Tensor, parts: Sequence[Part], start_sum: Sum
+) -> Callable[[], Waitable]:
+    """What starts the exchange of `buffer`, in the messages that `settings.messages` predicts."""
+    if compression.kind == "fp16":
+        return HalfSum(buffer, start_sum).start
+    factored = [(h, g) for h, g in parts if is_factored(h, g.shape, plan, compression)]
+    if not factored:
+        return lambda: start_sum(buffer)
+    whole = [gradient for held, gradient in parts if not is_factored(held, gradient.shape, plan, compression)]
+    return FactoredSum(whole, factored, compression.rank, start_sum).start
+
+
+class HalfSum:
+    """Cast to fp16, sum, cast back (Horovod's `Compression.fp16`)."""
+
+    def __init__(self, buffer: Tensor, start_sum: Sum):
+        self._buffer, self._start_sum = buffer, start_sum
+        self._half = torch.empty_like(buffer, dtype=torch.float16)
+        self._work: Waitable | None = None
+
+    def start(self) -> Waitable:
+        """Start the exchange of what the buffer holds now."""
+        self._half.copy_(self._buffer)
+        self._work = self._start_sum(self._half)
+        return self
+
+    def wait(self) -> None:
+        """Until the buffer holds the sum."""
+        assert self._work is not None, "nothing was started"
+        self._work.wait()
+        self._buffer.copy_(self._half)
+
+
+class Stack:
+    """Matrices of one shape of a bucket, stacked, with what this rank remembers of them between steps.
+
+    error: what has not been sent yet, and, while a step is under way, what is to be sent. right: the Q of the next
+    step. left and summed_right: this step's P and Q, places in the flat tensors that are summed.
+    """
+
+    def __init__(self, parts: Sequence[Part], rank: int):
+        self.gradients = [gradient.view(matrix_shape(gradient.shape)) for _, gradient in parts]
+        like = self.gradients[0]
+        rows, columns = like.shape
+        rank = num_columns(like.shape, rank)
+        first = [powersgd.first_right_factor(held.name, columns, rank) for held, _ in parts]
+        self.first = torch.stack(first).to(like)
+        self.right = self.first
+        self.error = like.new_zeros(len(parts), rows, columns)
+        self.left_shape, self.right_shape = (len(parts), rows, rank), (len(parts), columns, rank)
+        self.left = self.summed_right = like.new_empty(0)
+
+    def project(self) -> None:
+        """P = (gradient + error) Q."""
+        torch_private.add_all(list(self.error.unbind()), self.gradients)
+        torch.bmm(self.error, self.right, out=self.left)
+
+    def answer(self) -> None:
+        """With the summed P: make it orthonormal, Q = (gradient + error)^T P, and remember what P Q^T leaves out."""
+        self.left.copy_(powersgd.orthonormal(self.left))
+        torch.bmm(self.error.mT, self.left, out=self.summed_right)
+        self.error.baddbmm_(self.left, self.summed_right.mT, alpha=-1)
+
+    def finish(self) -> None:
+        """With the summed Q: the gradients are P Q^T."""
+        torch_private.copy_all(self.gradients, list(torch.bmm(self.left, self.summed_right.mT).unbind()))
+        self.right = powersgd.next_right_factor(self.summed_right, self.first)
+
+
+class FactoredSum:
+    """PowerSGD with error feedback: what a rank leaves out of a step's sum, it adds to its next gradient.
+
+    The error is in memory only: a resumed run begins without, as after a step in which nothing was left out.
+    """
+
+    def __init__(self, whole: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
+        self._start_sum = start_sum
+        self._whole = list(whole)
+        like = factored[0][1]
+        self._flat = like.new_empty(sum(gradient.numel() for gradient in whole))
+        by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        for held, gradient in factored:
+            by_shape[matrix_shape(gradient.shape)].append((held, gradient))
+        self.stacks = [Stack(parts, rank) for parts in by_shape.values()]
+        self._left = _places(self.stacks, "left", like)
+        self._right = _places(self.stacks, "summed_right", like)
+        self._works: list[Waitable] = []
+
+    @torch.no_grad()
+    def start(self) -> Waitable:
+        """Start the sums of what is not factored and of P."""
+        self._works = []
+        if self._whole:
+            torch_private.copy_all(_views(self._flat, self._whole), self._whole)
+            self._works.append(self._start_sum(self._flat))
+        for stack in self.stacks:
+            stack.project()
+        self._works.append(self._start_sum(self._left))
+        return self
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Sum Q, then put everything together."""
+        self._works.pop().wait()
+        for stack in self.stacks:
+            stack.answer()
+        self._works.append(self._start_sum(self._right))
+        for work in self._works:
+            work.wait()
+        if self._whole:
+            torch_private.copy_all(self._whole, _views(self._flat, self._whole))
+        for stack in self.stacks:
+            stack.finish()
+
+
+def _places(stacks: Sequence[Stack], name: str, like: Tensor) -> Tensor:
+    """One flat tensor; every stack's attribute `name` becomes its part of it."""
+    shapes = [stack.left_shape if name == "left" else stack.right_shape for stack in stacks]
+    sizes = [shape[0] * shape[1] * shape[2] for shape in shapes]
+    flat = like.new_zeros(sum(sizes))
+    for stack, part, shape in zip(stacks, flat.split(sizes), shapes):
+        setattr(stack, name, part.view(shape))
+    return flat
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in like]), like)]

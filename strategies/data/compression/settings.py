@@ -1,0 +1,134 @@
+"""What of the gradients goes over the wire: as they are, as fp16, or as two thin factors. Torch-free.
+
+Any way that reduces whole gradients in buckets (ddp, ring, horovod) takes it: its DataWay is a `CompressedWay`, its
+plan predicts one all-reduce per `Message`, and its runtime sends through `runtime.compress`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.plan.structure import DataWay, Equivalence, Plan
+from parallelrun.plan.ways import Request
+from parallelrun.precision import BYTES
+from parallelrun.train.parameters import HeldParameter
+
+KEYS = ("compression", "powersgd_rank")
+KINDS = ("none", "fp16", "powersgd")
+DEFAULT_RANK = 4
+HALF_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Compression:
+    """kind: none | fp16 (cast before the sum, back after) | powersgd (rank: columns of its factors)."""
+
+    kind: str = "none"
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class CompressedWay(DataWay):
+    """A DataWay whose reduced gradients may be compressed."""
+
+    compression: Compression = Compression()
+
+
+@dataclass(frozen=True)
+class Message:
+    """One all-reduce: elements and bytes of each."""
+
+    numel: int
+    element_bytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.numel * self.element_bytes
+
+
+def of(config: Config) -> Compression:
+    """The Compression that a configuration asks for."""
+    data = config.strategy.data
+    rank = data.powersgd_rank or DEFAULT_RANK
+    return Compression(data.compression, rank if data.compression == "powersgd" else 0)
+
+
+def settle(request: Request) -> CompressedWay:
+    """The DataWay of a way that has no settings but the size of its buckets and their compression."""
+    data = request.config.strategy.data
+    return CompressedWay(data.kind, bucket_bytes=int(data.bucket_mb * 2**20), compression=of(request.config))
+
+
+def check(request: Request) -> list[Problem]:
+    """Compressions that mean nothing under the other settings."""
+    config, problems = request.config, []
+    data = config.strategy.data
+    if data.powersgd_rank is not None and data.compression != "powersgd":
+        what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
+        where = "strategy.data.powersgd_rank"
+        problems.append(Problem(what, where, "strategy.data.compression=powersgd", kind="unread"))
+    if data.compression == "powersgd" and config.precision.name == "fp16" and request.dp > 1:
+        what = (
+            "precision=fp16 changes its loss scale as it goes, and the error that powersgd remembers is in the old one"
+        )
+        problems.append(Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
+    return problems
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a gradient seen as a matrix: dim 0 by all the others."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def num_columns(shape: Sequence[int], rank: int) -> int:
+    """Columns of the factors of a gradient of that shape."""
+    return min(rank, *matrix_shape(shape))
+
+
+def is_factored(held: HeldParameter, shape: Sequence[int], plan: Plan, compression: Compression) -> bool:
+    """Whether powersgd sends this parameter's gradient (local `shape`) as factors.
+
+    Where that is smaller, and where the gradient is a whole one: what is summed once more after the exchange over dp
+    (parts partial over an axis, copies of a tied weight) is sent as it is, or the plan would change what is computed.
+    """
+    tied = {name for pair in plan.tied_copies for name in pair}
+    if compression.kind != "powersgd" or len(shape) < 2 or held.layout.partial or held.name in tied:
+        return False
+    rows, columns = matrix_shape(shape)
+    return 0 < (rows + columns) * num_columns(shape, compression.rank) < rows * columns
+
+
+def messages(
+    bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression
+) -> tuple[Message, ...]:
+    """The all-reduces of one bucket, of parameters with their local shapes, in the order in which they are started.
+
+    powersgd: what is not factored, the left factors, the right factors; each flat, none if it would be empty.
+    """
+    size = BYTES[plan.precision.reduce]
+    if compression.kind != "powersgd":
+        element = HALF_BYTES if compression.kind == "fp16" else size
+        return (Message(sum(prod(shape) for _, shape in bucket), element),)
+    factored = [shape for held, shape in bucket if is_factored(held, shape, plan, compression)]
+    whole = sum(prod(shape) for held, shape in bucket if not is_factored(held, shape, plan, compression))
+    left = sum(matrix_shape(shape)[0] * num_columns(shape, compression.rank) for shape in factored)
+    right = sum(matrix_shape(shape)[1] * num_columns(shape, compression.rank) for shape in factored)
+    return tuple(Message(numel, size) for numel in (whole, left, right) if numel)
+
+
+def equivalence(plan: Plan, compression: Compression) -> Equivalence:
+    """What compressed sums promise: those of one device only where nothing is compressed."""
+    if compression.kind == "none" or plan.mesh.size("dp") == 1:
+        return Equivalence("exact")
+    if compression.kind == "fp16":
+        return Equivalence("replay", "gradients rounded to fp16 before they are summed over dp", half_bound(plan))
+    return Equivalence("replay", f"PowerSGD of rank {compression.rank} with error feedback")
+
+
+def half_bound(plan: Plan) -> float:
+    """How far fp16 sums may lie apart because the backend chooses the order of rounding, by `verify`'s measure."""
+    return plan.mesh.size("dp") * 2.0**-8
