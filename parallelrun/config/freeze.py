@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallelrun.config.schema import Config, TensorWayConfig
+from parallelrun.config.schema import Config, DataWayConfig, TensorWayConfig
 from parallelrun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def _filled(config: Config, plan: Plan) -> Config:
     }
     return replace(
         replace(folded, **clear),
-        strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan)),
+        strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan), data=_filled_data(folded, plan)),
+        servers=None,
         dp=plan.mesh.size("dp"),
         tp=plan.mesh.size("tp"),
         pp=plan.mesh.size("pp"),
@@ -76,6 +77,11 @@ def _filled(config: Config, plan: Plan) -> Config:
         microbatches=None,
         device=plan.device,
     )
+
+
+def _filled_data(config: Config, plan: Plan) -> DataWayConfig:
+    """The data way with the number of its servers, where it has any."""
+    return replace(config.strategy.data, servers=plan.servers or None)
 
 
 def _filled_tensor(config: Config, plan: Plan) -> TensorWayConfig:

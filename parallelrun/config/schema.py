@@ -86,6 +86,11 @@ class DataWayConfig:
     consistency: str | None = None  # ps: sync | async | ssp; None: sync, or ssp where staleness is given
     staleness: int | None = None  # ps, ssp: how many clocks the fastest worker may be ahead
     backup_workers: int | None = None  # ps, sync: how many of the slowest workers' gradients a step does without
+    # local_sgd, diloco
+    sync_every: int | None = None  # steps that replicas train by themselves; None: 8, or 10 for diloco
+    outer_lr: float = 0.7  # diloco: of the SGD that follows the replicas' mean movement
+    outer_momentum: float = 0.9
+    outer_nesterov: bool = True
     delays: list[float] = field(default_factory=list)  # ps: seconds that worker 0, 1, ... waits in each of its steps
     shard_min_kb: float = 256.0  # ps: a tensor is cut over the servers into parts of at least so much
     # ring, horovod: how gradients are summed

@@ -14,6 +14,7 @@ from math import prod
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec
+from parallelrun.plan import sample_sets
 from parallelrun.plan.resolve import Ways, ways_of
 from parallelrun.plan.structure import CONTROL_ELEMENTS, Collective, Memory, Plan
 from parallelrun.precision import BYTES
@@ -46,7 +47,7 @@ def wire_bytes(row: Collective, size: int) -> int:
 
 
 def group_size(plan: Plan, axis: str) -> int:
-    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world`, or `embedding`."""
+    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (servers too), or `embedding`."""
     if axis in (WORLD, EMBEDDING):
         return plan.world if axis == WORLD else 2
     return prod(plan.mesh.size(part) for part in axis.split("+"))
@@ -56,16 +57,22 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     """Everything `rank` sends in one steady training step, by axis, operation and purpose; control traffic apart.
 
     The ways' own rows (the data way's include the sums over partial axes and of tied copies, which are sized by its
-    shards) and one all-reduce of the control numbers.
+    shards) and one all-reduce of the control numbers. Where there are servers, these agree with each worker instead.
     """
-    ways, place = ways_of(plan), plan.mesh.coordinate(rank)
+    ways = ways_of(plan)
+    if plan.role(rank) == "server":
+        return merge(ways.data.server_collectives(rank - plan.num_workers, plan))
+    place = plan.mesh.coordinate(rank)
     position = place["pp"]
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(position) for name in stage.blocks)
     rows = [
         *ways.tensor.collectives(blocks, plan),
         *ways.pipeline.collectives(position, plan),
         *ways.data.collectives(position, place, plan),
+        *sample_sets.collectives(blocks, plan),
     ]
+    if plan.servers:
+        return merge(rows)
     if plan.world > 1:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
@@ -90,8 +97,11 @@ def _numel(held: HeldParameter, layout: Layout, plan: Plan, place: Mapping[str, 
 
 
 def memory(plan: Plan, rank: int) -> Memory:
-    """Bytes of `rank` at the peak of a step, from layouts and the schedule."""
-    ways, place = ways_of(plan), plan.mesh.coordinate(rank)
+    """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers keep the optimizer's state."""
+    ways = ways_of(plan)
+    if plan.role(rank) == "server":
+        return ways.data.server_memory(rank - plan.num_workers, plan)
+    place = plan.mesh.coordinate(rank)
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     weights = gradients = states = 0
     for held in held_parameters(plan, place["pp"]):
@@ -102,7 +112,7 @@ def memory(plan: Plan, rank: int) -> Memory:
         if held.spec.frozen:
             continue
         gradients += _numel(held, for_gradient, plan, place) * reduce
-        states += _numel(held, for_state, plan, place) * stored * plan.optimizer_states
+        states += 0 if plan.servers else _numel(held, for_state, plan, place) * stored * plan.optimizer_states
     gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
     gathered = gather(place["pp"], place, plan) if gather else 0
     return Memory(weights + gathered, gradients, states, _activation_bytes(plan, place["pp"], ways), LEAVES_OUT)
@@ -151,10 +161,12 @@ def _looks(block: BlockSpec, tied: set[str]) -> object:
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     """(a rank, how many ranks send the same), the first of all holding most.
 
-    Classes are made by pp coordinates that look alike, by tensor coordinate where weights lie unevenly on the tensor
-    axes, and by data coordinate where shards of what is summed last (partial axes, tied copies) are uneven.
+    Classes of workers are made by pp coordinates that look alike, by tensor coordinate where weights lie unevenly on
+    the tensor axes, and by data coordinate where shards of what is summed last (partial axes, tied copies) are uneven,
+    or where the data way says so (`sending_classes`). Every server is one by itself.
     """
     state_layout = ways_of(plan).data.state_layout
+    sending_classes = getattr(ways_of(plan).data, "sending_classes", None)
     num_tensor, num_data = plan.mesh.size("tp"), plan.mesh.size("dp")
     originals = {original for _, original in plan.tied_copies}
     classes = []
@@ -168,8 +180,11 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
             tensor = plan.mesh.coordinate(first)["tp"]
             replicas = [plan.mesh.rank(pp=positions[0], dp=i, tp=tensor) for i in range(num_data)]
             found = _alike(plan, shards, replicas) if shards else [(first, num_data)]
+            if sending_classes:
+                place = plan.mesh.coordinate(first)
+                found = [(replicas[i], count) for i, count in sending_classes(positions[0], place, plan)]
             classes += [(rank, len(positions) * num_alike * count) for rank, count in found]
-    return classes
+    return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
 
 
 def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[int]) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.plan.names import did_you_mean, divisors, nearest
+from parallelrun.plan.cluster_spec import ClusterSpec
+from parallelrun.plan.names import counted, did_you_mean, divisors, nearest
 
 AXES = ("pp", "dp", "tp")
 LARGEST = 2**20
@@ -15,7 +16,7 @@ LARGEST = 2**20
 
 @dataclass
 class Degrees:
-    """pp, dp, tp and the world they make.
+    """pp, dp, tp, the servers beside them, and the world they make.
 
     filled: what was filled in and why. sound: they can be planned with. demonstrated: nothing was given, so they are
     the preset's demonstrating plan.
@@ -24,6 +25,7 @@ class Degrees:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    servers: int = 0
     device: str = "cpu"
     filled: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -40,18 +42,27 @@ class Degrees:
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp + self.servers
 
 
-def fill(config: Config, world: int | None, gpus: int | None, problems: list[Problem]) -> Degrees:
+def fill(
+    config: Config,
+    world: int | None,
+    gpus: int | None,
+    problems: list[Problem],
+    servers: int = 0,
+    cluster: ClusterSpec | None = None,
+) -> Degrees:
     """The degrees of a run, appending every violation to `problems`.
 
     world: the number of ranks a launcher has started (None: not attached). gpus: GPUs of this host (None or 0: none).
-    The preset's own axis, if not given, takes what the other degrees leave of the world or of the GPUs; with neither
-    degrees nor world on CPU the preset's demonstrating plan is used.
+    servers: ranks of the world that are no workers. cluster: the tasks that a TensorFlow user names, one rank each. The
+    preset's own axis, if not given, takes what the other degrees and the servers leave of the world, or what the
+    degrees leave of the GPUs (servers need none); with neither degrees nor world on CPU the preset's demonstrating plan
+    is used.
     """
     before = len(problems)
-    degrees = Degrees(device=_device(config, gpus, problems))
+    degrees = Degrees(servers=servers, device=_device(config, gpus, problems))
     asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
     for key, value in asked.items():
         if value is not None and not _is_degree(value):
@@ -62,7 +73,7 @@ def fill(config: Config, world: int | None, gpus: int | None, problems: list[Pro
     if asked["ep"] is not None and asked["ep"] > 1:
         what = f"ep={asked['ep']}: expert parallelism has no way yet"
         problems.append(Problem(what, "ep", "ep=1", kind="not_built"))
-    target, source = _target(asked["world"], world, problems)
+    target, source = _target(asked["world"], world, cluster, problems)
     given = {axis: asked[axis] for axis in AXES if asked[axis] is not None}
     degrees.sound = len(problems) == before
     if config.strategy.name == "single":
@@ -97,13 +108,21 @@ def _device(config: Config, gpus: int | None, problems: list[Problem]) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def _target(asked: int | None, launched: int | None, problems: list[Problem]) -> tuple[int | None, str]:
+def _target(
+    asked: int | None, launched: int | None, cluster: ClusterSpec | None, problems: list[Problem]
+) -> tuple[int | None, str]:
     """(the world that the degrees must multiply to, what said so)."""
     if asked is not None and launched is not None and asked != launched:
         what = f"world={asked}, but the launcher has started {launched} ranks"
         problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
+    said = asked if launched is None else launched
+    if cluster is not None and said not in (None, cluster.world):
+        what = f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
+        problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
     if launched is not None:
         return launched, f"{launched} ranks launched"
+    if asked is None and cluster is not None:
+        return cluster.world, str(cluster)
     return asked, f"world {asked}"
 
 
@@ -154,6 +173,14 @@ def _fill_world(
     """The own axis takes what is left of the world; or all degrees must multiply to it."""
     own = config.strategy.own_axis
     product = prod(given.values())
+    if degrees.servers:
+        source += f", {counted(degrees.servers, 'server')}"
+        if target <= degrees.servers:
+            degrees.sound = False
+            fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
+            problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
+            return
+    target -= degrees.servers  # from here on: workers
     if own not in given and target % product == 0:
         setattr(degrees, own, target // product)
         degrees.filled.append(f"{own}={target // product} (filled: {source}{_others(given)})")
@@ -170,11 +197,13 @@ def _fill_world(
             legal = legal[-1:]
         fixes += [f"{axis}={n}" for n in nearest(degree, legal)]
     if own in given:
-        fixes.append(f"world={product}")
+        fixes.append(f"world={product + degrees.servers}")
+        if degrees.servers and product < target:
+            fixes.append(f"servers={degrees.servers + target - product}")
         what = f"{shown} = {product} ranks, but {source}; divisors of {target}: {', '.join(map(str, divisors(target)))}"
     else:
         multiples = sorted({max(1, target // product) * product, (target // product + 1) * product})
-        fixes += [f"world={n}" for n in multiples]
+        fixes += [f"world={n + degrees.servers}" for n in multiples]
         remainder = f"{target} = {target // product} x {product} + {target % product}"
         what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {own} cannot be filled"
     problems.append(Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic"))
@@ -185,4 +214,5 @@ def _others(given: dict[str, int]) -> str:
 
 
 def _product(degrees: Degrees) -> str:
-    return " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
+    workers = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
+    return f"{workers} + {counted(degrees.servers, 'server')}" if degrees.servers else workers

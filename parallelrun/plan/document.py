@@ -10,6 +10,7 @@ from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import account, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
+from parallelrun.plan.data_axis import DataAxis, costs
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Plan
 
@@ -17,7 +18,8 @@ from parallelrun.plan.structure import Plan
 @dataclass(frozen=True)
 class Facts:
     """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most.
-    layouts: the tensor layouts side by side, where there is something to compare."""
+    layouts: the tensor layouts side by side, where there is something to compare; data_axis: so the ways of the data
+    axis."""
 
     simulation: simulate.Simulation
     busiest_rank: int
@@ -25,6 +27,7 @@ class Facts:
     memories: dict[int, account.Memory]
     cost: account.Cost
     layouts: Comparison | None
+    data_axis: DataAxis | None
 
     @property
     def heaviest_position(self) -> int:
@@ -33,12 +36,13 @@ class Facts:
 
 
 def facts(plan: Plan, config: Config) -> Facts:
-    """Simulate the schedule, account for memory, traffic and cost, compare the tensor layouts."""
+    """Simulate the schedule, account for memory, traffic and cost, compare tensor layouts and ways of the data axis."""
     simulation = simulate.of_plan(plan, ways_of(plan).pipeline)
     busiest, rows = account.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = account.cost(plan, config.cluster, rows, flops)
-    return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config))
+    data_axis = costs(plan, config.cluster, cost.compute_s)
+    return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config), data_axis)
 
 
 def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
@@ -49,14 +53,14 @@ def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
     """One row of the rank table. gpu: index within the host; None on CPU, unless a cluster of GPUs is planned for."""
     per_node = ranks_per_node(cluster, plan.world)
-    place = plan.mesh.coordinate(rank)
+    place = plan.mesh.coordinate(rank) if plan.role(rank) == "worker" else {}
     return {
         "rank": rank,
         "node": rank // per_node,
-        "gpu": rank % per_node if plan.device == "cuda" or cluster.gpus_per_node else None,
-        "role": "worker",
-        **{axis: place.get(axis, 0) for axis in ("pp", "dp", "tp")},
-        **{leaf: place[leaf] for leaf in plan.mesh.leaf_names if leaf not in ("pp", "dp", "tp")},
+        "gpu": rank % per_node if place and (plan.device == "cuda" or cluster.gpus_per_node) else None,
+        "role": plan.role(rank),
+        **{axis: place.get(axis, 0) if place else None for axis in ("pp", "dp", "tp")},
+        **{leaf: place.get(leaf) for leaf in plan.mesh.leaf_names if leaf not in ("pp", "dp", "tp")},
     }
 
 
@@ -69,7 +73,7 @@ def axis_rows(plan: Plan) -> list[dict[str, Any]]:
     for axis in names:
         size = plan.mesh.size(axis)
         first = plan.mesh.group_of(0, axis)
-        rows.append({"axis": axis, "degree": size, "groups": plan.world // size, "first_group": list(first)})
+        rows.append({"axis": axis, "degree": size, "groups": plan.num_workers // size, "first_group": list(first)})
     return rows
 
 
@@ -89,6 +93,25 @@ def stage_rows(plan: Plan) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def server_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every server: its rank, how much it owns and holds, and the largest share over the mean (1.0: even)."""
+    if not plan.servers:
+        return []
+    way = ways_of(plan).data
+    memories = [way.server_memory(server, plan) for server in range(plan.servers)]
+    mean = sum(memory.weights for memory in memories) / plan.servers
+    return [
+        {
+            "server": server,
+            "rank": plan.num_workers + server,
+            "shards": way.num_shards(server, plan),
+            "of_mean": memory.weights / mean,
+            **_bytes(memory),
+        }
+        for server, memory in enumerate(memories)
+    ]
 
 
 def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
@@ -144,6 +167,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "axes": axis_rows(plan),
         "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
         "stages": stage_rows(plan),
+        "servers": server_rows(plan),
         "memory": {
             "per_position": [{"position": position, **_bytes(memory)} for position, memory in found.memories.items()],
             "heaviest_position": found.heaviest_position,
@@ -163,6 +187,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         },
         "cost": asdict(found.cost),
         "layouts": asdict(found.layouts) if found.layouts else None,
+        "data_axis": asdict(found.data_axis) if found.data_axis else None,
     }
 
 

@@ -35,6 +35,11 @@ def nearest(value: int, legal: Iterable[int], count: int = 2) -> list[int]:
     return sorted(sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))[:count])
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 server`, `2 servers`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def either(key: str, values: Iterable[int]) -> str:
     """`tp=2 or tp=4`."""
     return " or ".join(f"{key}={value}" for value in values)

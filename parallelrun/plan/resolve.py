@@ -11,8 +11,9 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import batch as batches
+from parallelrun.plan import cluster_spec, partition, rules, shorthands
 from parallelrun.plan import degrees as degree_rules
-from parallelrun.plan import partition, rules, shorthands
+from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.names import did_you_mean, either
 from parallelrun.plan.structure import Batch, Equivalence, PipelineWay, Plan, Stage
@@ -74,7 +75,8 @@ def _solve(
     config, problems = shorthands.fold(config, given)
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
-    degrees = degree_rules.fill(config, world, gpus, problems)
+    cluster = cluster_spec.read(config, problems)
+    degrees = degree_rules.fill(config, world, gpus, problems, _servers(config, cluster, problems), cluster)
     spec = _spec(config, problems)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
@@ -99,6 +101,19 @@ def _solve(
         return problems
     notes = tuple(problem.what for problem in unread)
     return _plan(config, request, ways, degrees, stages, notes)
+
+
+def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem]) -> int:
+    """Ranks that are no workers: as many as the data way, if it has any, is asked for or the cluster spec names."""
+    kind = config.strategy.data.kind
+    if not registry.has("strategies", f"data.{kind}"):
+        return 0
+    count = getattr(load_way("data", kind), "num_servers", None)
+    asked = config.strategy.data.servers
+    if cluster is not None:
+        problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", has_servers=count is not None)
+        return len(cluster.ps) if count else 0
+    return count(asked) if count else 0
 
 
 def _pipeline_kind(config: Config, degrees: Degrees) -> str:
@@ -131,7 +146,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
 def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, problems: list[Problem]) -> Request:
     """The filled request, with the ways' violations appended."""
     chunks = _chunks(config, spec, degrees)
-    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None)
+    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None, degrees.servers)
     standing = ways.pipeline.check(request)
     problems += ways.tensor.check(request) + ways.data.check(request) + standing
     problems += _depth(request)
@@ -189,6 +204,8 @@ def _plan(
     data_leaves, data_factors = ways.data.leaves(request)
     tensor_leaves, tensor_factors = ways.tensor.leaves(request)
     assert request.batch is not None
+    fill = getattr(ways.data, "filled", None)  # only ways that fill anything in
+    data_filled = fill(request) if fill else ()
     plan = Plan(
         preset=config.strategy.name,
         world=degrees.world,
@@ -206,7 +223,8 @@ def _plan(
         optimizer=config.optimizer.name,
         optimizer_states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
         equivalence=Equivalence("exact"),
-        filled=(*degrees.filled, *ways.tensor.filled(request)),
+        servers=degrees.servers,
+        filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled),
         warnings=(*degrees.warnings, *notes),
     )
     promises = [ways.data.equivalence(plan), ways.tensor.equivalence(plan)]

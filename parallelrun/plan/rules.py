@@ -45,6 +45,7 @@ WHOLE = {
     "dataset.max_bytes": 1,
     "dataset.crop": 0,
     "strategy.data.shard": 1,
+    "strategy.data.sync_every": 1,
     "strategy.data.group_size": 1,
     "strategy.data.servers": 1,
     "strategy.data.staleness": 0,
@@ -79,6 +80,8 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "precision.loss_scale": (0, False, None, False),
     "dataset.val_fraction": (0, False, 1, False),
     "strategy.data.shard_min_kb": (0, True, None, False),
+    "strategy.data.outer_lr": (0, False, None, False),
+    "strategy.data.outer_momentum": (0, True, 1, False),
     "strategy.data.bucket_mb": (0, True, None, False),
     "strategy.data.stall_warn_s": (0, True, None, False),
     "model.norm_eps": (0, False, None, False),
@@ -115,6 +118,11 @@ def check(config: Config) -> list[Problem]:
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
         problems.append(Problem(what, "name", f"name={cleaned or 'run'}"))
+    if config.plot is not None and config.verb != "plan":
+        what = f"plot={config.plot} is read by plan only, not by {config.verb}"
+        problems.append(
+            Problem(what, "plot", "leave plot out", f"parallelrun plan ... plot={config.plot}", kind="unread")
+        )
     return problems + model(config)
 
 

@@ -19,7 +19,10 @@ from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, 
 
 @dataclass(frozen=True)
 class Request:
-    """The degrees and batch as filled, before they are known to be legal. batch is None if it does not divide."""
+    """The degrees and batch as filled, before they are known to be legal. batch is None if it does not divide.
+
+    servers: ranks beside the dp x tp x pp workers.
+    """
 
     config: Config
     spec: ModelSpec
@@ -28,6 +31,7 @@ class Request:
     tp: int
     chunks: int
     batch: Batch | None
+    servers: int = 0
 
 
 class TensorWayPlan(Protocol):
@@ -84,6 +88,10 @@ class PipelineWayPlan(Protocol):
 
 
 class DataWayPlan(Protocol):
+    """Optional beside these: `gathered_bytes` (weights held gathered at the peak), `filled` (what the way filled in),
+    `sending_classes` (where members of dp send different things: (the first of those alike, how many) each),
+    and of a way with server ranks `num_servers`, `server_collectives`, `server_memory` (`strategies/data/ps`)."""
+
     reads: tuple[str, ...]  # the keys of `strategy.data` beside `kind` that this way reads; others given are violations
 
     def check(self, request: Request) -> list[Problem]: ...

@@ -12,8 +12,20 @@ from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.plan import account
-from parallelrun.plan.document import Facts, axis_rows, document, facts, rank_row, ranks_per_node, stage_rows, warnings
+from parallelrun.plan.document import (
+    Facts,
+    axis_rows,
+    document,
+    facts,
+    rank_row,
+    ranks_per_node,
+    server_rows,
+    stage_rows,
+    warnings,
+)
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
+from parallelrun.report.data_axis import panel as data_axis_panel
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, flops_text, seconds_text
 from parallelrun.report.layouts import panel as layouts_panel
 from parallelrun.report.timeline import draw, shown_positions
@@ -23,14 +35,15 @@ __all__ = ["document", "show"]
 MOST_RANK_ROWS = 200
 MOST_STAGE_ROWS = 16
 WIDEST = 120
+MOST_SERVER_ROWS = 16
 
 
-def show(plan: Plan, config: Config, console: Console) -> None:
-    """Print a plan: panels on a terminal, plain lines elsewhere.
+def show(plan: Plan, config: Config, console: Console, found: Facts | None = None) -> None:
+    """Print a plan: panels on a terminal, plain lines elsewhere. found: of `facts`, if already computed.
 
     `config.ranks=all` prints every rank, as lines where a table would be too long.
     """
-    found = facts(plan, config)
+    found = found or facts(plan, config)
     width = min(console.width, WIDEST)
     parts: list[tuple[str, RenderableType]] = [
         ("plan", _head(plan)),
@@ -38,10 +51,13 @@ def show(plan: Plan, config: Config, console: Console) -> None:
         ("ranks", _with_host_note(_ranks(plan, config), plan, config)),
         ("batch", _batch(plan)),
         ("stages and memory", _stages(plan, config, found)),
+        *([("servers", _servers(plan))] if plan.servers else []),
         ("schedule", _schedule(plan, found, width - 4)),
         ("collectives of a step", _traffic(plan, found)),
         ("cost of a step", _cost(plan, found)),
     ]
+    if found.data_axis:
+        parts.append(("ways of the data axis", data_axis_panel(found.data_axis, width - 4)))
     if found.layouts:
         parts.append(("tensor layouts side by side", layouts_panel(found.layouts)))
     texts = warnings(plan, config, found)
@@ -68,6 +84,8 @@ def _head(plan: Plan) -> Text:
     if plan.data.kind == "fsdp":
         kept = "let go after forward" if plan.data.reshard_after_forward else "kept between microbatches"
         ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept})"
+    elif plan.data.detail:
+        ways[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
         ways[1] += " with sequence parallel"
     if plan.pipeline.chunks > 1:
@@ -89,7 +107,8 @@ def _mesh(plan: Plan) -> Group:
     for row in axis_rows(plan):
         members = ranks_text(row["first_group"]) if row["degree"] > 1 else "no communicator"
         table.add_row(row["axis"], str(row["degree"]), f"{row['groups']:,}", members)
-    return Group(Text(f"{plan.world:,} rank{'s' * (plan.world > 1)} = {product}, slowest axis first"), table)
+    beside = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
+    return Group(Text(f"{counted(plan.world, 'rank')} = {product}{beside}, slowest axis first"), table)
 
 
 def _ranks(plan: Plan, config: Config) -> Table | Group | Text:
@@ -172,6 +191,20 @@ def _block_range(blocks: list[str]) -> str:
     return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"
 
 
+def _servers(plan: Plan) -> Group:
+    """What every server owns and holds, above 16 the fullest ones, and how even that is."""
+    rows = server_rows(plan)
+    shown = sorted(rows, key=lambda row: -row["weights"])[:MOST_SERVER_ROWS]
+    table = _table(">server", ">rank", ">shards", ">weights", ">grads", ">optim.", ">total", ">of mean")
+    for row in sorted(shown, key=lambda row: row["server"]):
+        sizes = (bytes_text(row[key]) for key in ("weights", "gradients", "optimizer", "total"))
+        table.add_row(str(row["server"]), str(row["rank"]), str(row["shards"]), *sizes, f"{row['of_mean']:.3f}")
+    note = f"weights of the fullest over the mean: {max(row['of_mean'] for row in rows):.3f}"
+    if len(rows) > len(shown):
+        note += f"; {len(rows) - len(shown)} servers that own less are left out (--json has all)"
+    return Group(table, Text(note, "dim"))
+
+
 def _schedule(plan: Plan, found: Facts, width: int) -> Group | Text:
     if plan.mesh.size("pp") == 1:
         count = plan.batch.microbatches
@@ -211,12 +244,16 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
         )
     total = sum(row.wire_bytes for row in rows), sum(row.total_wire_bytes for row in rows)
     table.add_row("sum", "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
-    control = next(row for row in found.traffic if row.purpose == account.CONTROL)
-    place = plan.mesh.coordinate(found.busiest_rank)
-    where = " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
+    control = next(row for row in found.traffic if row.purpose == account.CONTROL and row.operation != "recv")
+    if plan.role(found.busiest_rank) == "server":
+        where = "a server, in a step of every worker"
+    else:
+        place = plan.mesh.coordinate(found.busiest_rank)
+        where = " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
+    sent = f"one {control.operation}" if control.calls == 1 else f"{control.calls} times {control.operation}"
     note = (
         f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
-        f"algorithms; all send: all ranks together; apart from that, one {control.operation} of "
+        f"algorithms; all send: all ranks together; apart from that, {sent} of "
         f"{control.payload_bytes} bytes of control a step"
     )
     return Group(table, Text(note, "dim"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import DataWay
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -27,10 +28,21 @@ class ParameterServerWay(DataWay):
     delays: tuple[tuple[int, float], ...] = ()
     shard_min_bytes: int = 256 * 2**10
 
+    @property
+    def detail(self) -> str:
+        bound = f", staleness {self.staleness}" if self.consistency == SSP else ""
+        spare = f", {counted(self.backup_workers, 'backup worker')}" if self.backup_workers else ""
+        return f"{self.consistency}{bound}{spare}, {counted(self.servers, 'server')}"
+
+    @property
+    def in_step(self) -> bool:
+        return self.quorum(2) == 2
+
     def delay(self, worker: int) -> float:
         """Seconds that `worker` waits in each of its steps."""
         return dict(self.delays).get(worker, 0.0)
 
     def quorum(self, num_workers: int) -> int:
-        """Gradients that one update is made of."""
-        return num_workers - self.backup_workers if self.consistency == SYNC else 1
+        """Gradients that one update is made of, of that many live workers. With staleness 0 ssp is sync."""
+        together = self.consistency == SYNC or self.staleness == 0
+        return max(1, num_workers - self.backup_workers) if together else 1

@@ -1,0 +1,92 @@
+"""TensorFlow's cluster notation: `cluster.ps=[host:port,...] cluster.worker=[host:port,...]`. Torch-free.
+
+One task is one rank. The workers come first, in the order given (a chief is worker 0), then the servers, so that what
+TensorFlow calls `worker 1` is rank 1, and `ps 0` the first rank after the workers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.plan.names import counted
+
+ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+_THIS_HOST = ("localhost", "127.0.0.1", "[::1]")
+_JOBS = ("worker", "ps")
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The address (`host:port`) of every task."""
+
+    worker: tuple[str, ...]
+    ps: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return len(self.worker) + len(self.ps)
+
+    @property
+    def tasks(self) -> tuple[tuple[str, int, str], ...]:
+        """(job, index, address) by rank."""
+        return tuple((job, index, address) for job in _JOBS for index, address in enumerate(getattr(self, job)))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every task is on the host that asks."""
+        return all(split(address)[0] in _THIS_HOST for _, _, address in self.tasks)
+
+    def __str__(self) -> str:
+        servers = f" and {len(self.ps)} ps" if self.ps else ""
+        return f"cluster of {counted(len(self.worker), 'worker')}{servers}"
+
+    def disagreement(self, servers: int | None, strategy: str, has_servers: bool) -> list[Problem]:
+        """What else was said of servers: how many (`servers`), and whether the strategy has any."""
+        if self.ps and not has_servers:
+            what = f"cluster.ps names {counted(len(self.ps), 'server')}, and {strategy} has none"
+            return [Problem(what, "cluster.ps", "strategy=ps, or leave cluster.ps out", kind="contradiction")]
+        if has_servers and not self.ps:
+            what = f"{strategy} needs a server, and the {self} names none"
+            return [Problem(what, "cluster.ps", "cluster.ps=[localhost:2222]", kind="contradiction")]
+        if has_servers and servers not in (None, len(self.ps)):
+            what = f"servers={servers} contradicts cluster.ps, which names {len(self.ps)}"
+            return [Problem(what, "servers", f"servers={len(self.ps)}", kind="contradiction")]
+        return []
+
+
+def split(address: str) -> tuple[str, int]:
+    """(host, port) of a sound address."""
+    match = ADDRESS.fullmatch(address)
+    assert match is not None, f"{address} was not checked"
+    return match["host"], int(match["port"])
+
+
+def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
+    """The cluster spec of a config, None if there is none or it is not sound; appends its violations."""
+    jobs = {job: getattr(config.cluster, job) for job in _JOBS}
+    if not any(jobs.values()):
+        return None
+    found = [problem for job, addresses in jobs.items() for problem in _check(f"cluster.{job}", addresses or [])]
+    if not jobs["worker"]:
+        found.append(Problem("cluster.ps is given without cluster.worker", "cluster.worker", kind="usage"))
+    everyone = [address for addresses in jobs.values() for address in addresses or []]
+    for address in sorted({str(address) for address in everyone if everyone.count(address) > 1}):
+        found.append(Problem(f"{address} is the address of two tasks", "cluster", "another port"))
+    problems += found
+    return None if found else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
+
+
+def _check(key: str, addresses: list[str]) -> list[Problem]:
+    found = []
+    for address in addresses:
+        match = ADDRESS.fullmatch(str(address))
+        if match is None:
+            host = re.sub(r"^[a-z]+://", "", str(address)).partition(":")[0].partition("/")[0]
+            what = f"{key}: {address!r} is no host:port"
+            found.append(Problem(what, key, f"{host}:2222" if re.fullmatch(r"[A-Za-z0-9.-]+", host) else ""))
+        elif not 0 < int(match["port"]) < 65536:
+            found.append(Problem(f"{key}: {address} has no port from 1 to 65535", key, f"{match['host']}:2222"))
+    return found
