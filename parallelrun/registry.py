@@ -12,12 +12,13 @@ from types import ModuleType
 
 STRATEGIES = {
     "data.ddp": "parallelrun.strategies.data.ddp",
+    "data.ring": "parallelrun.strategies.data.ring",
     "data.zero1": "parallelrun.strategies.data.zero1",
-    "data.fsdp": "parallelrun.strategies.data.fsdp",
     "data.ps": "parallelrun.strategies.data.ps",
     "data.zero2": "parallelrun.strategies.data.zero2",
     "data.local_sgd": "parallelrun.strategies.data.local_sgd",
     "data.diloco": "parallelrun.strategies.data.diloco",
+    "data.fsdp": "parallelrun.strategies.data.fsdp",
     "tensor.megatron": "parallelrun.strategies.tensor.megatron",
     "tensor.2d": "parallelrun.strategies.tensor.grid",
     "tensor.2.5d": "parallelrun.strategies.tensor.grid",
@@ -35,6 +36,9 @@ MODELS = {
     "bert": "parallelrun.models.bert",
     "mlp": "parallelrun.models.mlp",
     "matmul": "parallelrun.models.matmul",
+    "resnet": "parallelrun.models.resnet",
+    "alexnet": "parallelrun.models.alexnet",
+    "vgg": "parallelrun.models.vgg",
     "module": "parallelrun.models.module",
 }
 DATASETS = {
@@ -42,6 +46,10 @@ DATASETS = {
     "text": "parallelrun.data.text",
     "megatron": "parallelrun.data.megatron",
     "synthetic": "parallelrun.data.synthetic",
+    "digits": "parallelrun.data.digits",
+    "mnist": "parallelrun.data.mnist",
+    "cifar10": "parallelrun.data.cifar10",
+    "imagefolder": "parallelrun.data.imagefolder",
 }
 _BUILT_IN = {"strategies": STRATEGIES, "models": MODELS, "datasets": DATASETS}
 

@@ -95,6 +95,8 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
         "reshard_after_forward": "strategy=fsdp",
         "bucket_mb": f"leave it out: {kind} fills no buckets",
         **dict.fromkeys(DATA_SHORTHANDS, "strategy=ps"),
+        "sync_every": "strategy=local_sgd or strategy=diloco",
+        **dict.fromkeys(("outer_lr", "outer_momentum", "outer_nesterov"), "strategy=diloco"),
         **dict.fromkeys(("algorithm", "group_size"), "strategy=ring"),
         **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod, ring or ddp"),
         **dict.fromkeys(("reduction", "timeline", "stall_warn_s", "worker_batches", "process_sets"), "strategy=horovod"),

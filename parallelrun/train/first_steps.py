@@ -24,7 +24,9 @@ from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Collective
 from parallelrun.sequences import Lane, Sequence, SequenceFile
 
-COUNTED_STEP = 2  # of this process, or the next that sends all that is ever sent; its first step has set-up traffic, so a run of one step is not counted
+# Of this process, or the next that sends all that is ever sent; its first step has set-up traffic, so a run of one step
+# is not counted.
+COUNTED_STEP = 2
 
 
 class FirstSteps:

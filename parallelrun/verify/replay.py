@@ -34,6 +34,9 @@ class Rule(Protocol):
     (one-device names and shapes), in the precision of the check.
     """
 
+    def begin(self, weights: list[Tensors]) -> None:
+        """Called once, with every replica's initial weights (live: they change as training goes on)."""
+
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """What each replica's optimizer gets, of what each replica's backward has left (before clipping).
 
@@ -47,6 +50,9 @@ class Rule(Protocol):
 
 class Summed:
     """The rule of plain data parallelism, a base for others: everyone gets the sum, weights are left alone."""
+
+    def begin(self, weights: list[Tensors]) -> None:
+        """Nothing."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """The sum over replicas, for each replica."""
@@ -73,6 +79,7 @@ def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
     replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
     trace = Trace()
     trace.initial = _kept(plan, [_weights(one) for one in replicas])
+    rule.begin([{p.name: p.tensor.detach() for p in one.held} for one in replicas])
     for step in range(1, steps + 1):
         lr = schedule.learning_rate(config.optimizer, step, steps)
         _step(rule, replicas, plan, step, lr, trace)

@@ -1,0 +1,74 @@
+"""ZeRO stage 2 (Rajbhandari et al. 2020): as stage 1, and every rank of dp keeps only its part of the gradients.
+
+So gradients are reduced in every backward pass, not once a step: with m microbatches m times zero1's volume for them,
+the price of never holding whole gradients (under pipelines too, where m is large). Schedules that compute weight
+gradients apart from backward (zero bubble) leave whole gradients until they are done: there it is stage 1's traffic
+and memory.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.ways import Request
+from parallelrun.train.parameters import HeldParameter, held_parameters
+
+from .. import buckets
+from ..fsdp.plan import ZERO_BUBBLE
+from ..sharding import check_splits
+from ..zero1 import plan as zero1
+
+
+class Way(zero1.Way):
+    """Weights are whole on every rank of dp; gradients, optimizer state and the update are split."""
+
+    def check(self, request: Request) -> list[Problem]:
+        return check_splits(request, "zero2")
+
+    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+        """Shards; whole under schedules whose gradients come after them."""
+        return tensor_layout if plan.pipeline.kind in ZERO_BUBBLE else self.state_layout(tensor_layout, plan)
+
+    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""
+        out = []
+        held, degree = held_parameters(plan, position), plan.mesh.size("dp")
+        if degree > 1:
+            trained = [parameter for parameter in held if not parameter.spec.frozen]
+            filled = stage_buckets(trained, buckets.local_shapes(trained, coordinate, plan), plan)
+            num_buckets = sum(len(of_stage) for of_stage in filled)
+            shapes = buckets.local_shapes(trained, coordinate, plan)
+            numel = sum(buckets.padded_numel(shape, degree) for shape in shapes)
+            payload, passes = buckets.reduce_bytes(plan) * numel, reductions(plan)
+            out.append(Collective("dp", "reduce_scatter", "gradients", passes * num_buckets, passes * payload))
+            out.append(Collective("dp", "all_gather", "parameters", num_buckets, payload))
+        layouts = [(parameter, self.state_layout(parameter.layout, plan)) for parameter in held]
+        return out + buckets.final_collectives(layouts, coordinate, plan)
+
+
+def reductions(plan: Plan) -> int:
+    """How often a step reduces every bucket of gradients."""
+    return 1 if plan.pipeline.kind in ZERO_BUBBLE else plan.batch.microbatches
+
+
+def stage_buckets(
+    trained: list[HeldParameter], shapes: list[tuple[int, ...]], plan: Plan
+) -> list[list[tuple[int, ...]]]:
+    """Indices of `trained` in buckets, per stage of a rank, the last stage first.
+
+    No bucket spans two stages: their backward passes alternate, and a bucket is reduced once in each pass.
+    """
+    degree = plan.mesh.size("dp")
+    sizes = [
+        (buckets.padded_numel(shape, degree) if degree > 1 else prod(shape)) * buckets.reduce_bytes(plan)
+        for shape in shapes
+    ]
+    filled = []
+    for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
+        own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
+        inside = buckets.fill([sizes[index] for index in own], plan.data.bucket_bytes)
+        filled.append([tuple(own[place] for place in bucket) for bucket in inside])
+    return filled

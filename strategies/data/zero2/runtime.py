@@ -1,0 +1,231 @@
+"""zero2 at run time: every backward pass reduces its gradients into this rank's shards, and lets the whole ones go.
+
+What is held of gradients is the shards, two buckets on their way, and what backward has not yet filled a bucket with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun import comm, torch_private
+from parallelrun.layout import chunk_range
+from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.plan.structure import Plan
+from parallelrun.train.parameters import LocalParameter
+
+from ..fsdp.plan import ZERO_BUBBLE
+from ..local import LocalRuntime, Pair, frozen, match, trained
+from ..zero1.runtime import Chunk, shard
+from .plan import reductions, stage_buckets
+
+__all__ = ["attach", "shard"]
+
+UNDER_WAY = 2  # buckets whose reduction is not waited for yet: one is sent while the next one fills
+
+
+def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
+    """The DataRuntime over materialised weights."""
+    pairs = match(parts, plan, mesh)
+    return Zero2Runtime(pairs, plan, mesh.group("dp")) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
+
+
+class Bucket:
+    """Weights that are reduced and gathered together. gradients: this rank's shards, padded and flat."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], group: Group):
+        self.weights, self._group = list(weights), group
+        self._rows = [-(-weight.shape[0] // group.size) for weight in weights]
+        widths = [rows * prod(weight.shape[1:]) for rows, weight in zip(self._rows, weights)]
+        self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
+        self.gradients = torch.zeros(self._starts[-1], dtype=weights[0].dtype, device=weights[0].device)
+        self.num_arrived = 0
+        mine = [chunk_range(weight.shape[0], group.size, group.index) for weight in weights]
+        self.mine = [weight.detach()[start:stop] for weight, (start, stop) in zip(weights, mine)]
+        self.shards = [
+            self.gradients[start : start + part.numel()].view(part.shape)
+            for start, part in zip(self._starts, self.mine)
+        ]
+
+    def chunks(self, buffer: Tensor) -> list[Chunk]:
+        """Where each weight's chunks lie in a full-size buffer: row r holds chunk r of every weight."""
+        rows = buffer.view(self._group.size, -1)
+        return [
+            Chunk(weight, rows[:, start:stop].unflatten(1, (num_rows, *weight.shape[1:])), mine, gradient)
+            for weight, num_rows, start, stop, mine, gradient in zip(
+                self.weights, self._rows, self._starts, self._starts[1:], self.mine, self.shards
+            )
+        ]
+
+    def reduce(self, first: bool) -> Callable[[], None]:
+        """Start summing what backward has left over dp, and let it go. What is returned waits, and adds the sum to the
+        shards (on the `first` pass of a step: overwrites them). What backward did not reach is zero."""
+        buffer = self.gradients.new_zeros(self._group.size * self.gradients.numel())
+        pairs = [
+            pair
+            for chunk in self.chunks(buffer)
+            if chunk.weight.grad is not None
+            for pair in chunk.pieces(chunk.weight.grad)
+        ]
+        with torch.no_grad():
+            torch_private.copy_all([place for place, _ in pairs], [part for _, part in pairs])
+        for weight in self.weights:
+            weight.grad = None
+        total = self.gradients if first else torch.empty_like(self.gradients)
+        work = comm.reduce_scatter_into(total, buffer, self._group, "gradients", async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            if not first:
+                self.gradients.add_(total)
+
+        return finish
+
+    def gather(self) -> Callable[[], None]:
+        """Start sharing this rank's updated chunks; what is returned waits and puts everyone's into the weights."""
+        row = torch.zeros_like(self.gradients)
+        for start, part in zip(self._starts, self.mine):
+            row[start : start + part.numel()].copy_(part.flatten())
+        buffer = row.new_empty(self._group.size * row.numel())
+        work = comm.all_gather_into(buffer, row, self._group, "parameters", async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            for chunk in self.chunks(buffer):
+                for region, part in chunk.pieces(chunk.weight.detach()):
+                    part.copy_(region)
+
+        return finish
+
+
+class UnderWay:
+    """Exchanges that have been started; at most UNDER_WAY, so that no more buffers than that live."""
+
+    def __init__(self) -> None:
+        self._finish: deque[Callable[[], None]] = deque()
+
+    def start(self, start: Callable[[], Callable[[], None]]) -> None:
+        """Start one more, after waiting for the oldest where there are enough."""
+        if len(self._finish) == UNDER_WAY:
+            self._finish.popleft()()
+        self._finish.append(start())
+
+    def wait(self) -> None:
+        """Until none is left."""
+        while self._finish:
+            self._finish.popleft()()
+
+
+class StageReducer:
+    """The buckets of one stage, reduced in order once in every backward pass, each when all its gradients are there.
+
+    The order (pass by pass, bucket by bucket) is the same on every rank whatever order autograd runs in. The passes of
+    two stages of a rank come in the schedule's order, which is that of all replicas.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], under_way: UnderWay, plan: Plan):
+        self.buckets = list(buckets)
+        self._under_way = under_way
+        self._num_reductions = reductions(plan) * len(self.buckets)
+        self._num_started = 0
+        self._armed = False
+        if plan.pipeline.kind not in ZERO_BUBBLE:
+            for bucket in self.buckets:
+                hook = self._hook(bucket)
+                for weight in bucket.weights:
+                    weight.register_post_accumulate_grad_hook(hook)
+
+    def begin_step(self) -> None:
+        """Forget the last step; the next backward passes are counted."""
+        self._num_started = 0
+        self._armed = True
+        for bucket in self.buckets:
+            bucket.num_arrived = 0
+            for weight in bucket.weights:
+                weight.grad = None
+
+    def finish(self) -> None:
+        """Start what is left: what passes have not filled."""
+        self._armed = False
+        while self._num_started < self._num_reductions:
+            self._start()
+
+    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        num_weights = len(bucket.weights)
+
+        def arrived(_: Tensor) -> None:
+            if self._armed:
+                bucket.num_arrived += 1
+                if bucket.num_arrived % num_weights == 0:
+                    self._start_full()
+
+        return arrived
+
+    def _start_full(self) -> None:
+        while self._num_started < self._num_reductions:
+            passed, index = divmod(self._num_started, len(self.buckets))
+            bucket = self.buckets[index]
+            if bucket.num_arrived < (passed + 1) * len(bucket.weights):
+                return
+            self._start()
+
+    def _start(self) -> None:
+        passed, index = divmod(self._num_started, len(self.buckets))
+        bucket = self.buckets[index]
+        self._num_started += 1
+        self._under_way.start(lambda: bucket.reduce(first=passed == 0))
+
+
+class Zero2Runtime(LocalRuntime):
+    """The optimizer updates this rank's chunks in place in the module's own weights."""
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
+        super().__init__(frozen(pairs))
+        pairs = trained(pairs)
+        held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
+        filled = stage_buckets(held, [tuple(weight.shape) for weight in weights], plan)
+        self._under_way = UnderWay()
+        self._reducers = []
+        self.parameters: list[LocalParameter] = []
+        shards: dict[int, tuple[Tensor, Tensor]] = {}
+        for of_stage in filled:
+            buckets = [Bucket([weights[index] for index in bucket], group) for bucket in of_stage]
+            self._reducers.append(StageReducer(buckets, self._under_way, plan))
+            for indices, bucket in zip(of_stage, buckets):
+                shards.update(zip(indices, zip(bucket.mine, bucket.shards)))
+        self._shards = [shards[index] for index in range(len(held))]
+        self.parameters = [
+            LocalParameter(one.name, mine, one.spec, one.layout.split(0, "dp"), one.shared)
+            for one, (mine, _) in zip(held, self._shards)
+        ]
+        self.flat_gradients = [bucket.gradients for bucket in self._buckets]
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for reducer in self._reducers for bucket in reducer.buckets]
+
+    def begin_step(self) -> None:
+        """Gradients are empty and backward passes are counted."""
+        for mine, _ in self._shards:
+            mine.grad = None
+        for reducer in self._reducers:
+            reducer.begin_step()
+
+    def finish_gradients(self) -> None:
+        """Every chunk's gradient is its part of the sum over dp."""
+        for reducer in self._reducers:
+            reducer.finish()
+        self._under_way.wait()
+        for mine, gradient in self._shards:
+            mine.grad = gradient
+
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Every rank's updated chunks are in everyone's weights."""
+        for bucket in self._buckets:
+            self._under_way.start(bucket.gather)
+        self._under_way.wait()
