@@ -128,16 +128,32 @@ def _through_hydra(prepared: Any) -> _Caught:
     return caught
 
 
-def show_plan(plan: Any, config: Any, as_json: bool) -> None:
-    """Print a plan, for people or as one JSON document."""
+def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -> None:
+    """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep)."""
     from parallelrun.report import plan as report
 
+    found = report.facts(plan, config)
+    written = write_plot(plan, config, found, point)
     if as_json:
-        print_json(report.document(plan, config))
+        print_json(report.document(plan, config, found))
         return
     from rich.console import Console
 
-    report.show(plan, config, Console(emoji=False))  # with it, rich would look for :names: and load their table
+    report.show(plan, config, Console(emoji=False), found)  # emoji: rich would look for :names: and load their table
+    for path in written:
+        print(f"written: {path}")
+
+
+def write_plot(plan: Any, config: Any, found: Any, point: int | None = None) -> list[Path]:
+    """The files that `plot=NAME` asks for, each point of a sweep its own. Raises ConfigError, EnvironmentProblem."""
+    if config.plot is None:
+        return []
+    if found.data_axis is None:
+        what = f"plot={config.plot} draws what combining gradients costs, and one rank has none to combine"
+        raise ConfigError(Problem(what, "plot", "dp=2, or leave plot out"))
+    from parallelrun.report import data_axis
+
+    return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)
 
 
 def print_json(fields: dict[str, Any]) -> None:

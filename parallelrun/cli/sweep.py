@@ -153,14 +153,17 @@ def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> 
         return {"state": "skipped", "exit_code": EXIT_OK, "reason": "an earlier point failed (sweep.fail_fast)"}
     plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
     if sweep.line.verb == "plan":
+        from parallelrun.cli.compute import show_plan, write_plot
         from parallelrun.plan.compare import compare
         from parallelrun.report import layouts
         from parallelrun.report import plan as plan_report
 
         if sweep.line.json:
-            return {"state": "planned", "plan": plan_report.document(plan, composed.config)}
+            found = plan_report.facts(plan, composed.config)
+            write_plot(plan, composed.config, found, row["point"])
+            return {"state": "planned", "plan": plan_report.document(plan, composed.config, found)}
         _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-        _show_one(plan, composed.config)
+        show_plan(plan, composed.config, as_json=False, point=row["point"])
         return {"state": "planned", "layouts": layouts.sweep_row(compare(plan, composed.config))}
     return _run(composed, plan, row, sweep)
 
@@ -202,12 +205,6 @@ def _reasons(error: ConfigError) -> dict[str, Any]:
 def _say(sweep: _Sweep, text: str) -> None:
     if not sweep.line.json:
         print(text, flush=True)
-
-
-def _show_one(plan: Any, config: Any) -> None:
-    from parallelrun.cli.compute import show_plan
-
-    show_plan(plan, config, as_json=False)
 
 
 def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> None:

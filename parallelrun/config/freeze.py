@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
 # What does not change what a run computes: two configs that differ only here are the same point of a sweep.
-_VOLATILE = ("name", "runs", "ranks", "verb", "tracker", "sweep", "timeout_s")
+_VOLATILE = ("name", "runs", "ranks", "plot", "verb", "tracker", "sweep", "timeout_s")
 
 
 def freeze(config: Config, plan: Plan | None = None) -> str:
@@ -54,7 +54,7 @@ def identity(config: Config) -> str:
 
 
 def _filled(config: Config, plan: Plan) -> Config:
-    from parallelrun.plan import shorthands
+    from parallelrun.plan import sample_sets, shorthands
 
     folded, problems = shorthands.fold(config, frozenset())
     assert not problems, "only a config that was resolved is frozen with its plan"
@@ -67,6 +67,7 @@ def _filled(config: Config, plan: Plan) -> Config:
         replace(folded, **clear),
         strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan), data=_filled_data(folded, plan)),
         servers=None,
+        model=replace(folded.model, norm_samples=sample_sets.number(plan) or folded.model.norm_samples),
         dp=plan.mesh.size("dp"),
         tp=plan.mesh.size("tp"),
         pp=plan.mesh.size("pp"),

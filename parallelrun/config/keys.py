@@ -14,7 +14,8 @@ from parallelrun.config.schema import Config
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = frozenset({"path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "sweep.resume"}) | {
-    "sweep.directory"
+    "sweep.directory",
+    "plot",
 }
 # Open mappings of the schema: a user's own keys are allowed below them.
 MAPPINGS = ("model.roles", "model.arguments", "strategy.demo")

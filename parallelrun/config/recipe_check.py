@@ -190,7 +190,7 @@ class Check:
             problem = trap(key, value.value, where)
             if problem:
                 self.problems.append(problem)
-        if key.name in ("runs", "sweep.directory") and (
+        if key.name in ("runs", "sweep.directory", "plot") and (
             os.path.isabs(value.value) or value.value.startswith("~") or ".." in Path(value.value).parts
         ):
             self._refuse(f"{key.name}: a recipe may not write outside the working folder", key_node)

@@ -12,12 +12,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.plan import data_axis as axis
 from parallelrun.plan.data_axis import DataAxis, Point, Way
+from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart, terminal_plot
-from parallelrun.report.figures import bytes_text, digits, seconds_text
+from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
 
 LETTERS = {
     axis.RING: "r", axis.HALVING: "d", axis.TREES: "t", axis.HIERARCHICAL: "h", axis.OWN: "o", axis.SHARDED: "z",
@@ -171,11 +173,19 @@ def _ticks(found: DataAxis) -> tuple[float, ...]:
     return tuple(n for n in nodes if n & (n - 1) == 0 or n == found.nodes)
 
 
-def write(found: DataAxis, title: str, place: str) -> tuple[Path, Path]:
-    """NAME.svg and NAME.csv for `place` NAME (an ending .svg or .csv is left off). Raises EnvironmentProblem."""
+def title(plan: Plan, config: Config) -> str:
+    """What the picture is of."""
+    return f"{plan.spec.name}: {plan.preset} on cluster {config.cluster.name}, {degrees_text(plan.degrees)}"
+
+
+def write(found: DataAxis, title: str, place: str, point: int | None = None) -> list[Path]:
+    """NAME.svg and NAME.csv for `place` NAME (an ending .svg or .csv is left off); NAME-3 for a sweep's point 3.
+
+    Files of those names are replaced. Raises EnvironmentProblem."""
     path = Path(place).expanduser()
-    base = path.with_suffix("") if path.suffix in (".svg", ".csv") else path
-    picture, numbers = base.with_name(base.name + ".svg"), base.with_name(base.name + ".csv")
+    name = path.stem if path.suffix in (".svg", ".csv") else path.name
+    name += "" if point is None else f"-{point}"
+    picture, numbers = path.with_name(f"{name}.svg"), path.with_name(f"{name}.csv")
     try:
         write_text(picture, to_svg(found, title))
         write_text(numbers, to_csv(found))
@@ -184,4 +194,4 @@ def write(found: DataAxis, title: str, place: str) -> tuple[Path, Path]:
         raise EnvironmentProblem(
             Problem(what, "plot", "a name in a folder that exists and can be written to")
         ) from error
-    return picture, numbers
+    return [picture, numbers]
