@@ -9,7 +9,7 @@ travels on while the next one arrives and is added. On CUDA the rounds are enque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,9 +21,7 @@ from parallelrun import comm
 from parallelrun.mesh.runtime import Group
 
 from .jobs import Queue
-from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, table
-
-PIECE_BYTES = 2**20
+from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table
 
 # A thread or a stream belongs to its process group, and goes with it; callers only know the group.
 _queues: WeakKeyDictionary[dist.ProcessGroup, Queue] = WeakKeyDictionary()
@@ -53,17 +51,6 @@ def all_reduce(
         return started
     started.wait()
     return None
-
-
-def piece_elements(element_size: int) -> int:
-    """Elements of a piece of a message on gloo."""
-    return max(1, PIECE_BYTES // element_size)
-
-
-def pieces(message: Message, size: int) -> Iterator[Message]:
-    """The message in pieces of up to `size` elements, in order."""
-    for start in range(message.start, message.stop, size):
-        yield Message(message.peer, start, min(start + size, message.stop))
 
 
 def _on_thread(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:

@@ -6,7 +6,7 @@ it has all that it received in the rounds before. `runtime` executes the tables,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,6 +15,7 @@ RING, HALVING_DOUBLING, HIERARCHICAL, NATIVE = "ring", "halving_doubling", "hier
 ALGORITHMS = (NATIVE, RING, HALVING_DOUBLING, HIERARCHICAL)  # native: the backend's own, no table
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]
+PIECE_BYTES = 2**20  # on gloo a message goes in pieces of up to so many bytes
 
 
 class Message(NamedTuple):
@@ -58,6 +59,17 @@ def segments(start: int, stop: int, parts: int) -> tuple[Span, ...]:
     base, longer = divmod(stop - start, parts)
     edges = [start + i * base + min(i, longer) for i in range(parts + 1)]
     return tuple(pairwise(edges))
+
+
+def piece_elements(element_bytes: int) -> int:
+    """Elements of a full piece of a message on gloo."""
+    return max(1, PIECE_BYTES // element_bytes)
+
+
+def pieces(message: Message, limit: int) -> Iterator[Message]:
+    """The message in pieces of up to `limit` elements, in order."""
+    for start in range(message.start, message.stop, limit):
+        yield Message(message.peer, start, min(start + limit, message.stop))
 
 
 def _message(peer: int, span: Span) -> Message | None:

@@ -1,0 +1,91 @@
+"""What the tables of `steps` send, in closed form per rank, and over each link. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from parallelrun.plan.structure import Collective
+
+from .settings import Algorithm
+from .steps import HALVING_DOUBLING, NATIVE, RING, segments, table
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one rank in one all-reduce: messages it starts sending, elements in them, messages it receives."""
+
+    sends: int
+    elements: int
+    receives: int
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.sends + other.sends, self.elements + other.elements, self.receives + other.receives)
+
+
+def rows(
+    algorithm: Algorithm, size: int, index: int, numel: int, element_bytes: int, limit: int | None
+) -> list[Collective]:
+    """The rows of the account of one all-reduce over dp of `numel` gradients by member `index` of `size`.
+
+    limit: elements of a piece of a message; None: messages are sent whole.
+    """
+    payload = numel * element_bytes
+    if algorithm.name == NATIVE:
+        return [Collective("dp", "all_reduce", "gradients", 1, payload)]
+    found = counts(algorithm, size, index, numel, limit)
+    return [
+        Collective("dp", "send", "gradients", found.sends, found.elements * element_bytes),
+        Collective("dp", "recv", "gradients", found.receives, 0),
+    ]
+
+
+def counts(algorithm: Algorithm, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
+    """What member `index` of `size` sends and receives for a tensor of `numel` elements."""
+    if algorithm.name == RING:
+        return _of_ring(size, index, numel, limit)
+    if algorithm.name == HALVING_DOUBLING:
+        return _of_table(algorithm, size, index, numel, limit)  # 2 log2(n) rounds: nothing is shorter than counting
+    group, place = divmod(index, algorithm.group_size)
+    start, stop = segments(0, numel, algorithm.group_size)[(place + 1) % algorithm.group_size]
+    inside = _of_ring(algorithm.group_size, place, numel, limit)
+    return inside + _of_ring(size // algorithm.group_size, group, stop - start, limit)
+
+
+def _of_ring(size: int, index: int, numel: int, limit: int | None) -> Counts:
+    """Two rounds of the ring of all segments, without the one that is received or sent last in each phase."""
+    base, num_longer = divmod(numel, size)
+
+    def length(segment: int) -> int:
+        return base + (segment % size < num_longer)
+
+    def num_messages(segment: int) -> int:
+        return _num_pieces(length(segment), limit)
+
+    twice = 2 * (num_longer * _num_pieces(base + 1, limit) + (size - num_longer) * _num_pieces(base, limit))
+    return Counts(
+        twice - num_messages(index + 1) - num_messages(index + 2),
+        2 * numel - length(index + 1) - length(index + 2),
+        twice - num_messages(index) - num_messages(index + 1),
+    )
+
+
+def _num_pieces(numel: int, limit: int | None) -> int:
+    return -(-numel // (limit or max(1, numel)))
+
+
+def _of_table(algorithm: Algorithm, size: int, index: int, numel: int, limit: int | None) -> Counts:
+    rounds = table(algorithm.name, size, index, numel, algorithm.group_size)
+    sent = [one.send.numel for one in rounds if one.send]
+    received = [one.receive.numel for one in rounds if one.receive]
+    return Counts(sum(_num_pieces(n, limit) for n in sent), sum(sent), sum(_num_pieces(n, limit) for n in received))
+
+
+def links(algorithm: Algorithm, size: int, numel: int) -> dict[tuple[int, int], int]:
+    """Elements that go from one member to another in one all-reduce: (from, to) -> how many, where there are any."""
+    found: Counter[tuple[int, int]] = Counter()
+    for index in range(size):
+        for one in table(algorithm.name, size, index, numel, algorithm.group_size):
+            if one.send:
+                found[index, one.send.peer] += one.send.numel
+    return dict(sorted(found.items()))

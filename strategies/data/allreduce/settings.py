@@ -1,0 +1,71 @@
+"""Which all-reduce a data way sums with: `strategy.data.algorithm` and `group_size`. Torch-free.
+
+For any way that reduces whole gradients: its settings keep an `Algorithm`, its `reads` takes KEYS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallelrun.errors import Problem
+from parallelrun.plan.names import divisors, either, nearest, one_of
+from parallelrun.plan.ways import Request
+
+from .steps import ALGORITHMS, HIERARCHICAL, NATIVE
+
+KEYS = ("algorithm", "group_size")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """name: native (the backend's own) | ring | halving_doubling | hierarchical. group_size: of hierarchical, how many
+    consecutive members of dp make an inner group; else 1."""
+
+    name: str = NATIVE
+    group_size: int = 1
+
+
+def of(request: Request, default: str) -> Algorithm:
+    """The Algorithm that a request without violations asks for."""
+    name = request.config.strategy.data.algorithm or default
+    return Algorithm(name, _group_size(request) if name == HIERARCHICAL else 1)
+
+
+def check(request: Request, default: str) -> list[Problem]:
+    """Unknown algorithms, groups that do not make up dp."""
+    data = request.config.strategy.data
+    name, where = data.algorithm or default, "strategy.data.group_size"
+    found = one_of("strategy.data.algorithm", name, ALGORITHMS)
+    if found:
+        return found
+    if name != HIERARCHICAL:
+        if data.group_size is None:
+            return []
+        what = f"{where}={data.group_size} is read by algorithm=hierarchical only"
+        return [Problem(what, where, "strategy.data.algorithm=hierarchical", kind="unread")]
+    size = _group_size(request)
+    if size < 1 or request.dp % size == 0:  # a size below 1 is told by the rules
+        return []
+    source = "" if data.group_size is not None else f" (cluster.gpus_per_node / tp={request.tp})"
+    what = f"inner groups of {size}{source} do not make up dp={request.dp}"
+    return [Problem(what, where, either(where, nearest(size, divisors(request.dp))), kind="arithmetic")]
+
+
+def filled(request: Request, default: str) -> tuple[str, ...]:
+    """Where the size of the inner groups comes from, if nobody gave it."""
+    data = request.config.strategy.data
+    if (data.algorithm or default) != HIERARCHICAL or data.group_size is not None or request.dp == 1:
+        return ()
+    reason = "the ranks of dp in a host" if request.config.cluster.gpus_per_node else "cluster.gpus_per_node is not set"
+    return (f"group_size={_group_size(request)} (filled: dp {request.dp}, {reason})",)
+
+
+def _group_size(request: Request) -> int:
+    """As given; else the members of dp that share a host; where hosts are unknown the divisor of dp next to its root,
+    with which a rank has the fewest rounds."""
+    asked, per_node = request.config.strategy.data.group_size, request.config.cluster.gpus_per_node
+    if asked is not None:
+        return asked
+    if per_node is not None:
+        return min(request.dp, max(1, per_node // request.tp))
+    return min(divisors(request.dp), key=lambda size: (size + request.dp // size, size))

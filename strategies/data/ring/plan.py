@@ -1,0 +1,61 @@
+"""Data parallel with a written-out all-reduce (Gibiansky 2017; Sergeev and Del Balso 2018): ddp but for how it sums."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from parallelrun.errors import Problem
+from parallelrun.plan.account import merge
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.ways import Request
+
+from ..allreduce import counts
+from ..allreduce import settings as allreduce
+from ..allreduce.steps import RING, piece_elements
+from ..compression import settings as compression
+from ..compression.settings import Message
+from ..ddp import plan as ddp
+from .settings import RingWay
+
+
+class Way(ddp.Way):
+    """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
+
+    reads = (*ddp.Way.reads, *allreduce.KEYS)
+
+    def check(self, request: Request) -> list[Problem]:
+        return super().check(request) + allreduce.check(request, RING)
+
+    def settle(self, request: Request) -> RingWay:
+        data = request.config.strategy.data
+        return RingWay(
+            data.kind,
+            bucket_bytes=int(data.bucket_mb * 2**20),
+            compression=compression.of(request.config),
+            algorithm=allreduce.of(request, RING),
+        )
+
+    def filled(self, request: Request) -> tuple[str, ...]:
+        """Sentences on what this way filled in."""
+        return allreduce.filled(request, RING)
+
+    def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
+        """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
+        sums = Counter(ddp.bucket_messages(position, coordinate, plan))
+        alike: dict[tuple[Collective, ...], list[int]] = defaultdict(list)
+        for index in range(plan.mesh.size("dp")):
+            rows = [
+                replace(row, calls=times * row.calls, payload_bytes=times * row.payload_bytes)
+                for message, times in sums.items()
+                for row in self.rows_of_sum(message, {"dp": index}, plan)
+            ]
+            alike[tuple(merge(rows))].append(index)
+        return [(same[0], len(same)) for same in alike.values()]
+
+    def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """The messages of one sum over dp."""
+        assert isinstance(plan.data, RingWay)
+        size, index = plan.mesh.size("dp"), coordinate["dp"]
+        limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
+        return counts.rows(plan.data.algorithm, size, index, message.numel, message.element_bytes, limit)
