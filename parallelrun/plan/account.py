@@ -16,7 +16,7 @@ from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec
 from parallelrun.plan import sample_sets
 from parallelrun.plan.resolve import Ways, ways_of
-from parallelrun.plan.structure import CONTROL_ELEMENTS, Collective, Memory, Plan
+from parallelrun.plan.structure import CONTROL_ELEMENTS, SYNC, Collective, Memory, Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
@@ -53,8 +53,15 @@ def group_size(plan: Plan, axis: str) -> int:
     return prod(plan.mesh.size(part) for part in axis.split("+"))
 
 
+def steps_between(plan: Plan, purpose: str) -> int:
+    """Every how many steps rows of a purpose are sent: 1, but for what independent replicas tell each other."""
+    return plan.data.sync_every if purpose == SYNC else 1
+
+
 def collectives(plan: Plan, rank: int) -> list[Collective]:
     """Everything `rank` sends in one steady training step, by axis, operation and purpose; control traffic apart.
+
+    The step is one that sends all that is ever sent (`DataWay.full_step`); `steps_between` says how rare a row is.
 
     The ways' own rows (the data way's include the sums over partial axes and of tied copies, which are sized by its
     shards) and one all-reduce of the control numbers. Where there are servers, these agree with each worker instead.
@@ -103,6 +110,7 @@ def memory(plan: Plan, rank: int) -> Memory:
         return ways.data.server_memory(rank - plan.num_workers, plan)
     place = plan.mesh.coordinate(rank)
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
+    num_states = plan.optimizer_states + getattr(ways.data, "kept_states", 0)  # diloco: its outer optimizer's
     weights = gradients = states = 0
     for held in held_parameters(plan, place["pp"]):
         for_weight = ways.data.weight_layout(held.layout, plan)
@@ -112,7 +120,7 @@ def memory(plan: Plan, rank: int) -> Memory:
         if held.spec.frozen:
             continue
         gradients += _numel(held, for_gradient, plan, place) * reduce
-        states += 0 if plan.servers else _numel(held, for_state, plan, place) * stored * plan.optimizer_states
+        states += 0 if plan.servers else _numel(held, for_state, plan, place) * stored * num_states
     gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
     gathered = gather(place["pp"], place, plan) if gather else 0
     return Memory(weights + gathered, gradients, states, _activation_bytes(plan, place["pp"], ways), LEAVES_OUT)
@@ -199,7 +207,7 @@ def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[i
 
 @dataclass(frozen=True)
 class Traffic:
-    """One row of the account: what the busiest rank sends and what all ranks together send."""
+    """One row of the account: what the busiest rank sends and what all ranks together send, in one step of `every`."""
 
     axis: str
     operation: str
@@ -211,14 +219,15 @@ class Traffic:
     total_calls: int
     total_payload_bytes: int
     total_wire_bytes: int
+    every: int = 1
 
 
 def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
     """(the rank that must send most, a row per axis, operation and purpose)."""
     per_class = [(rank, num_ranks, collectives(plan, rank)) for rank, num_ranks in rank_classes(plan)]
 
-    def sends(rows: list[Collective]) -> int:
-        return sum(wire_bytes(row, group_size(plan, row.axis)) for row in rows)
+    def sends(rows: list[Collective]) -> float:
+        return sum(wire_bytes(row, group_size(plan, row.axis)) / steps_between(plan, row.purpose) for row in rows)
 
     busiest, _, busiest_rows = max(per_class, key=lambda item: sends(item[2]))
     own = {(row.axis, row.operation, row.purpose): row for row in busiest_rows}
@@ -233,7 +242,8 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
     for key in sorted(totals):
         row = own.get(key, Collective(*key, calls=0, payload_bytes=0))
         size = group_size(plan, row.axis)
-        table.append(Traffic(*key, size, row.calls, row.payload_bytes, wire_bytes(row, size), *totals[key]))
+        sent = row.calls, row.payload_bytes, wire_bytes(row, size)
+        table.append(Traffic(*key, size, *sent, *totals[key], every=steps_between(plan, row.purpose)))
     return busiest, tuple(table)
 
 
@@ -293,7 +303,8 @@ def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ..
         rate = cluster.intra_gb_s if stays_in_node(plan, cluster, row.axis) else cluster.inter_gb_s
         if row.calls and not rate:
             return None
-        seconds += row.wire_bytes / ((rate or 1) * 1e9) + row.calls * (cluster.latency_us or 0.0) * 1e-6
+        one_step = row.wire_bytes / ((rate or 1) * 1e9) + row.calls * (cluster.latency_us or 0.0) * 1e-6
+        seconds += one_step / row.every
     return seconds
 
 

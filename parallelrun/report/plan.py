@@ -236,14 +236,18 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
         table.add_row(
             f"{row.axis} ({row.group_size})",
             row.operation,
-            row.purpose,
+            row.purpose if row.every == 1 else f"{row.purpose} (every {row.every} steps)",
             f"{row.calls:,}",
             bytes_text(row.payload_bytes),
             bytes_text(row.wire_bytes),
             bytes_text(row.total_wire_bytes),
         )
-    total = sum(row.wire_bytes for row in rows), sum(row.total_wire_bytes for row in rows)
-    table.add_row("sum", "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
+    total = (
+        round(sum(row.wire_bytes / row.every for row in rows)),
+        round(sum(row.total_wire_bytes / row.every for row in rows)),
+    )
+    mean = "mean of a step" if any(row.every > 1 for row in rows) else "sum"
+    table.add_row(mean, "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
     control = next(row for row in found.traffic if row.purpose == account.CONTROL and row.operation != "recv")
     if plan.role(found.busiest_rank) == "server":
         where = "a server, in a step of every worker"

@@ -100,6 +100,7 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     Receives are left out: their bytes are counted at the sender.
     """
     merged: dict[tuple[str, str, str], list[float]] = {}
+    every = {row["purpose"]: row.get("every", 1) for row in rows}  # 1: in each step
     for row in rows:
         if row["operation"] != "recv":
             total = merged.setdefault((row["axis"], row["operation"], row["purpose"]), [0, 0, 0, 0, 0])
@@ -112,7 +113,8 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     for heading in ("axis", "operation", "purpose", "calls", "payload", "wire"):
         table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left", no_wrap=True)
     for (axis, operation, purpose), (calls, said, payload, foretold, wire) in sorted(merged.items()):
-        table.add_row(axis, operation, purpose, f"{calls:,}", bytes_text(payload), bytes_text(wire))
+        rare = f" (every {every[purpose]} steps)" if every[purpose] > 1 else ""
+        table.add_row(axis, operation, purpose + rare, f"{calls:,}", bytes_text(payload), bytes_text(wire))
         if calls != said or payload != foretold:
             table.add_row("", "", "[red]predicted[/]", f"[red]{said:,}[/]", f"[red]{bytes_text(foretold)}[/]", "")
     return Group(Text(title, style="green" if exact else "red"), table)  # a table's own title wraps at its width

@@ -42,6 +42,7 @@ class StepRecord:
     val_loss: float | None
     loss_scale: float
     times: StepTimes
+    val_top1: float | None = None
 
 
 class Recorder:
@@ -84,6 +85,8 @@ class Recorder:
             row["loss_scale"] = record.loss_scale
         if record.val_loss is not None:
             row["val_loss"] = record.val_loss
+        if record.val_top1 is not None:
+            row["val_top1"] = record.val_top1
         self._append(row)
         if self._tracker:
             self._tracker.log(record.step, row)
@@ -125,6 +128,7 @@ class Recorder:
         median = statistics.median(times) if times else None
         tokens = plan.batch.global_batch * plan.spec.targets_per_sample
         val = [r.val_loss for r in self._records if r.val_loss is not None]
+        top1 = [r.val_top1 for r in self._records if r.val_top1 is not None]
         return {
             "schema": 1,
             "state": state,
@@ -152,14 +156,21 @@ class Recorder:
             "loss": self._records[-1].loss if self._records else None,
             "first_val_loss": val[0] if val else None,
             "val_loss": val[-1] if val else None,
+            "first_val_top1": top1[0] if top1 else None,
+            "val_top1": top1[-1] if top1 else None,
             "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
-            "payload_bytes_per_step": sum(row["payload_bytes"] for row in rows),
-            "wire_bytes_per_step": sum(row["wire_bytes"] for row in rows),
+            "payload_bytes_per_step": self._per_step("payload_bytes", rows),
+            "wire_bytes_per_step": self._per_step("wire_bytes", rows),
             "communication_as_predicted": all(_as_predicted(row) for row in rows) if rows else None,
             "bubble_predicted": simulate.of_plan(plan, ways_of(plan).pipeline).bubble_of_total,
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
         }
+
+    def _per_step(self, key: str, rows: list[dict]) -> int:
+        """Bytes of all ranks in one step, on average where some are sent in every H-th step only."""
+        plan = self._training.plan
+        return round(sum(row[key] / account.steps_between(plan, row["purpose"]) for row in rows))
 
 
 def _timed(records: Iterable[StepRecord]) -> list[StepRecord]:
@@ -208,6 +219,7 @@ def communication_rows(measured: list[list[dict]], training: Training) -> list[d
                     "calls": was.calls if was else 0,
                     "payload_bytes": was.payload_bytes if was else 0,
                     "wire_bytes": account.wire_bytes(was, account.group_size(plan, axis)) if was else 0,
+                    "every": account.steps_between(plan, purpose),
                     "predicted_calls": said.calls if said else 0,
                     "predicted_payload_bytes": said.payload_bytes if said else 0,
                 }

@@ -16,6 +16,11 @@ class IndependentWay(DataWay):
     steps: int = 1
 
     @property
+    def detail(self) -> str:
+        """How often replicas meet."""
+        return f"replicas meet every {self.sync_every} steps and after the last"
+
+    @property
     def independent(self) -> bool:
         """Always."""
         return True
