@@ -37,6 +37,7 @@ from parallelrun.errors import (
     Problem,
 )
 from parallelrun.records import append_jsonl, document
+from parallelrun.report import comparison
 from parallelrun.report import sweep as report
 
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
@@ -78,6 +79,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         elif rows:
             report.write_csv(directory)
             report.show(directory)
+            for path in comparison.write(directory):
+                print(f"comparison: {path}", flush=True)
     if stopped:
         print(f"parallelrun: stopped; go on with sweep.resume={directory}", file=sys.stderr)
         return stopped

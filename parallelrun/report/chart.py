@@ -16,7 +16,7 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross")
 WIDTH, HEIGHT = 430, 300  # of one panel, in pixels, its labels included
 LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46  # of a panel around its plot
-LEGEND_ROW, MOST_MARKERS, MOST_TICKS = 18, 12, 6
+LEGEND_ROW, MOST_MARKERS, MOST_TICKS = 18, 16, 6
 INK, GRID = "#1a202c", "#e2e8f0"
 
 
@@ -32,12 +32,14 @@ class Line:
 @dataclass(frozen=True)
 class Axis:
     """label, how a number is written on it, and whether its steps are factors. On such an axis numbers of 0 or less lie
-    at its lower end. ticks: where to write numbers; empty: where they are round."""
+    at its lower end. ticks: where to write numbers; empty: where they are round. from_zero: an axis of
+    even steps begins at 0."""
 
     label: str
     text: Callable[[float], str]
     log: bool = False
     ticks: tuple[float, ...] = ()
+    from_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _scale(axis: Axis, values: Sequence[float], start: float, stop: float, spare
             low, high = low / 2, high * 2
         grow = (high / low) ** spare
         return _Scale(axis, low / grow, high * grow, start, stop)
+    low = min(low, 0.0) if axis.from_zero else low
     if high - low <= 1e-12 * max(1.0, abs(high)):
         low, high = low - 0.5, high + 0.5
     return _Scale(axis, low - spare * (high - low), high + spare * (high - low), start, stop)

@@ -83,12 +83,9 @@ def _best(found: DataAxis) -> list[Text]:
         f"{best.share_overlapped:.2f} with full overlap: {_split(best.workers_overlapped, found)} "
         f"(r = 2D/(B x compute) = {digits(best.ratio)})"
     )
-    point = max(
-        (way.here for way in found.ways if way.here and way.here.samples_per_s),
-        key=_rate,
-    )
-    fastest = next(way for way in found.ways if way.here is point)
-    return [Text(text), Text(f"most samples a second without overlap: {fastest.label}")]
+    equal = [(_rate(way.here), way.label) for way in found.ways if way.here and way.name != axis.HELPED]
+    rate, fastest = max(equal, key=lambda entry: entry[0])
+    return [Text(text), Text(f"most samples a second on equal nodes, without overlap: {fastest} ({digits(rate)})")]
 
 
 def _split(workers: int, found: DataAxis) -> str:
