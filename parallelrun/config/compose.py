@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from parallelrun.config import recipes
+from parallelrun.config import presets, recipes
 from parallelrun.config.keys import nearest
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, DatasetConfig
 from parallelrun.errors import ConfigError, Problem
 
 _SWEEP = re.compile(r"^(choice|glob|sort|shuffle)\(|[*?]")
@@ -131,7 +131,7 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
     recipe = HydraConfig.get().runtime.choices.get("recipe")
     given |= prepared.recipe_keys.get(str(recipe), frozenset())
-    config, given = _fold_path(config, given)
+    config, given = _fold_path(_with_own_dataset(config, given), given)
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
 
 
@@ -162,6 +162,17 @@ def _as_typed(text: str, shown: Mapping[str, str]) -> str:
     if key == "recipe":
         return f"recipe={shown.get(value, value)}"
     return f"{key.removeprefix('++')}={unquoted(value)}"
+
+
+def _with_own_dataset(config: Config, given: Set[str]) -> Config:
+    """The dataset that the model's preset names, where neither the user nor a recipe has chosen one."""
+    name = config.model.dataset
+    if name is None or "dataset" in given or "dataset.name" in given:
+        return config
+    own = {key: value for key, value in presets.values("dataset", name).items() if f"dataset.{key}" not in given}
+    kept = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
+    asked = {key: getattr(config.dataset, key) for key in kept}
+    return replace(config, dataset=replace(DatasetConfig(), **own, **asked))
 
 
 def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,12 +33,16 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (folder() / group).glob("*.yaml"))
 
 
+def values(group: str, name: str) -> dict[str, Any]:
+    """What a built-in option says."""
+    return yaml.safe_load((folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
 def described(group: str) -> list[Option]:
     """The options of a group with source and one-line description."""
     if group == "recipe":
         return [Option(file.name, file.description, file.source) for file in recipes.find().values()]
     found = []
     for name in options(group):
-        values = yaml.safe_load((folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
-        found.append(Option(name, values.get("description", ""), "built-in"))
+        found.append(Option(name, values(group, name).get("description", ""), "built-in"))
     return found

@@ -28,8 +28,9 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(input, target): token ids int64 of shape (seq,) each, or float32 features and one int64 class; a target
-        below 0 is ignored by the loss."""
+        """(input, target): token ids int64 of shape (seq,) each, or float32 features or an image (channels, height,
+        width) and one int64 class; a target below 0 is ignored by the loss. A split that augments has
+        `augmented(index, sample_id)` too, which training reads instead."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset, Split, require_samples
+from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
 from parallelrun.models.spec import ModelSpec
 
@@ -24,6 +25,10 @@ SUCCESSORS = (0.6, 0.2, 0.1, 0.1)
 NOISE = 0.05
 # A class is what a fixed random linear map of the features says; one label in twenty is drawn at random.
 _TRAIN, _VAL, _TABLE = 1, 2, 3
+# An image is the coarse pattern of its class plus noise, cut from one sheet of it: drawing it anew would be the slowest
+# part of a step.
+COARSE = 4
+SHEET = 2**20
 
 
 def vocab_size(config: Config) -> int:
@@ -31,15 +36,21 @@ def vocab_size(config: Config) -> int:
     return config.dataset.vocab or config.model.vocab or DEFAULT_VOCAB
 
 
+def image_shape(config: Config) -> tuple[int, int | None]:
+    """(channels, None): images of every size."""
+    return 3, None
+
+
 def open(config: Config, spec: ModelSpec) -> Dataset:
     """`dataset.samples` training samples and `val_fraction` as many again for validation, from `seed`.
 
     Token models get windows of a noisy Markov chain over the vocab, feature models get normal features with the class
-    of a noisy linear teacher. Raises EnvironmentProblem when there are fewer samples than a global batch.
+    of a noisy linear teacher, image models a coarse pattern per class under noise. Raises EnvironmentProblem when there
+    are fewer samples than a global batch.
     """
     vocab = min(vocab_size(config), spec.vocab - (spec.mask_token is not None))
     num_val = max(1, round(config.dataset.samples * config.dataset.val_fraction))
-    kind = Teacher if spec.kind == "features" else MarkovChain
+    kind = {"features": Teacher, "images": Pictures}.get(spec.kind, MarkovChain)
 
     def split(number: int, size: int) -> Split:
         return kind(config.seed, number, size, tuple(spec.sample_shape), vocab)
@@ -109,3 +120,20 @@ class Teacher(_Seeded):
         if generator.random() < NOISE:
             label = int(generator.integers(self.vocab))
         return features.astype(np.float32), np.array(label, dtype=np.int64)
+
+
+class Pictures(_Seeded):
+    """Images (channels, height, width): a coarse random pattern for each class, under noise as strong as itself."""
+
+    @cached_property
+    def noise(self) -> NDArray[np.float32]:
+        return self.generator(_TABLE, 1).standard_normal(max(SHEET, 2 * prod(self.shape)), dtype=np.float32)
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        self.check(index)
+        key = derive_key(self.seed, self.number, index)
+        label, size = key % self.vocab, prod(self.shape)
+        start = (key >> 16) % (self.noise.size - size)
+        pattern = self.generator(_TABLE, 2 + label).standard_normal((self.shape[0], COARSE, COARSE), dtype=np.float32)
+        image = resize(pattern, self.shape[1:]) + self.noise[start : start + size].reshape(self.shape)
+        return image, np.array(label, dtype=np.int64)

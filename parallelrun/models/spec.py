@@ -13,6 +13,8 @@ from math import prod
 
 from parallelrun.errors import Problem
 
+SAMPLE_SET_ROLE = "batch_norm"  # layer role of what takes statistics over a set of samples
+
 
 def too_small(sizes: dict[str, int]) -> list[Problem]:
     """A problem for each of the model's sizes (by key of `model`) that is below 1."""
@@ -87,7 +89,8 @@ class BlockSpec:
 
     kind: `embedding`, `transformer`, `head`, or a model's own word. forward_flops: for one sample. saved_elements: a
     model's own count of activation elements kept for backward per sample, outside the tensor ways' knowledge (filled
-    by models without role layers; None for transformer blocks, whose memory the tensor way computes).
+    by models without role layers; None for transformer blocks, whose memory the tensor way computes). input_shape: of
+    what it takes, for one sample, where that differs from block to block (images); None: the model's boundary_shape.
     """
 
     name: str
@@ -95,6 +98,7 @@ class BlockSpec:
     layers: tuple[LayerSpec, ...]
     forward_flops: float
     saved_elements: float | None = None
+    input_shape: tuple[int, ...] | None = None
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -112,7 +116,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models) or `features`.
+    """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models), `features` or `images`.
 
     sample_shape: shape of one input sample; boundary_shape: shape of what passes between blocks, for one sample
     (`(seq, hidden)` for gpt). targets_per_sample: loss terms a sample contributes (seq for gpt, 1 for a classifier).

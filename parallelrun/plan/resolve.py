@@ -11,7 +11,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, partition, rules, shorthands
+from parallelrun.plan import cluster_spec, partition, rules, sample_sets, shorthands
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
@@ -99,8 +99,13 @@ def _solve(
     stages, problems = _stages(config, spec, request, ways)
     if problems:
         return problems
+    sets, problems = sample_sets.settle(request, ways.data.settle(request))
+    if problems:
+        return problems
     notes = tuple(problem.what for problem in unread)
-    return _plan(config, request, ways, degrees, stages, notes)
+    plan = _plan(config, request, ways, degrees, stages, notes)
+    said = sample_sets.filled(config.model.norm_samples, sets)
+    return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
 
 
 def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem]) -> int:

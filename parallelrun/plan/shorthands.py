@@ -139,7 +139,7 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         "strategy.pipeline.kind": (pp == 1, "pp=2, or leave it out"),
         "strategy.pipeline.partition": (pp == 1, "pp=2, or leave it out"),
         "strategy.pipeline.split": (pp == 1, "pp=2, or leave it out"),
-        "dataset.path": (config.dataset.name in ("pystdlib", "synthetic"), "dataset=text"),
+        "dataset.path": (config.dataset.name in ("pystdlib", "synthetic", "digits"), "dataset=text"),
         "optimizer.momentum": (config.optimizer.name != "sgd", "optimizer=sgd"),
         "optimizer.betas": (config.optimizer.name != "adamw", "optimizer=adamw"),
         "optimizer.eps": (config.optimizer.name != "adamw", "optimizer=adamw"),

@@ -20,17 +20,20 @@ class Progress:
         self._console = Console(file=sys.stdout, highlight=False)
         self._last_plain = float("-inf")
         self._val_loss: float | None = None
+        self._val_top1: float | None = None
 
     def update(self, row: dict[str, Any]) -> None:
         """Show the row of metrics.jsonl just written."""
         if not self._enabled:
             return
         if "val_loss" in row:
-            self._val_loss = row["val_loss"]
+            self._val_loss, self._val_top1 = row["val_loss"], row.get("val_top1")
+        unit = "samples" if row.get("tokens") == row.get("samples", -1) else "tokens"
         text = (
             f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  loss {row['loss']:.4f}"
             + (f"  val_loss {self._val_loss:.4f}" if self._val_loss is not None else "")
-            + f"  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} tokens/s"
+            + (f"  val_top1 {self._val_top1:.1%}" if self._val_top1 is not None else "")
+            + f"  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} {unit}/s"
         )
         if self._console.is_terminal:
             done = int(20 * row["step"] / self._steps)

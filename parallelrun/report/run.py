@@ -51,12 +51,13 @@ def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Text:
     text = Text.assemble(
         ("loss      ", "bold"), f"{losses[0]:.4f} ", (sparkline(losses), "green"), f" {losses[-1]:.4f}"
     )
-    evaluated = [row["val_loss"] for row in metrics if "val_loss" in row]
-    if evaluated:
-        text.append("\nval_loss  ", "bold")
-        text.append(f"{evaluated[0]:.4f} ")
-        text.append(sparkline(evaluated), "cyan")
-        text.append(f" {evaluated[-1]:.4f}")
+    for name, form in (("val_loss", ".4f"), ("val_top1", ".1%")):
+        evaluated = [row[name] for row in metrics if name in row]
+        if evaluated:
+            text.append(f"\n{name}  ", "bold")
+            text.append(f"{evaluated[0]:{form}} ")
+            text.append(sparkline(evaluated), "cyan")
+            text.append(f" {evaluated[-1]:{form}}")
     text.append(
         f"\n{summary['steps']} steps of {summary['global_batch']} samples, {summary['parameters']:,} parameters"
     )
@@ -66,7 +67,7 @@ def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Text:
 def _speed(summary: dict[str, Any]) -> Text:
     median = summary["step_time_median_s"]
     text = Text.assemble(
-        ("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {summary['tokens_per_s']:,.0f} tokens/s"
+        ("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {_rate(summary)}"
     )
     text.append(_parts_of_a_step(summary))
     text.append(f"\nmemory    {bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")
@@ -77,6 +78,12 @@ def _speed(summary: dict[str, Any]) -> Text:
             f"\n          step time is no scaling measurement: {summary['world']} ranks on {cores} cores", "yellow"
         )
     return text
+
+
+def _rate(summary: dict[str, Any]) -> str:
+    """Tokens a second; samples where each has one target."""
+    tokens, samples = summary["tokens_per_s"], summary.get("samples_per_s")
+    return f"{samples:,.0f} samples/s" if samples == tokens else f"{tokens:,.0f} tokens/s"
 
 
 def _parts_of_a_step(summary: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ _COLUMNS = (
     ("world", "ranks"),
     ("loss", "loss"),
     ("val_loss", "val loss"),
+    ("val_top1", "top-1"),
     ("step_time_median_s", "step s"),
     ("median_s", "step s"),
     ("tokens_per_s", "tokens/s"),

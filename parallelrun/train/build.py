@@ -14,11 +14,13 @@ from parallelrun.data.order import Sampler
 from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
+from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.optimizer import Optimizer
 from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
+from parallelrun.train.statistics import RunningStatistics
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Training:
     eval_reader: Reader
     eval_batches: int
     dataset: Any
+    statistics: RunningStatistics  # of BatchNorm, brought up to date once a step
 
     @property
     def parameters(self) -> list[LocalParameter]:
@@ -77,6 +80,8 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     with torch.device("meta"):
         network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
     network.keep([name for stage in stages for name in stage.blocks])
+    if plan.sample_sets is not None:
+        give_sets(network, plan, mesh)
     registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
     recompute.apply(network, plan.recompute)
     if config.compile:
@@ -110,4 +115,5 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh),
         eval_batches=max(1, min(config.eval.batches, len(dataset.val) // size)),
         dataset=dataset,
+        statistics=RunningStatistics(parts, data.frozen, plan, mesh, config.model.norm_momentum),
     )

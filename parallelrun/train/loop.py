@@ -13,7 +13,7 @@ from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.recorder import Recorder, StepRecord
 from parallelrun.train.scaler import LossScaler
-from parallelrun.train.step import StepResult, evaluate, train_step
+from parallelrun.train.step import Evaluation, StepResult, measure, train_step
 from parallelrun.train.timing import StepClock
 
 MAX_SKIPS = 20
@@ -36,10 +36,11 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
             result = train_step(training, step, lr, scaler, context.stop_requested())
         skips = _check(training, result, scaler, step, skips)
         scaler.update(result.applied)
-        val_loss = _evaluate(training, context, step)
+        evaluation = _evaluate(training, context, step)
         recorder.step(
             StepRecord(step, result.loss, result.grad_norm, lr, result.applied, clock.seconds,
-                       time.perf_counter() - began, val_loss, scaler.scale, clock.times)
+                       time.perf_counter() - began, evaluation and evaluation.loss, scaler.scale, clock.times,
+                       evaluation and evaluation.top1)
         )  # fmt: skip
         checkpoints.after_step(step, result.stop)
         if result.stop:
@@ -49,13 +50,13 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     return EXIT_OK
 
 
-def _evaluate(training: Training, context: WorkerContext, step: int) -> float | None:
-    """Validation loss where it is due: every `eval.every` steps and after the last."""
+def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluation | None:
+    """Validation loss and accuracy where it is due: every `eval.every` steps and after the last."""
     config = training.config
     if step != config.steps and (config.eval.every == 0 or step % config.eval.every):
         return None
     context.heartbeat(step, "evaluate")
-    return evaluate(training)
+    return measure(training)
 
 
 def _check(training: Training, result: StepResult, scaler: LossScaler, step: int, skips: int) -> int:

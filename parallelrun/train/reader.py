@@ -23,6 +23,8 @@ class Reader:
 
     def __init__(self, split: Any, sampler: Sampler, plan: Plan, mesh: Mesh, replica: int | None = None):
         self._split = split
+        # splits that augment give each sample by its global number too: never the same twice, nor by the plan
+        self._sample = getattr(split, "augmented", None) or (lambda index, _: split.sample(index))
         self._sampler = sampler
         self._device = mesh.device
         self._replica = mesh.coordinate.get("dp", 0) if replica is None else replica
@@ -40,7 +42,7 @@ class Reader:
         indices, sample_ids = self._sampler.indices(step, start, start + self._size)
         inputs = targets = None
         if self._needs_inputs or self._needs_targets:
-            samples = [self._split.sample(int(index)) for index in indices]
+            samples = [self._sample(int(index), int(number)) for index, number in zip(indices, sample_ids)]
             inputs = self._tensor([sample[0] for sample in samples]) if self._needs_inputs else None
             targets = self._tensor([sample[1] for sample in samples]) if self._needs_targets else None
         ids = torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)).to(self._device)

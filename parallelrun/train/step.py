@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
+from parallelrun.mesh.runtime import WORLD
 from parallelrun.train import control
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
@@ -72,7 +73,14 @@ def train_step(
 
     observe: called between backward and clipping, with the final gradients in place (`verify` reads them there).
     """
-    loss_sum, num_valid = forward_backward(training, step, scaler.scale)
+    agreements: list[control.Agreement] = []
+
+    def agree_early(loss_sum: Tensor, num_valid: int) -> None:
+        """Where the norm need not be exchanged, the ranks wait for each other once a step instead of twice."""
+        if training.gradients.measured_alone:
+            agreements.append(_agree(training, loss_sum, num_valid, 0.0, stop))
+
+    loss_sum, num_valid = forward_backward(training, step, scaler.scale, agree_early)
     if observe:
         observe(training)
     squares = training.gradients.squared_norm()
@@ -85,24 +93,47 @@ def train_step(
         training.gradients.clip(own_norm, training.config.optimizer.clip, scaler.scale)
         training.optimizer.step(lr)
         training.data.finish_update()
+    training.statistics.finish_step(finite)
     training.data.after_step(step)
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean validation loss; of image classifiers the part of the images put in the right class, else None."""
+
+    loss: float
+    top1: float | None
+
+
 @torch.no_grad()
-def evaluate(training: Training) -> float:
-    """Mean validation loss over the first `eval_batches` global batches, under the same plan."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
-    num_valid = 0
+def measure(training: Training) -> Evaluation:
+    """Over the first `eval_batches` global batches of the validation split, under the same plan."""
+    training.statistics.share()
+    totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # of loss, right answers, valid targets
     for number in range(1, training.eval_batches + 1):
         batch = training.eval_reader.batch(number)
-        loss_sum += training.engine.evaluate(batch)
-        num_valid += count_valid(training, batch)[1]
-    return _agree(training, loss_sum, num_valid, 0.0, False).loss
+        found = training.engine.measure(batch)
+        num_valid = count_valid(training, batch)[1]
+        if training.counts_loss:
+            totals[:2] += found
+        if training.counts_targets:
+            totals[2] += num_valid
+    comm.all_reduce(totals, training.mesh.group(WORLD), "control")
+    loss_sum, num_right, num_valid = totals.tolist()
+    top1 = num_right / num_valid if training.plan.spec.kind == "images" else None
+    return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
 
 
-def _agree(training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool) -> control.Totals:
-    """The step's exchange, with every sample's loss and every target counted once."""
+def evaluate(training: Training) -> float:
+    """The mean validation loss of `measure`."""
+    return measure(training).loss
+
+
+def _agree(
+    training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool
+) -> control.Agreement:
+    """Start the step's exchange, with every sample's loss and every target counted once."""
     counted_loss = loss_sum if training.counts_loss else 0.0
     counted_valid = num_valid if training.counts_targets else 0
     return control.agree(counted_loss, counted_valid, squares, stop, training.mesh, training.plan.num_norms)

@@ -41,6 +41,10 @@ class AccumulationEngine:
         """The summed loss (fp64 scalar), without gradients."""
         return self._forward.loss_sum(batch)
 
+    def measure(self, batch: Batch) -> Tensor:
+        """See `ForwardPass.totals`."""
+        return self._forward.totals(batch)
+
 
 def prepare_for_split_backward(parts: list[Network]) -> None:
     """Make the parts fit for a schedule that goes through a stage's backward twice, for inputs and for weights.
@@ -104,6 +108,10 @@ class ScheduleEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The summed loss (fp64 scalar) on the last stage's rank, 0 elsewhere; without gradients."""
         return self._forward.loss_sum(batch)
+
+    def measure(self, batch: Batch) -> Tensor:
+        """See `ForwardPass.totals`."""
+        return self._forward.totals(batch)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         assert self._loss_of is not None, "only the last stage has a loss"

@@ -35,9 +35,14 @@ class ForwardPass:
         self._part_of = {stage.index: part for stage, part in zip(stages, parts, strict=True)}
         self._steps = self._plan_steps()
 
-    @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
         """The loss summed over the batch (fp64 scalar) on the last stage's rank, 0 elsewhere. Dropout is off."""
+        return self.totals(batch)[0]
+
+    @torch.no_grad()
+    def totals(self, batch: Batch) -> Tensor:
+        """fp64 (2,): the loss summed over the batch, and how many images were put in the right class (0 for other
+        models); on the last stage's rank, 0 elsewhere. Dropout is off."""
         was_training = {part: part.training for part in self._part_of.values()}
         for part in was_training:
             part.eval()
@@ -48,7 +53,7 @@ class ForwardPass:
                 part.train(training)
 
     def _run(self, batch: Batch) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
         last = len(self._plan.stages) - 1
         arrived: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
         outputs: dict[tuple[int, int], Tensor] = {}
@@ -68,7 +73,9 @@ class ForwardPass:
                 x = samples.inputs if step.stage == 0 else _wait(*arrived.pop((step.stage, step.microbatch)))
                 output = part(x, samples.sample_ids)
                 if step.stage == last:
-                    total += part.loss(output, samples.targets).double()
+                    total[0] += part.loss(output, samples.targets).double()
+                    if self._plan.spec.kind == "images":
+                        total[1] += (output.argmax(-1) == samples.targets).sum()
                 elif step.stage + 1 in self._part_of:
                     arrived[step.stage + 1, step.microbatch] = (output, None)
                 else:

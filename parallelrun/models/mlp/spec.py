@@ -1,6 +1,7 @@
 """What an mlp is made of. Torch-free; `network.py` is built to match it.
 
-On `dataset=synthetic` a sample is a vector of `hidden` features and the model says its class. On tokens each position
+On `dataset=synthetic` a sample is a vector of `hidden` features and the model says its class; on images the features
+are the pixels, so `hidden` must be their number (digits: 64). On tokens each position
 is embedded and predicts its next token alone, so what it can learn is how often tokens follow one another.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from math import sqrt
 
+from parallelrun import registry
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.gpt.spec import CHOICES, TIED, columns, expansions, ffn_size, norm, row
@@ -15,8 +17,8 @@ from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec
 
 
 def reads_tokens(config: Config) -> bool:
-    """Are the samples token ids, rather than features?"""
-    return config.dataset.name != "synthetic"
+    """Are the samples token ids, rather than features (of images: their pixels)?"""
+    return not hasattr(registry.load("datasets", config.dataset.name), "image_shape")
 
 
 def make(config: Config, vocab: int) -> ModelSpec:

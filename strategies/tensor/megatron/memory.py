@@ -19,6 +19,8 @@ Recompute `selective` leaves out what norms and activations give; `full` keeps a
 
 from __future__ import annotations
 
+from math import prod
+
 from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
@@ -40,11 +42,14 @@ from .traffic import overlaps, rows
 def saved_bytes(block: BlockSpec, plan: Plan) -> int:
     """Bytes on the rank that keeps most, for one microbatch of `block` under plan.recompute.
 
-    What a model without role layers says of itself (`saved_elements`) is taken instead where it has none.
+    What a model says of itself (`saved_elements`) is taken instead for images, and where it has no role layers.
     """
     compute = BYTES[plan.precision.compute]
-    if not any(layer.layer_role for layer in block.layers):
-        return round((block.saved_elements or 0) * plan.batch.micro_batch * compute)
+    if plan.spec.kind == "images" or not any(layer.layer_role for layer in block.layers):
+        kept = block.saved_elements or 0
+        if plan.recompute == "full" and block.is_recomputed and block.input_shape is not None:
+            kept = prod(block.input_shape)
+        return round(kept * plan.batch.micro_batch * compute)
     if plan.recompute == "full" and block.is_recomputed:
         return _local_rows(plan) * plan.spec.hidden * compute
     total = sum(_layer(layer, block, plan) for layer in block.layers)

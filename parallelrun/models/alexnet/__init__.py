@@ -1,0 +1,1 @@
+"""AlexNet (Krizhevsky 2014, 'One weird trick', one column)."""

@@ -1,0 +1,1 @@
+"""VGG-16 (Simonyan and Zisserman 2015, configuration D)."""

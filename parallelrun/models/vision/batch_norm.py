@@ -1,0 +1,179 @@
+"""BatchNorm (Ioffe and Szegedy 2015) over sets of samples that are named by global sample index, never by the plan.
+
+A set is `size` consecutive samples of the global batch. Where a rank has whole sets, each is normalised by itself
+(ghost batch normalisation, Hoffer et al. 2017); where a set lies on several data replicas, they exchange its sums in
+forward and in backward. Either way the numbers are those of one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import Mesh
+from parallelrun.models import dropout
+from parallelrun.models.functions import accurate_dtype
+from parallelrun.models.layers import RoleLayer
+from parallelrun.models.spec import SAMPLE_SET_ROLE
+from parallelrun.plan.structure import Plan
+
+PURPOSE = "statistics"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples [start, stop) of a microbatch that belong to set number `index` of the global batch."""
+
+    index: int
+    start: int
+    stop: int
+
+
+class Sets:
+    """Which samples of this rank's microbatches share statistics, and with whom.
+
+    size: samples of a set. Whole sets: each microbatch is cut into them. spread: a set has samples of other data
+    replicas; then there is one microbatch, `pieces` says which of its samples are in which set.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh):
+        assert plan.sample_sets is not None, "a plan of a model without BatchNorm has no sets"
+        self.size, self.spread = plan.sample_sets.size, plan.sample_sets.spread
+        self.group = mesh.group("dp")
+        self.num_sets = plan.batch.global_batch // self.size
+        first = self.group.index * plan.batch.replica_batch
+        self.pieces = _pieces(first, first + plan.batch.replica_batch, self.size)
+
+
+def _pieces(first: int, stop: int, size: int) -> tuple[Piece, ...]:
+    """The samples [first, stop) of the global batch by set."""
+    return tuple(
+        Piece(index, max(first, index * size) - first, min(stop, (index + 1) * size) - first)
+        for index in range(first // size, -(-stop // size))
+    )
+
+
+class BatchNorm(RoleLayer):
+    """x (batch, channels, ...) normalised per channel, in at least fp32. Parameters `weight`, `bias` and, frozen,
+    `running_mean`, `running_var`, which evaluation uses and `train.statistics` updates.
+
+    sets: given by `give_sets`; without, what arrives in training is one set.
+    """
+
+    layer_role = SAMPLE_SET_ROLE
+
+    def __init__(self, channels: int, eps: float, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.running_mean = nn.Parameter(torch.empty(channels), requires_grad=False)
+        self.running_var = nn.Parameter(torch.empty(channels), requires_grad=False)
+        self.sets: Sets | None = None
+        self._seen: dict[int, list[Tensor]] = {}  # by microbatch: what is computed again overwrites itself
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        compute = self.compute_dtype
+        wide = x.to(accurate_dtype(compute))
+        weight, bias = (p.to(compute).to(wide.dtype) for p in (self.weight, self.bias))
+        if not self.training:
+            mean, var = self.running_mean.to(wide.dtype), self.running_var.to(wide.dtype)
+            return functional.batch_norm(wide, mean, var, weight, bias, False, 0.0, self.eps).to(compute)
+        if self.sets is not None and self.sets.spread:
+            out, seen = _Spread.apply(wide, weight, bias, self.eps, self.sets)
+            statistics = list(seen.unbind())
+        else:
+            out, statistics = self._whole_sets(wide, weight, bias)
+        ids = dropout.current_sample_ids()
+        self._seen[0 if ids is None else ids.data_ptr()] = statistics
+        return out.to(compute)
+
+    def _whole_sets(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(every set of x normalised, the sets' statistics)."""
+        out, statistics = [], []
+        for part in x.split(self.sets.size) if self.sets is not None else (x,):
+            mean, var = x.new_zeros(2, x.size(1)).unbind()
+            # as "running" statistics with momentum 1, torch's kernel hands out those of this set
+            out.append(functional.batch_norm(part, mean, var, weight, bias, True, 1.0, self.eps))
+            statistics.append(torch.stack((mean, var)))
+        return (out[0] if len(out) == 1 else torch.cat(out)), statistics
+
+    def take_statistics(self) -> Tensor | None:
+        """fp64 (2, channels): mean and unbiased variance, averaged over the sets seen since this was last asked (this
+        rank's own, or all of them where sets are spread); None if there were none."""
+        seen = [one.double() for statistics in self._seen.values() for one in statistics]
+        self._seen.clear()
+        return torch.stack(seen).mean(0) if seen else None
+
+
+class _Spread(torch.autograd.Function):
+    """Normalises pieces of sets that several data replicas hold; one exchange in forward, one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sets: Sets) -> tuple[Tensor, Tensor]:
+        """x (batch, channels, ...) -> (the same normalised, fp64 (sets, 2, channels): mean and unbiased variance)."""
+        places = x[0, 0].numel()
+        table = x.new_zeros((sets.num_sets, 2, x.size(1)), dtype=torch.float64)
+        for piece in sets.pieces:
+            part = x[piece.start : piece.stop]
+            var, mean = torch.var_mean(part, dim=_all_but_channels(x), correction=0)
+            count = (piece.stop - piece.start) * places
+            # second moments lose no digits that matter: the sums are in fp64, and var is already central
+            table[piece.index] = count * torch.stack((mean.double(), var.double() + mean.double().square()))
+        comm.all_reduce(table, sets.group, PURPOSE)
+        table /= sets.size * places
+        mean, var = table[:, 0], (table[:, 1] - table[:, 0].square()).clamp_(min=0)
+        ctx.save_for_backward(x, weight, mean.to(x.dtype), (var + eps).rsqrt().to(x.dtype))
+        ctx.sets = sets
+        parts = [
+            functional.batch_norm(
+                x[p.start : p.stop], mean[p.index].to(x.dtype), var[p.index].to(x.dtype), weight, bias, False, 0.0, eps
+            )
+            for p in sets.pieces
+        ]
+        unbiased = var * (sets.size * places / max(sets.size * places - 1, 1))
+        statistics = torch.stack((mean, unbiased), dim=1)
+        ctx.mark_non_differentiable(statistics)
+        return torch.cat(parts), statistics
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, weight, mean, scale = ctx.saved_tensors
+        sets, dims, places = ctx.sets, _all_but_channels(x), x[0, 0].numel()
+        sums = x.new_zeros((sets.num_sets, 2, x.size(1)))
+        for p in sets.pieces:
+            given = gradient[p.start : p.stop]
+            central = x[p.start : p.stop] - _spread_out(mean[p.index], x)
+            sums[p.index] = torch.stack((given.sum(dims), (given * central).sum(dims) * scale[p.index]))
+        for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # of this replica: the data way sums them
+        comm.all_reduce(sums, sets.group, PURPOSE)
+        sums /= sets.size * places
+        parts = []
+        for p in sets.pieces:
+            normalised = (x[p.start : p.stop] - _spread_out(mean[p.index], x)) * _spread_out(scale[p.index], x)
+            through = _spread_out(sums[p.index, 0], x) + normalised * _spread_out(sums[p.index, 1], x)
+            parts.append((gradient[p.start : p.stop] - through) * _spread_out(weight * scale[p.index], x))
+        return torch.cat(parts), for_weight, for_bias, None, None
+
+
+def _all_but_channels(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.dim()))
+
+
+def _spread_out(values: Tensor, like: Tensor) -> Tensor:
+    """(channels,) so that it broadcasts over `like` (batch, channels, ...)."""
+    return values.view(1, -1, *(1,) * (like.dim() - 2))
+
+
+def give_sets(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Tell every BatchNorm of this rank's blocks which samples share statistics."""
+    sets = Sets(plan, mesh)
+    for module in network.modules():
+        if isinstance(module, BatchNorm):
+            module.sets = sets

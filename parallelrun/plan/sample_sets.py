@@ -1,0 +1,95 @@
+"""Sets of samples that BatchNorm takes statistics over: by global sample index, so that no plan changes the model.
+
+`model.norm_samples` = G: sets of G consecutive samples; null: the whole global batch; `local`: the micro-batch of this
+plan, kept as a number, so that the one-device reference has the same sets. Torch-free.
+"""
+
+from __future__ import annotations
+
+from parallelrun.errors import Problem
+from parallelrun.models.spec import SAMPLE_SET_ROLE, BlockSpec
+from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.structure import Collective, DataWay, Plan, SampleSets
+from parallelrun.plan.ways import Request
+from parallelrun.precision import BYTES
+
+KEY = "model.norm_samples"
+LOCAL = "local"
+PURPOSE = "statistics"
+
+
+def settle(request: Request, data: DataWay) -> tuple[SampleSets | None, list[Problem]]:
+    """(the sets of the plan, None for a model without BatchNorm; violations). The request has no others."""
+    if not any(layer.layer_role == SAMPLE_SET_ROLE for layer in request.spec.layers()):
+        return None, []
+    assert request.batch is not None
+    batch = request.batch
+    size, problems = _size(request.config.model.norm_samples, batch.global_batch, batch.micro_batch)
+    if size is None:
+        return None, problems
+    is_local = batch.micro_batch % size == 0
+    fix = f"{either(KEY, nearest(min(size, batch.micro_batch), divisors(batch.micro_batch)))} or {KEY}={LOCAL}"
+    said = f"{KEY}={size}" if request.config.model.norm_samples is not None else f"{KEY} (unset: the global batch)"
+    if not is_local and batch.microbatches > 1:
+        what = (
+            f"{said}: a set of {size} samples is seen whole only after several of the {batch.microbatches} "
+            f"microbatches of {batch.micro_batch}, and each is normalised before the next is read"
+        )
+        first = "microbatches=1 or " if request.pp == 1 else ""
+        problems = [Problem(what, KEY, first + fix, kind="undefined")]
+    elif not is_local and not data.in_step:
+        what = (
+            f"{said}: a set of {size} samples lies on several data replicas, and under {data.kind} they do not go "
+            "through a step together"
+        )
+        problems = [Problem(what, KEY, fix, kind="undefined")]
+    return SampleSets(size, spread=not is_local, exchanged=data.in_step and request.dp > 1), problems
+
+
+def _size(asked: str | None, global_batch: int, micro_batch: int) -> tuple[int | None, list[Problem]]:
+    """(samples of a set, nothing), or (None, why not)."""
+    if asked is None or str(asked) == LOCAL:
+        return (global_batch if asked is None else micro_batch), []
+    text = str(asked)
+    size = int(text) if text.isdecimal() else 0
+    if size and global_batch % size == 0:
+        return size, []
+    around = [n for n in nearest(size or micro_batch, divisors(global_batch)) if n > 1 or global_batch == 1]
+    what = f"{KEY}={asked} does not divide global_batch={global_batch} into equal sets"
+    return None, [Problem(what, KEY, f"{either(KEY, around)}, {LOCAL} or null", kind="arithmetic")]
+
+
+def filled(config_value: str | None, sets: SampleSets | None) -> tuple[str, ...]:
+    """The sentence on what was filled in."""
+    if sets is None or config_value not in (None, LOCAL):
+        return ()
+    return (f"{KEY}={sets.size} (filled: {'the global batch' if config_value is None else 'the micro-batch'})",)
+
+
+def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+    """What one rank sends for the BatchNorms of `blocks` in a steady step.
+
+    Sets on several replicas: sums of every set, one call per layer and pass (in fp64 forward, also where recompute=full
+    runs it again). Whole sets: the replicas' means for the running statistics, together in one call.
+    """
+    sets = plan.sample_sets
+    if sets is None or not sets.exchanged:
+        return []
+    norms = [(block, layer.out_features) for block in blocks for layer in block.layers
+             if layer.layer_role == SAMPLE_SET_ROLE]  # fmt: skip
+    wide, accurate = BYTES["float64"], BYTES[plan.precision.accurate]
+    if not sets.spread:
+        payload = 2 * wide * sum(channels for _, channels in norms)
+        return [Collective("dp", "all_reduce", PURPOSE, 1, payload)] if norms else []
+    num_sets = plan.batch.global_batch // sets.size
+    calls = payload = 0
+    for block, channels in norms:
+        forwards = 2 if plan.recompute == "full" and block.is_recomputed else 1
+        calls += forwards + 1
+        payload += 2 * channels * num_sets * (forwards * wide + accurate)
+    return [Collective("dp", "all_reduce", PURPOSE, calls, payload)] if norms else []
+
+
+def number(plan: Plan) -> str | None:
+    """`model.norm_samples` as the plan settled it, for the frozen config and the one-device reference; None without."""
+    return str(plan.sample_sets.size) if plan.sample_sets is not None else None
