@@ -7,8 +7,8 @@ import os
 import resource
 import statistics
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,10 @@ STEPS_KEPT = 1000  # the parts of a step's time are kept on every rank, so not f
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as the loop saw it. Times in seconds; step_time_s leaves out evaluation and saving."""
+    """One step as the loop saw it. Times in seconds; step_time_s leaves out evaluation and saving.
+
+    more: what else its row says; it wins over what the recorder says.
+    """
 
     step: int
     loss: float
@@ -43,19 +46,23 @@ class StepRecord:
     loss_scale: float
     times: StepTimes
     val_top1: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Recorder:
-    """The files and the progress line of one run. Every rank has one; only rank 0's writes."""
+    """The files and the progress line of one run. Every rank has one; only rank 0's writes.
 
-    def __init__(self, training: Training, context: WorkerContext):
+    rows: how many rows metrics.jsonl will have, where that is not `config.steps`.
+    """
+
+    def __init__(self, training: Training, context: WorkerContext, rows: int | None = None):
         self._training = training
         self._directory = context.directory
         self._writes = context.rank == 0
         self._records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._unwritten: list[dict[str, Any]] = []  # rows of metrics.jsonl for which the disk had no room
-        self._progress = Progress(training.config.steps, enabled=context.console_owner)
+        self._progress = Progress(rows or training.config.steps, enabled=context.console_owner)
         self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
 
     def step(self, record: StepRecord) -> None:
@@ -87,6 +94,7 @@ class Recorder:
             row["val_loss"] = record.val_loss
         if record.val_top1 is not None:
             row["val_top1"] = record.val_top1
+        row.update(record.more)
         self._append(row)
         if self._tracker:
             self._tracker.log(record.step, row)
@@ -105,19 +113,28 @@ class Recorder:
 
         Collective. more: what else the summary says.
         """
-        training = self._training
-        mine = {
-            "peak_bytes": peak_bytes(training.mesh.device),
-            "rows": [asdict(c) for c in counted or []],
+        everyone = gather_json(self.facts(counted), self._training.mesh)
+        self.write_end(dict(enumerate(everyone)), state, more)
+
+    def facts(self, counted: list[Collective] | None) -> dict[str, Any]:
+        """What this rank has to tell of the whole run, JSON-ready. counted: what its counted step sent."""
+        return {
+            "peak_bytes": peak_bytes(self._training.mesh.device),
+            "rows": None if counted is None else [asdict(c) for c in counted],
             "times": median_times(_timed(self._recent)),
         }
-        everyone = gather_json(mine, training.mesh)
+
+    def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
+        """Write comm.json and summary.json from the facts of every rank that is left, by rank."""
         for row in self._unwritten:
             append_jsonl(self._directory / "metrics.jsonl", row)
         if self._writes:
-            rows = communication_rows([one["rows"] for one in everyone], training) if counted is not None else []
+            counted = {rank: one["rows"] for rank, one in everyone.items()}
+            known = all(rows is not None for rows in counted.values())
+            rows = communication_rows(counted, self._training) if known else []
+            facts = [everyone[rank] for rank in sorted(everyone)]
             write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
-            write_json(self._directory / "summary.json", {**self._summary(everyone, rows, state), **more})
+            write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
             if self._tracker:
                 self._tracker.close()
         self._progress.close()
@@ -195,15 +212,16 @@ def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
     `bubble_measured` is thus the part of a step in which a rank idles for other stages (see StepTimes.bubble_s),
     averaged over ranks; the prediction beside it knows neither message times nor what comes after the schedule.
     """
+    timed = [one for one in everyone if one]  # servers take no steps
     names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "bubble_measured")
-    return {name: statistics.fmean(one[name] for one in everyone) if name in everyone[0] else None for name in names}
+    return {name: statistics.fmean(one[name] for one in timed) if timed and name in timed[0] else None for name in names}
 
 
-def communication_rows(measured: list[list[dict]], training: Training) -> list[dict[str, Any]]:
-    """Per rank, axis, operation and purpose: measured and predicted calls and payload, and wire bytes by payload."""
+def communication_rows(measured: Mapping[int, list[dict]], training: Training) -> list[dict[str, Any]]:
+    """Per rank given, axis, operation and purpose: measured and predicted calls and payload, wire bytes by payload."""
     plan = training.plan
     rows = []
-    for rank, counted in enumerate(measured):
+    for rank, counted in sorted(measured.items()):
         predicted = {(c.axis, c.operation, c.purpose): c for c in account.collectives(plan, rank)}
         seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
         for key in sorted(predicted.keys() | seen.keys()):
