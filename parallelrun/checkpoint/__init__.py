@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.checkpoint.find import check_resume, complete_steps, keep_last, latest, resolve_resume, resumed_from
@@ -47,26 +48,34 @@ def save(
     extra: Mapping[str, Any],
     plan: Plan,
     mesh: Mesh,
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
 ) -> Path:
     """Write `directory/step_<step>` and return its path. Collective: every rank calls it with its own parts.
 
-    extra: what else an exact resume needs, JSON only; rank 0's is kept. Every logical element is written once, by the
+    extra: what else an exact resume needs, JSON only; rank 0's is kept. kept: what the data way keeps beside the
+    optimizer (`DataRuntime.kept`), alike on all replicas. Every logical element is written once, by the
     rank that owns it. Raises EnvironmentProblem (a full disk, a file system that hosts do not share) on all ranks alike
     when any rank fails; earlier checkpoints are then untouched and nothing half-written stays.
     """
     from parallelrun.checkpoint import store
 
-    return store.save(directory, step, parameters, optimizer, extra, plan, mesh)
+    return store.save(directory, step, parameters, optimizer, extra, plan, mesh, kept)
 
 
 def load(
-    path: Path, parameters: Sequence[LocalParameter], optimizer: Optimizer, plan: Plan, mesh: Mesh
+    path: Path,
+    parameters: Sequence[LocalParameter],
+    optimizer: Optimizer,
+    plan: Plan,
+    mesh: Mesh,
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Fill the parameters and the optimizer's state from a checkpoint saved under any plan; return its `extra`.
 
-    Collective. Each rank reads only the ranges it holds. Raises CheckpointError (exit 4) on all ranks alike, before any
-    weight is touched: damaged (size, sha256), incomplete, of another model or optimizer, pickle.
+    Collective. Each rank reads only the ranges it holds; what of `kept` is not in the checkpoint stays as it is. Raises
+    CheckpointError (exit 4) on all ranks alike, before any weight is touched: damaged (size, sha256), incomplete, of
+    another model or optimizer, pickle.
     """
     from parallelrun.checkpoint import store
 
-    return store.load(path, parameters, optimizer, plan, mesh)
+    return store.load(path, parameters, optimizer, plan, mesh, kept)

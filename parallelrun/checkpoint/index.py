@@ -89,6 +89,16 @@ def state_key(kind: str, name: str) -> str:
     return f"optimizer/{kind}/{name}"
 
 
+def kept_key(kind: str, name: str) -> str:
+    """What a data way keeps beside the optimizer (kind: `outer/shared`, ...); other ways do not read it."""
+    return f"{kind}/{name}"
+
+
+def replica_key(replica: int, num_replicas: int, key: str) -> str:
+    """What one independent data replica holds where `key` is the mean over all of them."""
+    return f"replica/{replica}of{num_replicas}/{key}"
+
+
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """The plan in a few plain values, for people and for `reshard_note`."""
     return {

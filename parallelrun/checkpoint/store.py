@@ -6,13 +6,23 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from parallelrun.checkpoint.index import Index, check_model, describe_plan, reshard_note, state_key, weight_key
+from parallelrun.checkpoint import replicas
+from parallelrun.checkpoint.index import (
+    Index,
+    check_model,
+    describe_plan,
+    kept_key,
+    reshard_note,
+    state_key,
+    weight_key,
+)
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.errors import CheckpointError, ParallelrunError, Problem, SaveFailed
@@ -30,29 +40,40 @@ def save(
     extra: Mapping[str, Any],
     plan: Plan,
     mesh: Mesh,
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
 ) -> Path:
     """Write `directory/step_<step>`; see `parallelrun.checkpoint.save`."""
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
-    parts = [part for parameter in parameters for part in _parts_to_save(parameter, optimizer, mesh)]
+    parts = _own_parts(parameters, optimizer, plan, mesh)
+    for kind, others in kept.items():
+        owned = [p for p in others if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
+        parts += [_part(kept_key(kind, p.spec.name), p.tensor, p, mesh) for p in owned]
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
     try:
-        with _one_process_is_fine():
+        with one_process_is_fine():
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=mesh.shape.num_ranks == 1)
     except dcp.CheckpointException as error:
         writer.discard()
-        _raise_for_user(error, f"the checkpoint of step {step} could not be written to {writer.directory}")
+        raise_for_user(error, f"the checkpoint of step {step} could not be written to {writer.directory}")
     return writer.target
 
 
-def load(path: Path, parameters: Sequence[LocalParameter], optimizer: Optimizer, plan: Plan, mesh: Mesh) -> dict:
+def load(
+    path: Path,
+    parameters: Sequence[LocalParameter],
+    optimizer: Optimizer,
+    plan: Plan,
+    mesh: Mesh,
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
+) -> dict:
     """Fill weights and optimizer state from a checkpoint; see `parallelrun.checkpoint.load`."""
     reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
-    planner = _TrainingPlanner(reader, parameters, plan, mesh)
+    planner = _TrainingPlanner(reader, parameters, kept, plan, mesh)
     try:
-        with _one_process_is_fine():
+        with one_process_is_fine():
             dcp.load({}, storage_reader=reader, planner=planner, no_dist=mesh.shape.num_ranks == 1)
     except dcp.CheckpointException as error:
-        _raise_for_user(error, f"{path} could not be loaded")
+        raise_for_user(error, f"{path} could not be loaded")
     for parameter, state in planner.states:
         if state:
             optimizer.load_state(parameter.name, state)
@@ -64,24 +85,46 @@ def load(path: Path, parameters: Sequence[LocalParameter], optimizer: Optimizer,
 class _TrainingPlanner(PartLoadPlanner):
     """Knows which parts a rank's training needs as soon as the index has been read and found to be of its model."""
 
-    def __init__(self, reader: SafetensorsReader, parameters: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
+    def __init__(
+        self,
+        reader: SafetensorsReader,
+        parameters: Sequence[LocalParameter],
+        kept: Mapping[str, Sequence[LocalParameter]],
+        plan: Plan,
+        mesh: Mesh,
+    ):
         super().__init__([])
-        self._reader, self._parameters, self._plan, self._mesh = reader, parameters, plan, mesh
+        self._reader, self._parameters, self._kept, self._plan, self._mesh = reader, parameters, kept, plan, mesh
         self.states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
 
     def create_local_plan(self):
         check_model(self._reader.index, self._plan, self._reader.path)
+        index, mesh = self._reader.index, self._mesh
         for parameter in self._parameters:
-            parts, state = _parts_to_load(parameter, self._reader.index, self._mesh)
-            self._parts += parts
+            parts, state = _parts_to_load(parameter, index, mesh)
+            self._parts += [replicas.of_this_one(part, index, self._plan, mesh) for part in parts]
             self.states.append((parameter, state))
+        for kind, others in self._kept.items():
+            parts = [_part(kept_key(kind, p.spec.name), p.tensor, p, mesh) for p in others]
+            self._parts += [part for part in parts if part.key in index.tensors]
         return super().create_local_plan()
 
 
+def _own_parts(parameters: Sequence[LocalParameter], optimizer: Optimizer, plan: Plan, mesh: Mesh) -> list[LocalPart]:
+    """What this rank writes of weights and state: nothing that another rank writes too.
+
+    Independent replicas write what each of them holds, and together their mean under the one-device names.
+    """
+    if not replicas.are_apart(plan):
+        owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
+        return [part for parameter in owned for part in _parts_to_save(parameter, optimizer, mesh)]
+    place = {**mesh.coordinate, "dp": 0}
+    owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, place)]
+    return replicas.apart_and_mean([q for p in owned for q in _parts_to_save(p, optimizer, mesh)], mesh)
+
+
 def _parts_to_save(parameter: LocalParameter, optimizer: Optimizer, mesh: Mesh) -> list[LocalPart]:
-    """The parts of a parameter's weight and state that this rank writes: none of what another rank writes too."""
-    if parameter.shared or not owns(parameter.layout, mesh.shape, mesh.coordinate):
-        return []
+    """The parts of a parameter's weight and state as this rank holds them."""
     parts = [_part(weight_key(parameter.spec.name), parameter.tensor, parameter, mesh)]
     is_first = not any(parts[0].offsets)
     for kind, value in () if parameter.spec.frozen else optimizer.state(parameter.name).items():
@@ -122,13 +165,13 @@ def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> Lo
 
 
 @contextmanager
-def _one_process_is_fine() -> Iterator[None]:
+def one_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
-def _raise_for_user(error: dcp.CheckpointException, what: str) -> NoReturn:
+def raise_for_user(error: dcp.CheckpointException, what: str) -> NoReturn:
     """What went wrong on which rank, as the same error on every rank."""
     failures = sorted(error.failures.items())
     for _, (cause, _) in failures:

@@ -86,9 +86,11 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
         "seed": config.seed,
         "dataset": {"name": config.dataset.name, "fingerprint": training.dataset.fingerprint},
         "scaler": scaler.state(),
+        "kept": sorted(training.data.kept),
     }
     directory = run_directory / "checkpoints"
-    checkpoint.save(directory, step, training.held, training.optimizer, extra, plan, training.mesh)
+    kept = training.data.kept
+    checkpoint.save(directory, step, training.held, training.optimizer, extra, plan, training.mesh, kept)
     checkpoint.keep_last(directory, config.checkpoint.keep, training.mesh)
 
 
@@ -98,8 +100,9 @@ def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
     if not config.resume:
         return {}
     path = checkpoint.resolve_resume(config.resume, config.runs)
-    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh)
+    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
     training.data.finish_update()  # zero1: the loaded shards go back into the weights
+    training.data.after_load(extra.get("kept", ()))
     if extra["global_batch"] != plan.batch.global_batch:
         raise CheckpointError(
             Problem(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,12 @@ class LocalRuntime:
     """The DataRuntime of a data axis of degree 1: gradients are final as backward leaves them.
 
     parameters: what is updated. frozen: what is not, whole on every rank of dp unless the way splits weights.
+    kept: what else checkpoints hold, by kind, alike on all replicas (diloco: its outer state).
     flat_gradients: buffers that hold the gradients of all `parameters` after `finish_gradients`, and else only zeros.
     """
 
     flat_gradients: Sequence[Tensor] = ()
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
 
     def __init__(self, pairs: Sequence[Pair]):
         self.parameters = [_whole(*pair) for pair in trained(pairs)]
@@ -59,6 +62,9 @@ class LocalRuntime:
         for parameter in self.parameters:
             parameter.tensor.grad = None
 
+    def launch_gradients(self) -> None:
+        """Backward is over: start every exchange that has not begun, without waiting for any."""
+
     def finish_gradients(self) -> None:
         """Every gradient is there, zeros included."""
         for parameter in self.parameters:
@@ -66,6 +72,9 @@ class LocalRuntime:
 
     def finish_update(self) -> None:
         """The weights are what was updated."""
+
+    def after_load(self, kept: Sequence[str]) -> None:
+        """Called when a checkpoint has been loaded, with the kinds of `kept` that it was saved with."""
 
     def after_step(self, step: int) -> None:
         """Called on all ranks at the end of step `step` (from 1), whether or not an update was applied."""

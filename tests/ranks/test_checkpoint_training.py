@@ -17,6 +17,9 @@ STEPS, SAVED = 6, 3
 BASE = {"model.layers": 2, "model.vocab": 33, "dataset.vocab": 33, "dropout": 0.1, "steps": STEPS}
 ONE = {}
 ZERO1 = {"dp": 2, "strategy.data.kind": "zero1"}
+ZERO2 = {"dp": 2, "strategy.data.kind": "zero2", "microbatches": 2}
+LOCAL_SGD = {"dp": 2, "tp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}  # 3: between two syncs
+DILOCO = {"dp": 2, "pp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
 FSDP = {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"}
 PIPELINE = {"pp": 2, "tp": 2}
 
@@ -39,7 +42,11 @@ def world(overrides):
     return tiny_plan({**BASE, **overrides}).world
 
 
-@pytest.mark.parametrize("plan", [ONE, ZERO1, FSDP, PIPELINE], ids=["one", "zero1", "fsdp_tp2", "tp2_pp2"])
+@pytest.mark.parametrize(
+    "plan",
+    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO],
+    ids=["one", "zero1", "zero2", "fsdp_tp2", "tp2_pp2", "local_sgd_tp2", "diloco_pp2"],
+)
 def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
     whole = run_ranks(world(plan), train, tmp_path / "whole", plan, None)[0]
     half = tmp_path / "whole" / "checkpoints" / f"step_{SAVED}"
@@ -62,6 +69,42 @@ def test_going_on_under_another_plan_gives_the_same_losses(tmp_path, run_ranks):
         loaded = read_whole(folder / "checkpoints" / f"step_{STEPS}")
         wanted = read_whole(tmp_path / "one" / "checkpoints" / f"step_{STEPS}")
         assert all(torch.allclose(loaded[key], wanted[key], rtol=1e-9, atol=1e-11) for key in wanted)
+
+
+@pytest.mark.parametrize("plan", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
+def test_between_two_synchronisations_other_plans_load_the_mean_of_the_replicas(plan, tmp_path, run_ranks):
+    """And what each replica holds, its optimizer's state with it, lies beside the mean."""
+    run_ranks(world(plan), train, tmp_path / "apart", plan, None)
+    saved = read_whole(tmp_path / "apart" / "checkpoints" / f"step_{SAVED}")
+    plain = [key for key in saved if key.startswith(("model/", "optimizer/"))]
+    assert len(plain) > 20
+    for key in plain:
+        own = [saved[f"replica/{replica}of2/{key}"] for replica in range(2)]
+        assert torch.allclose(saved[key], (own[0] + own[1]) / 2, rtol=1e-6, atol=1e-9), key
+    assert any(not torch.equal(saved[f"replica/0of2/{key}"], saved[f"replica/1of2/{key}"]) for key in plain)
+    source = tmp_path / "apart" / "checkpoints" / f"step_{SAVED}"
+    for number, other in enumerate((ONE, {**plan, "dp": 1, "tp": 1, "pp": 1}, {**LOCAL_SGD, "dp": 4, "tp": 1})):
+        rest = run_ranks(world(other), train, tmp_path / str(number), other, source)[0]
+        assert list(rest) == [4, 5, 6] and max(rest.values()) < 4.0
+
+
+def test_diloco_goes_on_from_the_checkpoint_of_another_way(tmp_path, run_ranks):
+    """Its outer state begins with the loaded weights: a round of outer rate 1 without momentum averages from there."""
+    exact = {"precision.name": "fp64", "optimizer.name": "sgd"}
+    run_ranks(1, train, tmp_path / "one", exact, None)
+    source = tmp_path / "one" / "checkpoints" / f"step_{SAVED}"
+    averaging = {
+        "strategy.data.outer_lr": 1.0,
+        "strategy.data.outer_momentum": 0.0,
+        "strategy.data.outer_nesterov": False,
+    }
+    same_rounds = {"dp": 2, "strategy.data.sync_every": 2}
+    ends = []
+    for kind in ({"strategy.data.kind": "local_sgd"}, {"strategy.data.kind": "diloco", **averaging}):
+        folder = tmp_path / kind["strategy.data.kind"]
+        run_ranks(2, train, folder, {**exact, **same_rounds, **kind}, source)
+        ends.append(read_whole(folder / "checkpoints" / f"step_{STEPS}"))
+    assert all(torch.allclose(ends[1][key], value, rtol=1e-9, atol=1e-12) for key, value in ends[0].items())
 
 
 def test_another_global_batch_is_refused(tmp_path, run_ranks):
