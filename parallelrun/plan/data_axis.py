@@ -21,7 +21,8 @@ from parallelrun.train.parameters import held_parameters
 
 RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
 OWN = "own settings"
-SHARDED, GATHERED_AGAIN, HSDP = "reduce-scatter + gather", "weights gathered again", "shards inside groups"
+SHARDED, SCATTERED_AGAIN = "reduce-scatter + gather", "gradients scattered again"
+GATHERED_AGAIN, HSDP = "weights gathered again", "shards inside groups"
 ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best share serves", "co-located", "helped"
 OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL}
 EVERYWHERE = 2**30  # ranks of a host, where the cluster does not say that there are several hosts
@@ -180,7 +181,8 @@ def _candidates(case: _Case) -> list[_Candidate]:
 def _reductions(case: _Case, size: float) -> list[_Candidate]:
     """The all-reduces, of `size` bytes."""
     fabric = case.fabric
-    group = getattr(case.plan.data, "group_size", None) or fabric.per_host
+    algorithm = getattr(case.plan.data, "algorithm", None)  # of the ways that have several
+    group = algorithm.group_size if algorithm and algorithm.group_size > 1 else fabric.per_host
     inside = fabric.between(group)
 
     def hierarchical(nodes: int, link: Link) -> Exchange:
@@ -202,7 +204,7 @@ def _own(case: _Case) -> list[_Candidate]:
     """The plan's all-reduce where it sends less than all gradients in every step: compressed, or every few steps."""
     plan = case.plan
     compression = getattr(getattr(plan.data, "compression", None), "kind", "none")
-    every = getattr(plan.data, "sync_every", 1)
+    every = plan.data.sync_every
     if compression == "none" and every == 1:
         return []
     size = case.size if compression == "none" else _compressed_bytes(plan)
@@ -231,13 +233,16 @@ def _shardings(case: _Case) -> list[_Candidate]:
     again = 2 * plan.batch.microbatches
     gathered = case.gathered if plan.data.kind == "fsdp" else size
 
-    def sharded(gathers: int) -> Callable[[int, Link], Exchange]:
-        return lambda n, link: forms.sharded(size, n, link, 1) + forms.sharded(gathered, n, link, gathers)
+    def sharded(scatters: int, gathers: int) -> Callable[[int, Link], Exchange]:
+        return lambda n, link: forms.sharded(size, n, link, scatters) + forms.sharded(gathered, n, link, gathers)
 
     found = [
-        _Candidate(SHARDED, "zero: scatter and gather", sharded(1)),
-        _Candidate(GATHERED_AGAIN, f"fsdp: gathered {again} times", sharded(again)),
+        _Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1)),
+        _Candidate(GATHERED_AGAIN, f"fsdp: gathered {again} times", sharded(1, again)),
     ]
+    if _chosen(plan) == SCATTERED_AGAIN:
+        scatters = plan.batch.microbatches
+        found.append(_Candidate(SCATTERED_AGAIN, f"zero2: scattered {scatters} times", sharded(scatters, 1)))
     shard, inside = plan.data.shard, case.fabric.between(plan.data.shard)
     if not 1 < shard < case.nodes:
         return found
@@ -315,6 +320,8 @@ def _chosen(plan: Plan) -> str | None:
         return GATHERED_AGAIN if way.reshard_after_forward else SHARDED
     if way.kind == "ps":
         return SERVERS if plan.servers > 1 else ONE_SERVER
+    if way.kind == "zero2" and plan.batch.microbatches > 1 and plan.pipeline.kind not in ("zero_bubble", "zbv"):
+        return SCATTERED_AGAIN  # in every backward pass, unless gradients come after all of them
     return SHARDED if way.kind in ("zero1", "zero2") else _algorithm(plan)
 
 
@@ -322,7 +329,7 @@ def _algorithm(plan: Plan) -> str | None:
     """How a way of whole copies sums; the backend's own all-reduce counts as a ring."""
     if plan.data.kind not in ("ddp", "ring", "horovod", "local_sgd", "diloco"):
         return None
-    return OF_ALGORITHM.get(getattr(plan.data, "algorithm", "native"))
+    return OF_ALGORITHM.get(getattr(getattr(plan.data, "algorithm", None), "name", "native"))
 
 
 def _fabric(plan: Plan, cluster: ClusterConfig, nodes: int, size: int) -> Fabric:

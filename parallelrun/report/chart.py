@@ -17,6 +17,7 @@ MARKERS = ("circle", "square", "triangle", "diamond", "cross")
 WIDTH, HEIGHT = 430, 300  # of one panel, in pixels, its labels included
 LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46  # of a panel around its plot
 LEGEND_ROW, MOST_MARKERS, MOST_TICKS = 18, 16, 6
+ROOM_FOR_ZERO = 0.1  # of an axis of factors, where there are numbers that it has no place for
 INK, GRID = "#1a202c", "#e2e8f0"
 
 
@@ -117,6 +118,8 @@ def _panel(panel: Panel, left: float, top: float) -> list[str]:
     for tick in y.ticks():
         parts.append(_rule(x.start, y(tick), x.stop, y(tick)))
         parts.append(f'<text x="{x.start - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{panel.y.text(tick)}</text>')
+    if panel.x.log and any(value <= 0 for value in xs):
+        parts.append(f'<text x="{x.start:.1f}" y="{y.start + 16:.1f}" text-anchor="middle">0</text>')
     parts.append(
         f'<text x="{middle:.1f}" y="{y.start + 34:.1f}" text-anchor="middle">{escape(panel.x.label)}</text>'
         f'<text x="{left + LEFT:.1f}" y="{top + TOP + 12:.1f}" dx="4" fill="#4a5568">{escape(panel.y.label)}</text>'
@@ -137,6 +140,8 @@ def _scale(axis: Axis, values: Sequence[float], start: float, stop: float, spare
     if axis.log:
         if high / low < 1.01:
             low, high = low / 2, high * 2
+        if len(shown) < len(values):
+            low /= max(1.3, (high / low) ** ROOM_FOR_ZERO)
         grow = (high / low) ** spare
         return _Scale(axis, low / grow, high * grow, start, stop)
     low = min(low, 0.0) if axis.from_zero else low

@@ -164,12 +164,10 @@ def _lines(shown: list[Series], measure: str, along: Callable[[Evaluation], floa
 
 def _notes(found: list[Series], shown: list[Series]) -> list[str]:
     notes = [
-        "time: since training began, evaluation included; bytes: what all ranks must send, as counted in a step, control traffic apart"
+        "time: since training began, evaluation included; bytes: what ranks must send, counted in a step; no control"
     ]
     if any(one.crowded for one in shown):
         notes.append("ranks shared cores: time is no scaling measurement")
-    if any(at.sent_bytes == 0 for one in shown for at in one.evaluations):
-        notes.append("a point at the left end has sent nothing")
     if len(found) > len(shown):
         notes.append(f"{len(found) - len(shown)} more points are in {NUMBERS}")
     return notes

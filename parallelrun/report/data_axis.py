@@ -23,8 +23,8 @@ from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds
 
 LETTERS = {
     axis.RING: "r", axis.HALVING: "d", axis.TREES: "t", axis.HIERARCHICAL: "h", axis.OWN: "o", axis.SHARDED: "z",
-    axis.GATHERED_AGAIN: "f", axis.HSDP: "g", axis.ONE_SERVER: "1", axis.SERVERS: "s", axis.BEST: "b",
-    axis.COLOCATED: "c", axis.HELPED: "k",
+    axis.SCATTERED_AGAIN: "m", axis.GATHERED_AGAIN: "f", axis.HSDP: "g", axis.ONE_SERVER: "1", axis.SERVERS: "s",
+    axis.BEST: "b", axis.COLOCATED: "c", axis.HELPED: "k",
 }  # fmt: skip
 ALWAYS_DRAWN = (axis.RING, axis.HALVING, axis.HIERARCHICAL, axis.ONE_SERVER, axis.SERVERS, axis.BEST)
 PLOT_ROWS = 11
@@ -50,7 +50,9 @@ def _head(found: DataAxis) -> Text:
 def _table(found: DataAxis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     timed = found.compute_s is not None
-    for column in ("way", ">steps", ">sends", ">busiest", ">time", *((">samples/s",) if timed else ())):
+    fastest = max((way.here.samples_per_s[1] for way in found.ways if way.here and way.here.samples_per_s), default=0.0)
+    unit, size = ("k ", 1e3) if fastest >= 1e3 else ("", 1.0)
+    for column in ("way", ">steps", ">sends", ">busiest", ">time", *((f">{unit}samples/s",) if timed else ())):
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for way in found.ways:
@@ -64,7 +66,7 @@ def _table(found: DataAxis) -> Table:
             bytes_text(point.exchange.worker_bytes),
             bytes_text(point.exchange.busiest_bytes),
             _time_text(found)(point.exchange.seconds),
-            *([f"{digits(rates[0])}..{digits(rates[1])}"] if rates else []),
+            *([f"{digits(rates[0] / size)}..{digits(rates[1] / size)}"] if rates else []),
             style="bold" if way.chosen else None,
         )
     return table
