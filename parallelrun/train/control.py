@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from parallelrun import comm
 from parallelrun.mesh.runtime import WORLD, Mesh
@@ -33,6 +34,21 @@ class Totals:
         return sum(self.norms_squared) / len(self.norms_squared)
 
 
+class Agreement:
+    """The exchange under way: `totals()` waits for it."""
+
+    def __init__(self, vector: Tensor, work: Work | None):
+        self._vector, self._work = vector, work
+
+    def totals(self, norm_squared: Tensor | None = None) -> Totals:
+        """What all ranks agree on. norm_squared: where it was not exchanged, because every rank has measured it."""
+        if self._work is not None:
+            with comm.label(WORLD, "control"):
+                self._work.wait()
+        loss, valid, stops, *squares = self._vector.tolist()
+        return Totals(loss, valid, stops, tuple(squares) if norm_squared is None else (float(norm_squared),))
+
+
 def agree(
     loss_sum: Tensor | float,
     num_valid: Tensor | int,
@@ -40,7 +56,7 @@ def agree(
     stop: bool,
     mesh: Mesh,
     num_norms: int = 1,
-) -> Totals:
+) -> Agreement:
     """Sum each rank's contribution over the world: one all-reduce of a few fp64 numbers, alike on all ranks.
 
     Each quantity must be contributed once: the loss by one tensor coordinate of each replica's last stage, every
@@ -55,6 +71,4 @@ def agree(
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
             vector[place] = value
-    comm.all_reduce(vector, mesh.group(WORLD), "control")
-    loss, valid, stops, *squares = vector.tolist()
-    return Totals(loss, valid, stops, tuple(squares))
+    return Agreement(vector, comm.all_reduce(vector, mesh.group(WORLD), "control", async_op=True))

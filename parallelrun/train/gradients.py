@@ -15,6 +15,8 @@ from parallelrun.train.parameters import LocalParameter, owns
 EPSILON = 1e-6
 # fp32 sums over longer rows lose digits on CPU (3.5e-5 at 30 million elements); rows this long keep 7 of them.
 ROW = 4096
+# Measuring so many bytes takes less than one more exchange that all ranks wait for.
+MEASURED_ALONE_BYTES = 4 * 2**20
 
 
 class Gradients:
@@ -35,6 +37,10 @@ class Gradients:
         owned = {layout: owns(layout, plan.mesh, place) for layout in layouts}
         self._counted = [p for p in self._parameters if not p.shared and owned[p.layout]]
         self._measured = _own_parts(self._flat, self._parameters, plan, mesh)
+        # Whether every rank measures the whole norm, so that `squared_norm` is no share of it.
+        self.measured_alone = bool(self._measured) and _are_everywhere(self._flat, self._parameters, plan)
+        if self.measured_alone:
+            self._measured = self._flat
         self._sums = [  # (parameters, group, purpose), in the order in which all ranks exchange them
             ([p for p in self._parameters if p.layout.partial == axes], mesh.group(axis), "partial")
             for axes in sorted({p.layout.partial for p in parameters} - {()})
@@ -54,7 +60,8 @@ class Gradients:
                 _sum_together([_gradient(p) for p in parameters], group, purpose)
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared global gradient norm: fp64, 0-d, on the gradients' device.
+        """This rank's share of the squared global gradient norm (all of it if `measured_alone`): fp64, 0-d, on the
+        gradients' device.
 
         Each logical element is counted once over the world, or once over each independent replica: by the owner of its
         part (replicas with flat buffers share the work: each owns a part of those), and by the original of a tied pair.
@@ -76,6 +83,13 @@ class Gradients:
         if coefficient / scale != 1.0:
             torch_private.multiply(self._flat or [_gradient(p) for p in self._parameters], coefficient / scale)
         return coefficient
+
+
+def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:
+    """Whether all ranks hold the same gradients, and so few that measuring them is no work."""
+    replicated = plan.world == plan.mesh.size("dp") and not plan.data.independent
+    split = any("dp" in p.layout.axes for p in parameters)
+    return replicated and not split and sum(b.numel() * b.element_size() for b in flat) <= MEASURED_ALONE_BYTES
 
 
 def _own_parts(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan, mesh: Mesh) -> list[Tensor]:

@@ -30,32 +30,52 @@ class StepResult:
     stop: bool
 
 
-def count_valid(training: Training, batch: Batch) -> tuple[int, int]:
-    """(targets >= 0 in the whole global batch, in this replica's part): known before backward.
+def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[int, int]:
+    """(targets >= 0 by which the loss is divided, in this replica's part): known before backward.
 
-    A dataset without ignored targets needs no exchange; otherwise last-stage ranks sum theirs over dp.
+    The former are those of the whole global batch; where replicas have run out of data (batch None), as many as if all
+    those that the data way counts had as many as the others. A dataset without ignored targets needs no exchange;
+    otherwise last-stage ranks sum theirs over dp.
     """
-    plan = training.plan
+    plan, data = training.plan, training.plan.data
+    num_replicas = plan.mesh.size("dp")
+    num_counted = data.num_counted(step, num_replicas)
     if not training.dataset.has_ignored:
         per_sample = plan.spec.targets_per_sample
-        return plan.batch.global_batch * per_sample, plan.batch.replica_batch * per_sample
-    if batch.targets is None:
+        counted = plan.batch.global_batch * num_counted // num_replicas
+        return counted * per_sample, 0 if batch is None else plan.batch.replica_batch * per_sample
+    if training.mesh.coordinate.get("pp", 0) != plan.last_stage_position:
         return 1, 0  # only the last stage computes a loss
-    mine = (batch.targets >= 0).sum()
+    valid = None if batch is None or batch.targets is None else (batch.targets >= 0).sum()
+    mine = torch.zeros((), dtype=torch.int64, device=training.mesh.device) if valid is None else valid
     everyone = mine.clone()
     comm.all_reduce(everyone, training.mesh.group("dp"), "control")
-    return max(int(everyone), 1), int(mine)
+    num_active = sum(data.has_batch(step, worker) for worker in range(num_replicas))
+    return max(int(everyone) * num_counted // num_active, 1), int(mine)
 
 
-def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
+def forward_backward(
+    training: Training,
+    step: int,
+    loss_scale: float = 1.0,
+    meanwhile: Callable[[Tensor, int], None] = lambda loss_sum, num_valid: None,
+) -> tuple[Tensor, int]:
     """Leave the global gradient (times loss_scale) in the parameters; return (local loss sum, local valid targets).
+
+    meanwhile: called with both while the last gradients are on their way.
 
     An independent replica's gradient is dp times its part of the global one, so that their mean is the global one.
     """
-    batch = training.reader.batch(step)
-    everyone, mine = count_valid(training, batch)
+    has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
+    batch = training.reader.batch(step) if has_batch else None
+    everyone, mine = count_valid(training, batch, step)
     training.data.begin_step()
-    loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
+    if batch is None:
+        loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
+    else:
+        loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
+    training.data.launch_gradients()
+    meanwhile(loss_sum, mine)
     training.data.finish_gradients()
     training.gradients.finalise()
     return loss_sum, mine
@@ -84,7 +104,10 @@ def train_step(
     if observe:
         observe(training)
     squares = training.gradients.squared_norm()
-    totals = _agree(training, loss_sum, num_valid, squares, stop)
+    if agreements:
+        totals = agreements[0].totals(squares)
+    else:
+        totals = _agree(training, loss_sum, num_valid, squares, stop).totals()
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:

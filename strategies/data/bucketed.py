@@ -101,12 +101,16 @@ class Reducer:
         self._num_launched = 0
         self._armed = True
 
-    def finish(self) -> None:
-        """Launch what is left, then wait for all."""
+    def launch_rest(self) -> None:
+        """Launch what is left."""
         self._armed = False
         for bucket in self.buckets[self._num_launched :]:
             bucket.launch()
         self._num_launched = len(self.buckets)
+
+    def finish(self) -> None:
+        """Launch what is left, then wait for all."""
+        self.launch_rest()
         for bucket in self.buckets:
             bucket.wait()
 

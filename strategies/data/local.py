@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,15 @@ class LocalRuntime:
     def __init__(self, pairs: Sequence[Pair]):
         self.parameters = [_whole(*pair) for pair in trained(pairs)]
         self.frozen = [_whole(*pair) for pair in frozen(pairs)]
+
+    def begin_run(self, training: Any, context: Any, start: int) -> None:
+        """Called on all ranks before step `start` + 1, when a checkpoint has been loaded if there is one.
+
+        training: `train.build.Training`. context: `launch.context.WorkerContext`.
+        """
+
+    def end_run(self) -> None:
+        """Called after the last step, and when the run fails."""
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallelrun.accounting import CommunicationCounter
+from parallelrun.train import gradients
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.pool import run_ranks
@@ -25,8 +26,12 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
-    """(this rank's share of the squared norm, elements of the model) with every gradient element 1."""
+def fill_with_ones(overrides: dict[str, Any], alone_bytes: int) -> tuple[float, int, bool]:
+    """(this rank's share of the squared norm, elements of the model, whether it is all of it) with all gradients 1.
+
+    alone_bytes: up to how many bytes every rank measures all.
+    """
+    gradients.MEASURED_ALONE_BYTES = alone_bytes
     training = start(overrides)
     if training.plan.data.kind == "fsdp":
         for parameter in training.parameters:
@@ -38,17 +43,28 @@ def fill_with_ones(overrides: dict[str, Any]) -> tuple[float, int]:
             parameter.tensor.grad.fill_(1.0)  # in the data way's flat buffers, where it has such
     share = training.gradients.squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
-    return float(share), training.plan.spec.num_parameters
+    return float(share), training.plan.spec.num_parameters, training.gradients.measured_alone
 
 
 @pytest.mark.parametrize("case", WORLDS)
 def test_every_logical_element_is_counted_once_over_the_world(case):
     overrides = WORLDS[case]
     world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
-    results = run_ranks(world, fill_with_ones, overrides)
-    assert sum(share for share, _ in results) == pytest.approx(results[0][1], rel=1e-12)
+    results = run_ranks(world, fill_with_ones, overrides, 0)
+    assert sum(share for share, _, _ in results) == pytest.approx(results[0][1], rel=1e-12)
+    assert not any(alone for _, _, alone in results)
     if case == "dp":
         assert results[0][0] == pytest.approx(results[1][0], abs=len(results)), "replicas do not share the work"
+
+
+@pytest.mark.parametrize("case", WORLDS)
+def test_small_gradients_that_all_ranks_have_are_measured_by_all(case):
+    overrides = WORLDS[case]
+    world = overrides.get("dp", 1) * overrides.get("tp", 1) * overrides.get("pp", 1)
+    results = run_ranks(world, fill_with_ones, overrides, 2**20)
+    assert [alone for _, _, alone in results] == [case == "dp"] * world
+    if case == "dp":
+        assert [share for share, _, _ in results] == [results[0][1]] * world
 
 
 def finalise_counted(overrides: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[str, float]]:
@@ -89,13 +105,24 @@ def test_tied_copies_are_summed_between_first_and_last_stage():
 
 
 def overflow(overrides: dict[str, Any], bad_rank: int) -> tuple[bool, bool, float, bool]:
-    """(applied, weights unchanged, scale after, a later step is applied) when one rank's gradient overflows."""
+    """(applied, weights unchanged, scale after, a later step is applied) when one rank's gradient overflows.
+
+    Under ddp before it is summed: after that all copies are alike, and every rank measures its own.
+    """
     training = start({**overrides, "precision.name": "fp16", "precision.loss_scale": 1024.0})
     scaler = LossScaler(training.config.precision, training.plan.precision.scaled)
     before = [p.tensor.clone() for p in training.parameters]
 
+    if training.mesh.rank == bad_rank and training.plan.data.kind == "ddp":
+        weight = training.parameters[0].tensor
+        handle = weight.register_hook(lambda gradient: gradient.fill_(float("inf")))
+
     def poison(trained: Any) -> None:
-        if trained.mesh.rank == bad_rank:
+        if trained.mesh.rank != bad_rank:
+            return
+        if trained.plan.data.kind == "ddp":
+            handle.remove()
+        else:
             next(p for p in trained.parameters if p.tensor.numel()).tensor.grad.view(-1)[0] = float("inf")
 
     result = train_step(training, 1, 0.1, scaler, observe=poison)

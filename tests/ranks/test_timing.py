@@ -34,8 +34,8 @@ def slow_backward(training: Training, seconds: float) -> None:
 
 
 def slow_data(training: Training, seconds: float) -> None:
-    split = training.reader._split
-    training.reader._split = SimpleNamespace(sample=lambda index: (time.sleep(seconds / 4), split.sample(index))[1])
+    sample = training.reader._sample
+    training.reader._sample = lambda index, number: (time.sleep(seconds / 4), sample(index, number))[1]
 
 
 FAULTS = {"forward": slow_forward, "backward": slow_backward, "data": slow_data}

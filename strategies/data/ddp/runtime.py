@@ -46,6 +46,10 @@ class DdpRuntime(LocalRuntime):
         """Gradients are empty and backward passes are counted."""
         self._reducer.begin_step()
 
+    def launch_gradients(self) -> None:
+        """Send what is left."""
+        self._reducer.launch_rest()
+
     def finish_gradients(self) -> None:
         """Every weight's gradient is the sum over dp (of losses already divided by the global count: no averaging)."""
         self._reducer.finish()
