@@ -51,8 +51,9 @@ def _table(found: DataAxis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     timed = found.compute_s is not None
     fastest = max((way.here.samples_per_s[1] for way in found.ways if way.here and way.here.samples_per_s), default=0.0)
-    unit, size = ("k ", 1e3) if fastest >= 1e3 else ("", 1.0)
-    for column in ("way", ">steps", ">sends", ">busiest", ">time", *((f">{unit}samples/s",) if timed else ())):
+    thousands, size = (" k", 1e3) if fastest >= 1e3 else ("", 1.0)
+    unit, seconds = _time_unit(found)
+    for column in ("way", ">steps", ">sends", ">busiest", f">time {unit}", *((">samples/s",) if timed else ())):
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for way in found.ways:
@@ -65,11 +66,19 @@ def _table(found: DataAxis) -> Table:
             digits(point.exchange.steps),
             bytes_text(point.exchange.worker_bytes),
             bytes_text(point.exchange.busiest_bytes),
-            _time_text(found)(point.exchange.seconds),
-            *([f"{digits(rates[0] / size)}..{digits(rates[1] / size)}"] if rates else []),
+            digits(point.exchange.seconds / seconds),
+            *([f"{digits(rates[0] / size)}..{digits(rates[1] / size)}{thousands}"] if rates else []),
             style="bold" if way.chosen else None,
         )
     return table
+
+
+def _time_unit(found: DataAxis) -> tuple[str, float]:
+    """(name, how many of the fabric's units) in which the column of times is written."""
+    if found.fabric.unit == axis.RELATIVE:
+        return axis.RELATIVE, 1.0
+    slowest = max(way.here.exchange.seconds for way in found.ways if way.here)
+    return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
 def _time_text(found: DataAxis) -> Callable[[float], str]:
