@@ -9,14 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from parallelrun import comm, registry
+from parallelrun import comm
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 
-
-def boundary_shape(plan: Plan) -> tuple[int, ...]:
-    """Shape of one microbatch between two stages on one rank, as the tensor way cuts it."""
-    return registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().boundary_shape(plan)
+from .way import boundary_shape
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -24,17 +21,18 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return getattr(torch, plan.precision.compute)
 
 
-def input_example(plan: Plan, is_first: bool) -> Tensor:
-    """What a stage takes, without data: tokens or features on the first, a boundary that needs a gradient on others."""
-    if not is_first:
-        return torch.empty(boundary_shape(plan), dtype=compute_dtype(plan), device="meta", requires_grad=True)
+def input_example(plan: Plan, stage: int) -> Tensor:
+    """What a stage takes, without data: samples on the first, a boundary that needs a gradient on others."""
+    if stage > 0:
+        return torch.empty(boundary_shape(plan, stage), dtype=compute_dtype(plan), device="meta", requires_grad=True)
     dtype = torch.int64 if plan.spec.kind == "tokens" else compute_dtype(plan)
     return torch.empty((plan.batch.micro_batch, *plan.spec.sample_shape), dtype=dtype, device="meta")
 
 
-def output_example(plan: Plan) -> Tensor:
+def output_example(plan: Plan, stage: int) -> Tensor:
     """What a stage gives. Nobody asks the last stage: its output goes into the loss, not over the wire."""
-    return torch.empty(boundary_shape(plan), dtype=compute_dtype(plan), device="meta", requires_grad=True)
+    shape = boundary_shape(plan, min(stage + 1, len(plan.stages) - 1))
+    return torch.empty(shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
 
 
 class _Plain(nn.Module):
@@ -69,8 +67,8 @@ class Stage(PipelineStage):
             index,
             len(plan.stages),
             device,
-            input_args=input_example(plan, is_first=index == 0),
-            output_args=output_example(plan),
+            input_args=input_example(plan, index),
+            output_args=output_example(plan, index),
             group=group,
         )
 

@@ -19,7 +19,8 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train.batch import Batch
 
 from . import schedules
-from .boundary import boundary_shape, compute_dtype
+from .boundary import compute_dtype
+from .way import boundary_shape
 
 SENDS_IN_FLIGHT = 4
 
@@ -60,7 +61,7 @@ class ForwardPass:
         sends: deque[tuple[Tensor, dist.Work]] = deque()
         for step in self._steps:
             if step.kind == "RECV":
-                arrived[step.stage, step.microbatch] = self._receive(step.peer)
+                arrived[step.stage, step.microbatch] = self._receive(step.stage, step.peer)
             elif step.kind == "SEND":
                 sends.append(self._send(outputs.pop((step.stage, step.microbatch)), step.peer))
                 while len(sends) > SENDS_IN_FLIGHT:
@@ -91,8 +92,8 @@ class ForwardPass:
         orders = schedules.forward_only(position, pp, plan.pipeline.chunks, plan.batch.microbatches)
         return schedules.with_messages(orders, position, len(plan.stages))[self._group.index]
 
-    def _receive(self, peer: int) -> tuple[Tensor, dist.Work | None]:
-        buffer = torch.empty(boundary_shape(self._plan), dtype=compute_dtype(self._plan), device=self._device)
+    def _receive(self, stage: int, peer: int) -> tuple[Tensor, dist.Work | None]:
+        buffer = torch.empty(boundary_shape(self._plan, stage), dtype=compute_dtype(self._plan), device=self._device)
         with comm.label(self._group.axis, "evaluation"):
             return buffer, dist.irecv(buffer, group=self._group.process_group, group_src=peer)
 

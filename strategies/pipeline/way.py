@@ -56,18 +56,18 @@ class PipelineWay:
 
         torch's schedules exchange nothing else after their first step, given static metadata (a test counts it).
         """
-        size = boundary_bytes(plan)
         last = len(plan.stages) - 1
         holder = [stage.position for stage in plan.stages]
         mine = [stage.index for stage in plan.stages_of(position)]
-        to_next = sum(1 for s in mine if s < last and holder[s + 1] != position)
-        from_previous = sum(1 for s in mine if s > 0 and holder[s - 1] != position)
+        to_next = [s + 1 for s in mine if s < last and holder[s + 1] != position]
+        from_previous = [s for s in mine if s > 0 and holder[s - 1] != position]
         m = plan.batch.microbatches
+        forward, backward = (m * sum(boundary_bytes(plan, s) for s in cuts) for cuts in (to_next, from_previous))
         rows = [
-            Collective("pp", "send", "activations", m * to_next, m * to_next * size),
-            Collective("pp", "recv", "activations", m * from_previous, 0),
-            Collective("pp", "send", "gradients", m * from_previous, m * from_previous * size),
-            Collective("pp", "recv", "gradients", m * to_next, 0),
+            Collective("pp", "send", "activations", m * len(to_next), forward),
+            Collective("pp", "recv", "activations", m * len(from_previous), 0),
+            Collective("pp", "send", "gradients", m * len(from_previous), backward),
+            Collective("pp", "recv", "gradients", m * len(to_next), 0),
         ]
         return [row for row in rows if row.calls]
 
@@ -127,7 +127,15 @@ def _nearest_in_rounds(request: Request, way: PipelineWay) -> int:
     return min(legal, key=lambda m: (abs(m - given), m))
 
 
-def boundary_bytes(plan: Plan) -> int:
-    """Bytes of what one rank passes to the next stage for one microbatch."""
-    tensor = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
-    return prod(tensor.boundary_shape(plan)) * BYTES[plan.precision.compute]
+def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:
+    """Shape of what stage number `stage` (from 1) takes of one microbatch, on one rank: as its first block says, else
+    as the tensor way cuts what passes between any two blocks."""
+    own = plan.spec.block(plan.stages[stage].blocks[0]).input_shape
+    if own is not None:
+        return (plan.batch.micro_batch, *own)
+    return registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().boundary_shape(plan)
+
+
+def boundary_bytes(plan: Plan, stage: int) -> int:
+    """Bytes of what one rank passes to stage number `stage` for one microbatch."""
+    return prod(boundary_shape(plan, stage)) * BYTES[plan.precision.compute]
