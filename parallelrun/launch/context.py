@@ -19,6 +19,7 @@ class WorkerContext:
     stop_requested(): SIGTERM has come: finish the step, save, return EXIT_PREEMPTED. Ranks may see it at different
     steps, so the loop must agree on it (sum it over the world) before it acts.
     save_failed(step): the checkpoint of that step could not be written and the training goes on; status.json says so.
+    gone(rank): that rank has died and the run goes on without it; said once, by one of the others.
     console_owner: this rank may write to the terminal (rank 0 only); the others' output goes to their logs.
     """
 
@@ -31,3 +32,4 @@ class WorkerContext:
     stop_requested: Callable[[], bool]
     save_failed: Callable[[int], None]
     console_owner: bool
+    gone: Callable[[int], None] = lambda rank: None

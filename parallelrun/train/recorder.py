@@ -32,7 +32,7 @@ STEPS_KEPT = 1000  # the parts of a step's time are kept on every rank, so not f
 class StepRecord:
     """One step as the loop saw it. Times in seconds; step_time_s leaves out evaluation and saving.
 
-    more: what else its row says; it wins over what the recorder says.
+    times: None where the step was another rank's. more: what else its row says, before what the recorder says.
     """
 
     step: int
@@ -44,7 +44,7 @@ class StepRecord:
     time_s: float
     val_loss: float | None
     loss_scale: float
-    times: StepTimes
+    times: StepTimes | None
     val_top1: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Recorder:
 
     def step(self, record: StepRecord) -> None:
         """Append the step to metrics.jsonl and redraw the progress line. Its times are rank 0's own."""
-        self._recent.append(record)
+        self.remember(record)
         if not self._writes:
             return
         self._records.append(record)
@@ -84,7 +84,7 @@ class Recorder:
             "step_time_s": record.step_time_s,
             "time_s": record.time_s,
             "tokens_per_s": tokens / record.step_time_s,
-            **record.times.known,
+            **(record.times.known if record.times else {}),
         }
         if not record.applied:
             row["skipped"] = True
@@ -99,6 +99,11 @@ class Recorder:
         if self._tracker:
             self._tracker.log(record.step, row)
         self._progress.update(row)
+
+    def remember(self, record: StepRecord) -> None:
+        """Keep the times of a step of this rank, which `step` does too."""
+        if record.times is not None:
+            self._recent.append(record)
 
     def _append(self, row: dict[str, Any]) -> None:
         """Add a row to metrics.jsonl, after those that a full disk has kept back: that must not end a training."""
@@ -197,11 +202,10 @@ def _timed(records: Iterable[StepRecord]) -> list[StepRecord]:
 
 def median_times(records: list[StepRecord]) -> dict[str, float]:
     """One rank's medians over steps of its StepTimes, and of bubble_s / step_time_s as `bubble_measured`."""
+    timed = [(record.times, record.step_time_s) for record in records if record.times is not None]
     rows = [
-        {**record.times.known, "bubble_measured": record.times.bubble_s / record.step_time_s}
-        if record.times.bubble_s is not None
-        else record.times.known
-        for record in records
+        {**times.known, "bubble_measured": times.bubble_s / seconds} if times.bubble_s is not None else times.known
+        for times, seconds in timed
     ]
     return {name: statistics.median(row[name] for row in rows) for name in (rows[0] if rows else ())}
 
@@ -214,7 +218,8 @@ def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
     """
     timed = [one for one in everyone if one]  # servers take no steps
     names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "bubble_measured")
-    return {name: statistics.fmean(one[name] for one in timed) if timed and name in timed[0] else None for name in names}
+    known = timed[0] if timed else {}
+    return {name: statistics.fmean(one[name] for one in timed) if name in known else None for name in names}
 
 
 def communication_rows(measured: Mapping[int, list[dict]], training: Training) -> list[dict[str, Any]]:

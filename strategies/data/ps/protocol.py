@@ -27,6 +27,10 @@ READ = 0  # the weights as they are
 UPDATE = 1  # here is a gradient; the weights when they may be read
 SAVE = 2  # meet: all that live have come to this step, save
 END = 3  # meet: all that live are through
+LEAVE = 4  # the last word; no answer
+KEEP = 5  # to server 0: here are this worker's frozen parameters
+READ_FROZEN = 6  # from server 0
+READ_GRADIENT = 7  # of the update of step `clock` (verify)
 
 
 class Request(NamedTuple):
