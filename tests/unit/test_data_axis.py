@@ -233,9 +233,10 @@ def test_on_screen_a_line_per_way_and_none_is_too_wide(overrides, width):
     axis = found(overrides)
     lines = shown(axis, width).splitlines()
     assert max(map(len, lines)) <= width
+    table = lines[: next(index for index, line in enumerate(lines) if line.startswith("time to combine"))]
     for one in axis.ways:
         if one.here:
-            assert sum(line[2:].split("  ")[0] == one.label for line in lines) == 1
+            assert sum(line[2:].split("  ")[0] == one.label for line in table) == 1
     assert axis.chosen is not None and any(line.startswith(f"* {axis.chosen.label} ") for line in lines)
     assert ("best worker share" in "\n".join(lines)) == (axis.best is not None)
 
