@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,10 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Mad
         if caught.composed is None:
             return None
         composed, run_root = caught.composed, caught.run_root
+    if os.environ.get("TF_CONFIG"):
+        from parallelrun.launch import tf_config
+
+        composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
     from parallelrun.plan.resolve import resolve
 
     world = attached.world if attached is not None else None

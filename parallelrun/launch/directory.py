@@ -35,6 +35,7 @@ _VERSIONS = ("torch", "numpy", "hydra-core", "omegaconf", "rich", "safetensors")
 def name_of(config: Config, plan: Plan) -> str:
     """`gpt-ptdp-tp2pp2`, or `config.name`. Raises ConfigError for a name that is no plain file name."""
     degrees = "".join(f"{axis}{plan.degrees[axis]}" for axis in ("dp", "tp", "pp", "ep") if plan.degrees[axis] > 1)
+    degrees += f"servers{plan.servers}" if plan.servers else ""
     name = config.name if config.name is not None else f"{config.model.preset}-{plan.preset}-{degrees or 'one'}"
     if not NAME.fullmatch(name):
         raise ConfigError(

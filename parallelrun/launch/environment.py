@@ -1,7 +1,8 @@
-"""Who started this process: nobody (we launch), or torchrun, srun or mpirun (we attach). Torch-free.
+"""Who started this process: nobody (we launch), or torchrun, srun, mpirun, or who has set TF_CONFIG (we attach).
 
-Sources: torch.distributed.run's documented variables; Slurm's srun manual (OUTPUT ENVIRONMENT VARIABLES: unlike
-SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in a bare sbatch or salloc shell); Open MPI's mpirun manual; MPICH's PMI.
+Torch-free. Sources: torch.distributed.run's documented variables; Slurm's srun manual (OUTPUT ENVIRONMENT VARIABLES:
+unlike SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in a bare sbatch or salloc shell); Open MPI's mpirun manual;
+MPICH's PMI.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from parallelrun.errors import EnvironmentProblem, Problem
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
-    r"|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|SLURM_\w+|OMPI_\w+|PMI_\w+|PMIX_\w+|PMI|MPI_\w+)$"
+    r"|TF_CONFIG|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|SLURM_\w+|OMPI_\w+|PMI_\w+|PMIX_\w+|PMI|MPI_\w+)$"
 )
 _FOR_RANKS = re.compile(
     r"^(PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|COLORTERM|COLUMNS|LINES|NO_COLOR|FORCE_COLOR|CI|TZ|LANG|LANGUAGE|LC_\w+"
@@ -33,7 +34,8 @@ class Attached:
     """This process's place in a world that somebody else started.
 
     master_port: 0 when all ranks share a host and rank 0 picks a port itself, announced in a private file named by
-    `job`. source: torchrun | srun | mpirun. job: one text for all ranks of the job and no other job on these hosts.
+    `job`. source: torchrun | srun | mpirun | TF_CONFIG. job: one text for all ranks of the job and no other job on
+    these hosts.
     """
 
     rank: int
@@ -55,6 +57,8 @@ def detect(environ: Mapping[str, str]) -> Attached | None:
         if len(torchrun) < len(TORCHRUN):
             _refuse_partial(environ, torchrun)
         return _checked(_torchrun(environ), environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    if environ.get("TF_CONFIG") and (task := _tf_config(environ)):
+        return task
     if environ.get("SLURM_PROCID") and _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return _checked(_srun(environ), environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
     if environ.get("OMPI_COMM_WORLD_RANK") or environ.get("OMPI_COMM_WORLD_SIZE"):
@@ -116,6 +120,17 @@ def _torchrun(environ: Mapping[str, str]) -> Attached:
         rank, world, _number(environ, "LOCAL_RANK", str(rank)), environ["MASTER_ADDR"],
         _number(environ, "MASTER_PORT"), "torchrun", f"{environ.get('TORCHELASTIC_RUN_ID', 'env')}-{attempt}",
     )  # fmt: skip
+
+
+def _tf_config(environ: Mapping[str, str]) -> Attached | None:
+    """A task of a TensorFlow cluster. One that has no other tasks is nobody's rank."""
+    from parallelrun.launch import tf_config
+
+    found = tf_config.read(environ)
+    if found is None or found.rank is None or found.spec.world == 1:
+        return None
+    addresses = " ".join(address for _, _, address in found.spec.tasks)
+    return Attached(found.rank, found.spec.world, found.local_rank, *found.address, tf_config.NAME, addresses)
 
 
 def _srun(environ: Mapping[str, str]) -> Attached:

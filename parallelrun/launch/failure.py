@@ -164,9 +164,9 @@ def how_to_resume(directory: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def coordinates(plan: Plan, rank: int) -> str:
-    """`dp=1 tp=1 pp=0`; a rank outside the mesh is a server."""
-    if rank >= plan.mesh.num_ranks:
-        return "server"
+    """`dp=1 tp=1 pp=0`, or `server 0`."""
+    if plan.role(rank) == "server":
+        return f"server {rank - plan.num_workers}"
     place = plan.mesh.coordinate(rank)
     return " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
 

@@ -30,7 +30,7 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
         on_this_host = plan.device == "cpu" and attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if on_this_host else []
     if plan.device == "cuda":
-        _check_gpus(plan.world)
+        _check_gpus(plan.num_workers)
         return _check_memory(plan, gpu_bytes(), each=True)
     return [*crowding(plan.world, num_cores()), *_check_memory(plan, available_bytes(), each=False)]
 
@@ -74,7 +74,9 @@ def _check_memory(plan: Plan, available: int | None, each: bool) -> list[str]:
         return []
     from parallelrun.plan import account
 
-    rows = [(account.memory(plan, rank), count) for rank, count in account.rank_classes(plan)]
+    classes = account.rank_classes(plan)
+    on_devices = [(rank, count) for rank, count in classes if not each or plan.role(rank) == "worker"]
+    rows = [(account.memory(plan, rank), count) for rank, count in on_devices]
     state = _sum_or_max([(_state_bytes(memory), count) for memory, count in rows], each)
     total = _sum_or_max([(memory.total, count) for memory, count in rows], each)
     holder = "a rank needs" if each else f"{plan.world} rank{'s' * (plan.world > 1)} on this host need"

@@ -15,7 +15,7 @@ from parallelrun.checkpoint import check_resume, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
-from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor
+from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor, tf_config
 from parallelrun.launch.board import Board
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.processes import Job
@@ -101,6 +101,8 @@ def _prepare(
     method: str,
 ) -> Job:
     """Everything that can be refused, refused; then the run directory with what is known before the first step."""
+    if attached is None:
+        tf_config.refuse_other_hosts(config, command.argv, os.uname().nodename)
     name = directory.name_of(config, plan)
     for note in preflight.check(config, plan, attached):
         print(f"note: {note}", file=sys.stderr)

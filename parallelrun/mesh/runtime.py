@@ -1,17 +1,23 @@
-"""Process groups of a plan's mesh. Every rank makes the same groups in the same order; degree 1 makes none."""
+"""Process groups of a plan's mesh. Every rank makes the same groups in the same order; degree 1 makes none.
+
+Servers are no part of the mesh, but making a group takes every rank: where workers call `build_mesh`, servers call
+`build_server_group`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelrun.mesh.shape import MeshShape
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 
 WORLD = "world"
+SERVERS = "servers"
 EMBEDDING = "embedding"
 
 
@@ -41,7 +47,7 @@ class Mesh:
         self._root: DeviceMesh | None = None
 
     def group(self, axis: str) -> Group:
-        """The group of an axis (leaf, factored, `world`, or `embedding`: the first and the last stage)."""
+        """The group of an axis (leaf, factored, `world`: all workers, or `embedding`: the first and the last stage)."""
         if axis in self._groups:
             return self._groups[axis]
         assert self.shape.size(axis) == 1, f"no group was made for axis {axis!r} of {self.shape}"
@@ -66,14 +72,17 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
-    """Make every group the plan needs. The default process group must be up when plan.world > 1.
+    """Make every group the plan needs; called by its workers. The default process group must be up when plan.world > 1.
 
     Raises ValueError if the mesh does not cover exactly the worker ranks (torch accepts a smaller one silently).
     """
     rank = dist.get_rank() if plan.world > 1 else 0
     world = dist.get_world_size() if plan.world > 1 else 1
-    if plan.mesh.num_ranks != world:
-        raise ValueError(f"the mesh {plan.mesh.leaves} has {plan.mesh.num_ranks} ranks, the world has {world}")
+    if plan.mesh.num_ranks + plan.servers != world:
+        beside = f" beside {counted(plan.servers, 'server')}" if plan.servers else ""
+        raise ValueError(f"the mesh {plan.mesh.leaves} has {plan.mesh.num_ranks} ranks{beside}, the world has {world}")
+    if plan.servers:
+        return _workers_mesh(plan, rank, device)
     mesh = Mesh(plan.mesh, rank, device)
     if world == 1:
         return mesh
@@ -96,6 +105,37 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if plan.tied_copies:
         _enumerate(mesh, EMBEDDING, embedding_groups(plan))
     return mesh
+
+
+def build_server_group(plan: Plan) -> Group:
+    """The group of all servers, which is this rank's; makes every group that the workers make in `build_mesh`."""
+    rank = dist.get_rank()
+    assert plan.role(rank) == "server", f"rank {rank} is a worker"
+    return _groups_by_role(plan)[1]
+
+
+def _workers_mesh(plan: Plan, rank: int, device: torch.device) -> Mesh:
+    """The mesh of a world with servers: all workers are one group, along the one axis that they have."""
+    mesh = Mesh(plan.mesh, rank, device)
+    workers, _ = _groups_by_role(plan)
+    axes = [axis for axis, degree in plan.mesh.leaves if degree > 1]
+    assert len(axes) <= 1 and not plan.mesh.factors, f"servers beside the axes {axes}"
+    for axis in (WORLD, *axes):
+        if workers.size > 1:
+            mesh._groups[axis] = replace(workers, axis=axis)
+    return mesh
+
+
+def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
+    """(all workers, all servers). `index` is this rank's in the one that it is in, and -1 in the other."""
+    rank, found = dist.get_rank(), []
+    for axis, ranks in ((WORLD, range(plan.num_workers)), (SERVERS, range(plan.num_workers, plan.world))):
+        has_gpus = axis == WORLD and plan.device == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+        process_group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
+        index = ranks.index(rank) if rank in ranks else -1
+        found.append(Group(axis, tuple(ranks), index, process_group if index >= 0 else None))
+    return found[0], found[1]
 
 
 def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from parallelrun.errors import Problem
 from parallelrun.plan.names import counted
 
 ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
-_THIS_HOST = ("localhost", "127.0.0.1", "[::1]")
+THIS_HOST = ("localhost", "127.0.0.1", "[::1]")
 _JOBS = ("worker", "ps")
 
 
@@ -33,11 +33,6 @@ class ClusterSpec:
     def tasks(self) -> tuple[tuple[str, int, str], ...]:
         """(job, index, address) by rank."""
         return tuple((job, index, address) for job in _JOBS for index, address in enumerate(getattr(self, job)))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether every task is on the host that asks."""
-        return all(split(address)[0] in _THIS_HOST for _, _, address in self.tasks)
 
     def __str__(self) -> str:
         servers = f" and {len(self.ps)} ps" if self.ps else ""

@@ -73,7 +73,7 @@ def fill(
     if asked["ep"] is not None and asked["ep"] > 1:
         what = f"ep={asked['ep']}: expert parallelism has no way yet"
         problems.append(Problem(what, "ep", "ep=1", kind="not_built"))
-    target, source = _target(asked["world"], world, cluster, problems)
+    target, source = _target(asked["world"], world, servers, cluster, problems)
     given = {axis: asked[axis] for axis in AXES if asked[axis] is not None}
     degrees.sound = len(problems) == before
     if config.strategy.name == "single":
@@ -109,7 +109,7 @@ def _device(config: Config, gpus: int | None, problems: list[Problem]) -> str:
 
 
 def _target(
-    asked: int | None, launched: int | None, cluster: ClusterSpec | None, problems: list[Problem]
+    asked: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
 ) -> tuple[int | None, str]:
     """(the world that the degrees must multiply to, what said so)."""
     if asked is not None and launched is not None and asked != launched:
@@ -119,11 +119,12 @@ def _target(
     if cluster is not None and said not in (None, cluster.world):
         what = f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
         problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
+    beside = f", {counted(servers, 'server')}" if servers else ""
     if launched is not None:
-        return launched, f"{launched} ranks launched"
+        return launched, f"{launched} ranks launched{beside}"
     if asked is None and cluster is not None:
         return cluster.world, str(cluster)
-    return asked, f"world {asked}"
+    return asked, f"world {asked}{beside}"
 
 
 def _single(given: dict[str, int], target: int | None, degrees: Degrees, problems: list[Problem]) -> None:
@@ -173,13 +174,11 @@ def _fill_world(
     """The own axis takes what is left of the world; or all degrees must multiply to it."""
     own = config.strategy.own_axis
     product = prod(given.values())
-    if degrees.servers:
-        source += f", {counted(degrees.servers, 'server')}"
-        if target <= degrees.servers:
-            degrees.sound = False
-            fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
-            problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
-            return
+    if target <= degrees.servers:
+        degrees.sound = False
+        fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
+        problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
+        return
     target -= degrees.servers  # from here on: workers
     if own not in given and target % product == 0:
         setattr(degrees, own, target // product)

@@ -117,7 +117,7 @@ def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem
     asked = config.strategy.data.servers
     if cluster is not None:
         problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", has_servers=count is not None)
-        return len(cluster.ps) if count else 0
+        return count(len(cluster.ps)) if count else 0
     return count(asked) if count else 0
 
 

@@ -58,6 +58,10 @@ class DataWay:
         """
         return False
 
+    def spare_workers(self, num_workers: int) -> int:
+        """How many of them the run can lose and go on. Never the first, which speaks for the run."""
+        return 0
+
     @property
     def in_step(self) -> bool:
         """Do all replicas go through every step together, so that layers may exchange something inside it?"""

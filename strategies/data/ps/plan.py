@@ -10,8 +10,10 @@ from parallelrun.layout import Layout
 from parallelrun.plan.names import counted, one_of
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.plan.ways import Request
+from parallelrun.precision import BYTES, TABLE
 
 from . import shards, traffic
+from .protocol import has_barrier
 from .settings import CONSISTENCIES, SSP, SYNC, ParameterServerWay
 
 DEFAULT_STALENESS = 2
@@ -32,7 +34,11 @@ class Way:
         found += _other_axes(request)
         if found:
             return found
-        return [*_check_staleness(request), *_check_backup(request), *_check_delays(request), *_check_run(request)]
+        return [
+            problem
+            for check in (_check_staleness, _check_backup, _check_delays, _check_run, _check_shares)
+            for problem in check(request)
+        ]
 
     def settle(self, request: Request) -> ParameterServerWay:
         data = request.config.strategy.data
@@ -84,7 +90,7 @@ class Way:
     def equivalence(self, plan: Plan) -> Equivalence:
         way = plan.data
         assert isinstance(way, ParameterServerWay)
-        if way.consistency == SYNC and not way.backup_workers:
+        if has_barrier(way) and not way.backup_workers:
             return Equivalence("exact")
         what = "its own apply log, update for update"
         return Equivalence("replay", what)
@@ -151,6 +157,19 @@ def _check_delays(request: Request) -> list[Problem]:
         what = f"{key} has {len(delays)} entries, and there are {counted(request.dp, 'worker')}"
         return [Problem(what, key, f"dp={len(delays)}", kind="arithmetic")]
     return []
+
+
+def _check_shares(request: Request) -> list[Problem]:
+    """Every server owns something."""
+    size = BYTES[TABLE[request.config.precision.name].stored]
+    least = int(request.config.strategy.data.shard_min_kb * 2**10)
+    pieces = shards.num_pieces(request.spec, request.servers, least, size)
+    if request.servers <= pieces:
+        return []
+    what = (
+        f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or parts of at least {least} bytes"
+    )
+    return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
 
 
 def _check_run(request: Request) -> list[Problem]:

@@ -38,6 +38,9 @@ class ParameterServerWay(DataWay):
     def in_step(self) -> bool:
         return self.quorum(2) == 2
 
+    def spare_workers(self, num_workers: int) -> int:
+        return num_workers - self.quorum(num_workers)
+
     def delay(self, worker: int) -> float:
         """Seconds that `worker` waits in each of its steps."""
         return dict(self.delays).get(worker, 0.0)

@@ -6,16 +6,21 @@ MinSizePartitioner does, and the pieces go to the least loaded server, the large
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from math import prod
+from typing import NamedTuple
 
 from parallelrun.layout import chunk_range
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.models.spec import ModelSpec, ParameterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
 from .settings import ParameterServerWay
+
+FINEST = 16  # no tensor is cut finer than 1/16 of a server's fair share: smaller pieces do not even out much more
 
 
 @dataclass(frozen=True)
@@ -46,23 +51,7 @@ def assign(plan: Plan) -> tuple[Shard, ...]:
 
     What is frozen is on no server. No two shards of a server are neighbours of one parameter.
     """
-    way = plan.data
-    assert isinstance(way, ParameterServerWay), f"{way.kind} has no servers"
-    size = BYTES[plan.precision.stored]
-    pieces = [
-        piece
-        for order, parameter in enumerate(plan.spec.parameters.values())
-        if not parameter.frozen
-        for piece in _pieces(order, parameter, way, size)
-    ]
-    loads = [(0, server) for server in range(way.servers)]
-    heapify(loads)
-    placed = []
-    for numel, order, start, stop, name in sorted(pieces, key=lambda piece: (-piece[0], piece[1], piece[2])):
-        load, server = loads[0]
-        heapreplace(loads, (load + numel, server))
-        placed.append((order, start, stop, Shard(server, name, start, stop)))
-    return _merged([shard for *_, shard in sorted(placed, key=lambda place: place[:3])])
+    return _assign(*_case(plan))
 
 
 def of_server(plan: Plan, server: int) -> tuple[Shard, ...]:
@@ -72,12 +61,7 @@ def of_server(plan: Plan, server: int) -> tuple[Shard, ...]:
 
 def server_bytes(plan: Plan) -> tuple[int, ...]:
     """Bytes of weights that each server owns."""
-    size = BYTES[plan.precision.stored]
-    parameters = plan.spec.parameters
-    loads = [0] * plan.servers
-    for shard in assign(plan):
-        loads[shard.server] += size * shard.numel(parameters[shard.name])
-    return tuple(loads)
+    return _loads(*_case(plan))
 
 
 def imbalance(plan: Plan) -> float:
@@ -86,21 +70,65 @@ def imbalance(plan: Plan) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def _pieces(
-    order: int, parameter: ParameterSpec, way: ParameterServerWay, size: int
-) -> list[tuple[int, int, int, int, str]]:
-    """(elements, parameter's order, start, stop, name) of each piece of one parameter."""
-    rows, numel = num_rows(parameter), prod(parameter.shape)
-    parts = max(1, min(way.servers, rows, numel * size // max(1, way.shard_min_bytes)))
-    ranges = [chunk_range(rows, parts, index) for index in range(parts)]
-    return [
-        (numel // max(1, rows) * (stop - start), order, start, stop, parameter.name)
-        for start, stop in ranges
-        if stop > start
-    ]
+def num_pieces(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> int:
+    """Into how many pieces all trained parameters are cut. size: of an element, in bytes."""
+    return len(_pieces(spec, servers, min_bytes, size))
 
 
-def _merged(shards: list[Shard]) -> tuple[Shard, ...]:
+def _case(plan: Plan) -> tuple[ModelSpec, int, int, int]:
+    """All that the shards depend on."""
+    way = plan.data
+    assert isinstance(way, ParameterServerWay), f"{way.kind} has no servers"
+    return plan.spec, way.servers, way.shard_min_bytes, BYTES[plan.precision.stored]
+
+
+class _Piece(NamedTuple):
+    """Rows [start, stop) of parameter number `order`."""
+
+    order: int
+    start: int
+    stop: int
+    name: str
+    numel: int
+
+
+@lru_cache(maxsize=4)
+def _assign(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> tuple[Shard, ...]:
+    loads = [(0, server) for server in range(servers)]
+    heapify(loads)
+    placed: list[tuple[_Piece, int]] = []
+    for piece in sorted(_pieces(spec, servers, min_bytes, size), key=lambda piece: (-piece.numel, piece)):
+        load, server = loads[0]
+        heapreplace(loads, (load + piece.numel, server))
+        placed.append((piece, server))
+    return _merged([Shard(server, piece.name, piece.start, piece.stop) for piece, server in sorted(placed)])
+
+
+@lru_cache(maxsize=4)
+def _loads(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> tuple[int, ...]:
+    loads = [0] * servers
+    for shard in _assign(spec, servers, min_bytes, size):
+        loads[shard.server] += size * shard.numel(spec.parameters[shard.name])
+    return tuple(loads)
+
+
+def _pieces(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> list[_Piece]:
+    """At most one piece of a tensor per server, none smaller than `min_bytes` unless the tensor is."""
+    trained = [parameter for parameter in spec.parameters.values() if not parameter.frozen]
+    share = sum(parameter.numel for parameter in trained) * size / servers
+    least = max(1, min_bytes, share / FINEST)
+    found = []
+    for order, parameter in enumerate(trained):
+        rows = num_rows(parameter)
+        parts = max(1, min(servers, rows, int(parameter.numel * size / least)))
+        for start, stop in (chunk_range(rows, parts, index) for index in range(parts)):
+            if stop > start:
+                numel = parameter.numel // rows * (stop - start)
+                found.append(_Piece(order, start, stop, parameter.name, numel))
+    return found
+
+
+def _merged(shards: Sequence[Shard]) -> tuple[Shard, ...]:
     """Neighbouring rows on one server as one shard."""
     out: list[Shard] = []
     for shard in shards:
