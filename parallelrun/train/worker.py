@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch.context import WorkerContext
@@ -13,6 +14,9 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     context.heartbeat(0, "build")
     if config.model.name == "matmul":
         return _lesson(config, plan, context)
+    own = getattr(registry.load("strategies", f"data.{plan.data.kind}", "runtime"), "run", None)
+    if own is not None:  # a way whose ranks do not all do the same has loops of its own
+        return own(config, plan, context)
     if config.verb == "verify":
         from parallelrun.verify import run as verify
 
@@ -32,7 +36,10 @@ def _train(training, context: WorkerContext) -> int:
     from parallelrun.train.loop import train
     from parallelrun.train.recorder import Recorder
 
-    code = train(training, context, Recorder(training, context))
+    try:
+        code = train(training, context, Recorder(training, context))
+    finally:
+        training.data.end_run()
     if context.console_owner:
         report.show(context.directory)
     return code
