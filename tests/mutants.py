@@ -201,3 +201,35 @@ def initial_weights_by_rank() -> None:
 
     right = initialise.materialise
     initialise.materialise = lambda parts, plan, mesh, seed: right(parts, plan, mesh, seed + dist.get_rank())
+
+
+def _instead_of_the_ring(change: Callable[..., Any]) -> None:
+    """`change(the right all_reduce, tensor, group, *rest)` is what the ring way calls."""
+    from parallelrun.strategies.data.ring import runtime
+
+    right = runtime.all_reduce
+    runtime.all_reduce = lambda tensor, group, *rest: change(right, tensor, group, *rest)
+
+
+def doubled_gradients_of_the_ring() -> None:
+    """Each rank's own part is added once more."""
+    _instead_of_the_ring(lambda right, tensor, *rest: right(tensor.mul_(2), *rest))
+
+
+def own_gradients_kept() -> None:
+    """What arrives is thrown away: the sum is made in another tensor."""
+    _instead_of_the_ring(lambda right, tensor, *rest: right(tensor.clone(), *rest))
+
+
+def ring_over_the_wrong_group() -> None:
+    """Gradients are summed over tp."""
+    from parallelrun.mesh.runtime import Mesh
+    from parallelrun.strategies.data.ring import runtime
+
+    right = runtime.attach
+
+    class Wrong:
+        def __init__(self, mesh: Mesh):
+            self.group, self.coordinate = lambda axis: mesh.group("tp" if axis == "dp" else axis), mesh.coordinate
+
+    runtime.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))

@@ -1,14 +1,37 @@
-"""All-reduce written out: the sum, the same bits everywhere, in order, with what it sends counted to the byte."""
+"""All-reduce written out: the sum, the same bits everywhere, in order, counted to the byte and by link."""
 
 from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from parallelrun.mesh.runtime import Group
+from parallelrun import comm, torch_private
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.mesh.runtime import Group, build_mesh
+from parallelrun.sequences import Lane
+from parallelrun.strategies.data.allreduce import counts, runtime, steps
 from parallelrun.strategies.data.allreduce.runtime import all_reduce
-from tests.pool import run_ranks
+from parallelrun.strategies.data.allreduce.settings import Algorithm
+from tests.plans import tiny_plan
+from tests.pool import RanksFailed, run_ranks
+
+RING, HALVING_DOUBLING = Algorithm("ring"), Algorithm("halving_doubling")
+NUMELS = (0, 1, 2, 5, 7, 64, 1003)  # none, fewer than ranks, uneven
+CASES = {
+    2: (RING, HALVING_DOUBLING),
+    3: (RING, HALVING_DOUBLING),
+    5: (RING, HALVING_DOUBLING),
+    6: (HALVING_DOUBLING, Algorithm("hierarchical", 2), Algorithm("hierarchical", 3)),
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+BOUND = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 3e-2}  # relative to the largest sum
 
 
 def world_group() -> Group:
@@ -16,31 +39,174 @@ def world_group() -> Group:
     return Group("dp", tuple(range(world)), rank, dist.group.WORLD)
 
 
-def summed(algorithm, group_size, numels, dtype):
+def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What that member gives to the sum."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
+
+
+def sums(algorithms: tuple[Algorithm, ...]) -> list[list[Tensor]]:
+    """Per algorithm the sums of every dtype and size, in pieces of five elements of fp64."""
+    steps.PIECE_BYTES = 40
     group = world_group()
-    out = []
-    for numel in numels:
-        generator = torch.Generator().manual_seed(group.index)
-        tensor = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-        all_reduce(tensor, group, "gradients", algorithm, group_size=group_size)
-        out.append(tensor)
-    return out
+    found = []
+    for algorithm in algorithms:
+        found.append([mine(group.index, numel, dtype) for dtype in DTYPES for numel in NUMELS])
+        for tensor in found[-1]:
+            all_reduce(tensor, group, "gradients", algorithm.name, group_size=algorithm.group_size)
+    return found
 
 
-NUMELS = (0, 1, 2, 5, 7, 64, 1000, 300_001)
+@pytest.mark.parametrize("world", CASES)
+def test_every_rank_ends_with_the_same_bits_of_the_sum(world):
+    results = run_ranks(world, sums, CASES[world])
+    for number in range(len(CASES[world])):
+        cells = [(dtype, numel) for dtype in DTYPES for numel in NUMELS]
+        for cell, (dtype, numel) in enumerate(cells):
+            expected = sum(mine(index, numel, dtype).double() for index in range(world))
+            copies = [result[number][cell] for result in results]
+            assert all(torch.equal(copy, copies[0]) for copy in copies)
+            error = (copies[0].double() - expected).abs().max() if numel else 0.0
+            assert error <= BOUND[dtype] * world * 3, (dtype, numel)
+
+
+def both_executors(algorithms: tuple[Algorithm, ...]) -> bool:
+    """Whole messages in batches, as NCCL gets them, and pieces: the same bits."""
+    steps.PIECE_BYTES = 40
+    group = world_group()
+    same = True
+    for algorithm in algorithms:
+        for numel in NUMELS:
+            tensor, flat = mine(group.index, numel, torch.float32), mine(group.index, numel, torch.float32)
+            all_reduce(tensor, group, "gradients", algorithm.name, group_size=algorithm.group_size)
+            rounds = steps.table(algorithm.name, group.size, group.index, numel, algorithm.group_size)
+            rounds = tuple(one for one in rounds if one.send or one.receive)
+            runtime.run_in_batches(flat, rounds, group, "gradients")
+            same = same and torch.equal(tensor, flat)
+    return same
+
+
+def test_batches_of_whole_messages_give_the_bits_of_the_pieces():
+    assert all(run_ranks(5, both_executors, CASES[5]))
+    assert all(run_ranks(4, both_executors, (RING, Algorithm("hierarchical", 2))))
+
+
+def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict[tuple[int, int], int], list]:
+    """(rows counted, bytes by link as sent from here, rows foretold) of one asynchronous fp64 all-reduce."""
+    steps.PIECE_BYTES = piece_bytes
+    world = dist.get_world_size()
+    mesh = build_mesh(tiny_plan(dp=world, global_batch=4 * world), torch.device("cpu"))
+    group, sent = mesh.group("dp"), Counter()
+
+    def note(lane: Lane, what: str) -> None:
+        if lane.ranks[0] == mesh.rank:
+            sent[lane.ranks] += int(what.partition("(")[2].split()[0])
+
+    tensor = torch.zeros(numel, dtype=torch.float64)
+    with CommunicationCounter(mesh, note) as counter:
+        all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size).wait()
+    foretold = counts.rows(algorithm, world, group.index, numel, 8, steps.piece_elements(8))
+    return counter.rows(), dict(sent), foretold
 
 
 @pytest.mark.parametrize(
-    ("world", "algorithm", "group_size"),
-    [(n, a, 1) for n in (2, 3, 4, 5) for a in ("ring", "halving_doubling")]
-    + [(4, "hierarchical", 2), (6, "hierarchical", 3), (6, "hierarchical", 2)],
+    ("world", "algorithm", "numel"),
+    [
+        (3, RING, 1000),
+        (4, RING, 2),
+        (5, HALVING_DOUBLING, 1003),
+        (4, Algorithm("hierarchical", 2), 1003),
+    ],
+    ids=str,
 )
-def test_sum(world, algorithm, group_size):
-    results = run_ranks(world, summed, algorithm, group_size, NUMELS, torch.float64)
-    for i, numel in enumerate(NUMELS):
-        expected = sum(
-            torch.randn(numel, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(world)
-        )
-        for rank in range(world):
-            assert torch.equal(results[rank][i], results[0][i])
-        assert torch.allclose(results[0][i], expected, rtol=0, atol=1e-13)
+def test_every_rank_and_link_carries_what_is_foretold(world, algorithm, numel):
+    """The messages are sent by another thread than the one that counts: they are counted all the same."""
+    links = {}
+    for counted, sent, foretold in run_ranks(world, wire, algorithm, numel, 800):
+        assert {row for row in counted if row.calls} == {row for row in foretold if row.calls}
+        links.update(sent)
+    assert links == {link: 8 * elements for link, elements in counts.links(algorithm, world, numel).items()}
+
+
+def test_a_ring_sends_the_same_whatever_the_number_of_ranks():
+    """2(n - 1)/n of the tensor: 1, 4/3, 8/5 of it, never 2."""
+    for world, share in ((2, 1.0), (3, 4 / 3), (5, 8 / 5)):
+        for counted, _, _ in run_ranks(world, wire, RING, 3000, 2**20):
+            assert sum(row.payload_bytes for row in counted) == share * 3000 * 8
+
+
+def several_at_once() -> tuple[list[float], list[float]]:
+    group = world_group()
+    tensors = [torch.full((3000,), float(number + group.index)) for number in range(6)]
+    algorithms = ["ring", "halving_doubling", "native"] * 2
+    works = [all_reduce(t, group, "gradients", name, async_op=True) for t, name in zip(tensors, algorithms)]
+    for work in reversed(works):
+        work.wait()
+    return [float(t.min()) for t in tensors], [float(t.max()) for t in tensors]
+
+
+def test_what_is_started_together_does_not_mix():
+    expected = [3.0 * number + 3.0 for number in range(6)]
+    assert run_ranks(3, several_at_once) == [(expected, expected)] * 3
+
+
+def waits(delay_s: float) -> list[tuple[bool, float]]:
+    """What the step's clock hears of one all-reduce for which rank 1 comes late."""
+    group = world_group()
+    heard: list[tuple[bool, float]] = []
+    if group.index == 1:
+        time.sleep(delay_s)
+    with torch_private.timed_waits(lambda is_message, seconds: heard.append((is_message, seconds))):
+        all_reduce(torch.zeros(3000), group, "gradients", "ring", async_op=True).wait()
+    return heard
+
+
+def test_the_clock_hears_of_the_wait_and_not_of_the_threads_own():
+    first = run_ranks(2, waits, 0.3)[0]
+    assert len(first) == 1 and not first[0][0] and first[0][1] > 0.15
+
+
+def with_a_dying_peer() -> None:
+    group = world_group()
+    all_reduce(torch.zeros(10), group, "gradients", "ring")  # all are connected
+    work: Any = None
+    if group.index != 1:
+        work = all_reduce(torch.zeros(3000), group, "gradients", "ring", async_op=True)
+        work.wait()
+    os._exit(9)
+
+
+def test_a_dead_peer_is_an_error_of_the_wait_not_a_hang():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(3, with_a_dying_peer, timeout=30)
+    kinds = {failure.rank: failure.kind for failure in failed.value.failures}
+    assert kinds[1] == "exit 9" and kinds[0] == kinds[2] == "RuntimeError", kinds
+
+
+def with_a_fault(fault: str) -> Tensor:
+    """The sum of 100 ones, with something wrong on every rank."""
+    if fault == "copied instead of added":
+        runtime.SCATTER_REDUCE = "never"
+    if fault == "one round short":
+        runtime.table = lambda *arguments: steps.table(*arguments)[:-1]
+    if fault == "not waited for":
+        runtime._Pieces.run = lambda self, right=runtime._Pieces.run: (time.sleep(0.2), right(self))[1]
+        from parallelrun.strategies.data.allreduce import jobs
+
+        jobs.Job.wait = lambda self: None
+    if fault == "sent before it was added":
+        right = runtime._Pieces._send
+        runtime._Pieces._send = lambda self, outgoing, ready: right(self, outgoing, self._flat.numel())
+    tensor = torch.ones(100)
+    all_reduce(tensor, world_group(), "gradients", "ring")
+    result = tensor.clone()
+    comm.barrier(world_group())
+    return result
+
+
+@pytest.mark.parametrize(
+    "fault", ["none", "copied instead of added", "one round short", "not waited for", "sent before it was added"]
+)
+def test_planted_bugs_show_in_the_sum(fault):
+    results = run_ranks(3, with_a_fault, fault)
+    right = all(torch.equal(result, torch.full((100,), 3.0)) for result in results)
+    assert right == (fault == "none")

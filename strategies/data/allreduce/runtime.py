@@ -24,7 +24,7 @@ from .jobs import Queue
 from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table
 
 # A thread or a stream belongs to its process group, and goes with it; callers only know the group.
-_queues: WeakKeyDictionary[dist.ProcessGroup, Queue] = WeakKeyDictionary()
+_lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
 
@@ -55,10 +55,31 @@ def all_reduce(
 
 def _on_thread(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
     assert group.process_group is not None
-    queue = _queues.get(group.process_group)
-    if queue is None:
-        queue = _queues[group.process_group] = Queue(f"all-reduce over {group.axis}")
-    return queue.put(_Pieces(flat, rounds, group, purpose).run)
+    lane = _lanes.get(group.process_group)
+    if lane is None:
+        lane = _lanes[group.process_group] = _Lane(f"all-reduce over {group.axis}")
+    return lane.queue.put(_Pieces(flat, rounds, group, purpose, lane.scratch).run)
+
+
+class _Scratch:
+    """Where what is to be added arrives. Kept, for fresh memory costs as much as the sum; only the thread uses it."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def rows(self, numel: int, like: Tensor) -> Tensor:
+        """(2, numel) of like's dtype, whatever was there before."""
+        wanted = 2 * numel * like.element_size()
+        if self._held.numel() < wanted:
+            self._held = torch.empty(wanted, dtype=torch.uint8)
+        return self._held[:wanted].view(like.dtype).view(2, numel)
+
+
+class _Lane:
+    """What carries out the all-reduces of one process group on gloo."""
+
+    def __init__(self, name: str):
+        self.queue, self.scratch = Queue(name), _Scratch()
 
 
 class _Pieces:
@@ -70,15 +91,16 @@ class _Pieces:
     everyone posts its receives of a round before it waits for those of the round before.
     """
 
-    def __init__(self, flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str):
+    def __init__(self, flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str, scratch: _Scratch):
         self._flat, self._rounds, self._group, self._purpose = flat, rounds, group, purpose
+        received = [one.receive.numel for one in rounds if one.phase == SCATTER_REDUCE and one.receive]
+        self._longest, self._scratch = max(received, default=0), scratch
         self._piece = piece_elements(flat.element_size())
         self._sent: list[dist.Work] = []
 
     @torch.no_grad()
     def run(self) -> None:
-        received = [one.receive.numel for one in self._rounds if one.phase == SCATTER_REDUCE and one.receive]
-        self._scratch = self._flat.new_empty((2, max(received, default=0)))
+        self._buffers = self._scratch.rows(self._longest, self._flat)
         arriving = self._post(0)
         self._send(self._pieces_to_send(0), self._flat.numel())
         for number, one in enumerate(self._rounds):
@@ -101,7 +123,7 @@ class _Pieces:
             return []
         into, offset = self._flat, 0
         if self._rounds[number].phase == SCATTER_REDUCE:
-            into, offset = self._scratch[number % 2], message.start
+            into, offset = self._buffers[number % 2], message.start
         posted = []
         for piece in pieces(message, self._piece):
             buffer = into[piece.start - offset : piece.stop - offset]

@@ -1,0 +1,95 @@
+"""strategy=ring: the same training as on one device with any composition, under backward, as foretold to the byte."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+from tests.parity import assert_equal, parity
+from tests.pool import run_ranks
+from tests.ranks.data_way_body import run, start
+from tests.ranks.test_data_way_overlap import events
+
+RING = {"strategy.data.kind": "ring"}
+HALVING_DOUBLING = {**RING, "strategy.data.algorithm": "halving_doubling"}
+HIERARCHICAL = {**RING, "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2}
+SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
+CELLS: dict[str, dict[str, Any]] = {
+    "two": {"dp": 2, **RING},
+    "three, uneven, many buckets": {"dp": 3, "global_batch": 12, "model.vocab": 37, **RING, **SMALL_BUCKETS},
+    "tp": {"dp": 2, "tp": 2, "strategy.tensor.sequence_parallel": True, **RING},
+    "pp, tied": {"dp": 2, "pp": 2, "microbatches": 2, **RING},
+    "zero bubble": {"dp": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble", **RING},
+    "tp and pp": {"dp": 2, "tp": 2, "pp": 2, **RING},
+    "2d": {"dp": 2, "tp": 4, "strategy.tensor.kind": "2d", **RING},
+    "halving-doubling of three": {"dp": 3, "global_batch": 12, **HALVING_DOUBLING},
+    "halving-doubling, tp": {"dp": 2, "tp": 2, **HALVING_DOUBLING},
+    "hierarchical": {"dp": 4, **HIERARCHICAL},
+    "native": {"dp": 2, **RING, "strategy.data.algorithm": "native"},
+    "recomputed": {"dp": 2, "recompute": "full", "dropout": 0.1, **RING},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_it_is_the_training_of_one_device_and_sends_what_was_foretold(cell):
+    assert_equal(parity(CELLS[cell]))
+
+
+@pytest.mark.parametrize("mutant", ["doubled_gradients_of_the_ring", "own_gradients_kept", "ring_over_the_wrong_group"])
+def test_a_planted_bug_is_caught_by_the_verdict(mutant):
+    assert not parity({"dp": 2, "tp": 2, **RING}, mutant)["passed"]  # even shards: a crash would prove nothing
+
+
+def test_buckets_leave_during_the_last_backward_and_none_before():
+    for seen in run_ranks(2, events, {"dp": 2, "microbatches": 4, **RING}):
+        assert seen[:4] == ["microbatch"] * 4
+        assert seen[-1] == "finish"
+        assert len(seen) > 10 and set(seen[4:-1]) == {"launch"}
+
+
+def done_before_backward_ends() -> tuple[int, int]:
+    """(sums that were over when backward was, all sums) of a step whose last hook takes its time."""
+    training = start({"dp": 2, "microbatches": 1, **RING, **SMALL_BUCKETS})
+    buckets = training.data._reducer.buckets
+    first_weight = buckets[-1].slots[-1].parameter
+    found: list[tuple[int, int]] = []
+
+    def slow(_: torch.Tensor) -> None:
+        time.sleep(0.5)
+        works = [bucket._work for bucket in buckets if bucket._work is not None]
+        found.append((sum(work._done.is_set() for work in works), len(buckets)))
+
+    first_weight.register_hook(slow)
+    train_step(training, 1, 0.1, LossScaler(training.config.precision, False))
+    return found[0]
+
+
+def test_sums_are_carried_out_while_backward_goes_on():
+    """A thread does them: no collective of a backend is there that could go on by itself."""
+    for done, all_of_them in run_ranks(2, done_before_backward_ends):
+        assert all_of_them - 2 <= done < all_of_them
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains_as_under_ddp(precision):
+    setting = {"dp": 2, "precision.name": precision, "optimizer.name": "adamw", **SMALL_BUCKETS}
+    ours, theirs = run_ranks(2, run, {**setting, **RING})[0], run_ranks(2, run, setting)[0]
+    assert ours.losses == theirs.losses and ours.norms == theirs.norms  # of two numbers the order does not matter
+    assert {row for row in ours.counted if row.calls} == set(ours.predicted)
+
+
+def test_fp16_compression_halves_what_the_ring_sends():
+    plain = run_ranks(2, run, {"dp": 2, "precision.name": "fp32", **RING})
+    half = run_ranks(2, run, {"dp": 2, "precision.name": "fp32", "strategy.data.compression": "fp16", **RING})
+    for before, after in zip(plain, half):
+        sent, halved = (
+            [row.payload_bytes for row in outcome.counted if (row.operation, row.purpose) == ("send", "gradients")]
+            for outcome in (before, after)
+        )
+        assert halved == [sent[0] // 2]
+        assert {row for row in after.counted if row.calls} == set(after.predicted)
