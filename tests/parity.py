@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,22 @@ _PLACEMENT = (
 )  # fmt: skip
 
 
-def parity(overrides: dict[str, Any], mutant: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
+def parity(
+    overrides: dict[str, Any],
+    mutant: str | None = None,
+    timeout: float = 60.0,
+    fault: Callable[[Training], None] | None = None,
+) -> dict[str, Any]:
     """The verdict (verify.json's document) of one plan.
 
-    mutant: a function of `tests.mutants` or `tests.grid_mutants`, called on every rank.
+    mutant: a function of `tests.mutants` or `tests.grid_mutants`, called on every rank. fault: plants a bug in what has
+    been built, before the first step.
     """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     replayed = plan.equivalence.kind == "replay"
     settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
-    return run_ranks(plan.world, _cell, overrides, str(_reference(settings)), mutant, timeout=timeout)[0]
+    return run_ranks(plan.world, _cell, overrides, str(_reference(settings)), mutant, fault, timeout=timeout)[0]
 
 
 def assert_equal(document: dict[str, Any]) -> None:
@@ -77,7 +84,9 @@ def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
     return path
 
 
-def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict[str, Any] | None:
+def _cell(
+    overrides: dict[str, Any], reference: str, mutant: str | None, fault: Callable[[Training], None] | None
+) -> dict[str, Any] | None:
     """One rank of one cell; rank 0 returns the verdict."""
     torch.set_num_threads(1)
     config: Config = checked_config(tiny_config(overrides))
@@ -89,8 +98,14 @@ def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict
     if config.compile:  # the compiler's graphs without its code generation, which takes minutes
         train_build.compile_blocks = partial(compile_blocks, backend="aot_eager")
     training = build(config, plan, torch.device("cpu"))
+    if fault:
+        fault(training)
     trace = record(training, config.verify.steps)
-    surprises = [] if mutant else [text for texts in gather_json(_surprises(training), training.mesh) for text in texts]
+    surprises = (
+        []
+        if mutant or fault
+        else [text for texts in gather_json(_surprises(training), training.mesh) for text in texts]
+    )
     if plan.world > 1 and dist.get_rank() != 0:
         return None
     document = judge(trace, Trace(**torch.load(reference, weights_only=False)), config, plan)
@@ -100,8 +115,9 @@ def _cell(overrides: dict[str, Any], reference: str, mutant: str | None) -> dict
 def _surprises(training: Training) -> list[str]:
     """Where what this rank sends in a steady step differs from the plan's prediction, in calls or to the byte."""
     config, plan, mesh = training.config, training.plan, training.mesh
+    step = plan.data.full_step(config.verify.steps + 1)
     with CommunicationCounter(mesh) as counter:
-        train_step(training, config.verify.steps + 1, 0.0, LossScaler(config.precision, scaled=False))
+        train_step(training, step, 0.0, LossScaler(config.precision, scaled=False))
     counted, said = set(counter.rows()), set(account.collectives(plan, mesh.rank))
     return [f"rank {mesh.rank} sent {row}" for row in counted - said] + [
         f"rank {mesh.rank} was to send {row}" for row in said - counted

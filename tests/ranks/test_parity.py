@@ -13,6 +13,7 @@ from tests.parity import assert_equal, parity
 DATA = {
     "ddp": {"strategy.data.kind": "ddp"},
     "zero1": {"strategy.data.kind": "zero1"},
+    "zero2": {"strategy.data.kind": "zero2"},
     "fsdp": {"strategy.data.kind": "fsdp"},
     "fsdp_reshard": {"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": True},
     "hsdp": {"strategy.data.kind": "fsdp", "strategy.data.shard": 2},

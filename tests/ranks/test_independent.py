@@ -1,0 +1,231 @@
+"""Local SGD and DiLoCo: held against their own rules in one process; between meetings nothing of weight is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallelrun.accounting import CommunicationCounter
+from parallelrun.plan import account
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import SYNC
+from parallelrun.train.build import Training, build
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+from parallelrun.verify.measure import BOUNDS, tensor_errors
+from tests.parity import assert_equal, parity
+from tests.plans import tiny_config
+from tests.pool import run_ranks
+
+LOCAL_SGD = {"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}
+DILOCO = {"strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
+PLAIN_OUTER = {"strategy.data.outer_momentum": 0.0, "strategy.data.outer_nesterov": False}
+AVERAGING = {**PLAIN_OUTER, "strategy.data.outer_lr": 1.0}
+# Uneven vocabulary, clipping that bites, ignored targets; never a step that all runs end with.
+SETTING = {"model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "optimizer.clip": 0.05, "steps": 60,
+           "model.label_smoothing": 0.1, "verify.steps": 5}  # fmt: skip
+CELLS: dict[str, dict[str, Any]] = {
+    "local SGD": {"dp": 2, **LOCAL_SGD},
+    "local SGD, 4 replicas, accumulation, many buckets": {
+        "dp": 4, "microbatches": 2, "strategy.data.bucket_mb": 0.01, **LOCAL_SGD
+    },
+    "local SGD x tp, sequence parallel": {"dp": 2, "tp": 2, "strategy.tensor.sequence_parallel": True, **LOCAL_SGD},
+    "local SGD x 2d": {"dp": 2, "tp": 4, "layout": "2d", "model.vocab": 40, "dataset.vocab": 40, **LOCAL_SGD},
+    "local SGD x pp, a tied weight in two stages": {"dp": 2, "pp": 2, **LOCAL_SGD},
+    "local SGD under zbv": {"dp": 2, "pp": 2, "strategy.pipeline.kind": "zbv", **LOCAL_SGD},
+    "local SGD that ends between two rounds": {"dp": 2, **LOCAL_SGD, "strategy.data.sync_every": 4},
+    "DiLoCo": {"dp": 2, **DILOCO},
+    "DiLoCo, 3 replicas": {"dp": 3, "global_batch": 12, **DILOCO},
+    "DiLoCo alone": {"dp": 1, **DILOCO},
+    "DiLoCo, heavy ball": {"dp": 2, **DILOCO, "strategy.data.outer_nesterov": False},
+    "DiLoCo x tp x pp": {"dp": 2, "tp": 2, "pp": 2, **DILOCO},
+    "DiLoCo, a last round that is short": {"dp": 2, **DILOCO, "strategy.data.sync_every": 3, "steps": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_replica_does_what_the_rule_says_and_sends_what_the_plan_says(cell: str) -> None:
+    document = parity({**SETTING, **CELLS[cell]})
+    assert_equal(document)
+    assert document["equivalence"] == "replay" and document["against"] == "its own rule in one process"
+    assert document["max_error"]["grads"] <= 1e-10
+
+
+def test_adamw_keeps_its_state_where_it_is() -> None:
+    """The verdict of `same` reports only; under fp64 its errors are still tiny."""
+    for way in (LOCAL_SGD, DILOCO):
+        document = parity({**SETTING, "dp": 2, **way, "verify.optimizer": "same", "optimizer.eps": 1e-3})
+        assert document["optimizer"] == "adamw" and max(document["max_error"].values()) <= 1e-10
+
+
+def average_too_rarely(training: Training) -> None:
+    training.data.after_step = lambda step: type(training.data).after_step(training.data, step + 1)
+
+
+def sum_for_mean(training: Training) -> None:
+    average = training.data.average
+
+    def wrong(tensors: list[Tensor]) -> None:
+        average(tensors)
+        for tensor in tensors:
+            tensor.mul_(2)
+
+    training.data.average = wrong
+
+
+def forget_a_bucket(training: Training) -> None:
+    training.data._buckets = training.data._buckets[1:]
+
+
+def share_gradients(training: Training) -> None:
+    """Replicas that exchange their gradients after all."""
+    finish = training.data.finish_gradients
+
+    def wrong() -> None:
+        finish()
+        for parameter in training.parameters:
+            torch.distributed.all_reduce(parameter.tensor.grad)
+            parameter.tensor.grad /= 2
+
+    training.data.finish_gradients = wrong
+
+
+def clip_by_the_global_norm(training: Training) -> None:
+    clip = training.gradients.clip
+
+    def wrong(norm: float, *others: float) -> float:
+        square = torch.tensor(norm**2, dtype=torch.float64)
+        torch.distributed.all_reduce(square)
+        return clip(float(square) ** 0.5 / 2, *others)
+
+    training.gradients.clip = wrong
+
+
+def forget_the_momentum(training: Training) -> None:
+    after_step = training.data.after_step
+
+    def wrong(step: int) -> None:
+        after_step(step)
+        for momentum in training.data._momentum:
+            momentum.zero_()
+
+    training.data.after_step = wrong
+
+
+def go_on_from_ones_own_weights(training: Training) -> None:
+    """The outer step is taken, and nobody takes over its result."""
+    way = training.data
+
+    def wrong() -> None:
+        kept = [weight.clone() for weight in way._weights]
+        type(way).synchronise(way)
+        for weight, before in zip(way._weights, kept):
+            weight.copy_(before)
+
+    way.synchronise = wrong
+
+
+def ascend(training: Training) -> None:
+    """The movement with the wrong sign."""
+    average = training.data.average
+
+    def wrong(tensors: list[Tensor]) -> None:
+        average(tensors)
+        for tensor in tensors:
+            tensor.neg_()
+
+    training.data.average = wrong
+
+
+BUGS: list[tuple[dict[str, Any], Callable[[Training], None]]] = [
+    (LOCAL_SGD, average_too_rarely),
+    (LOCAL_SGD, sum_for_mean),
+    (LOCAL_SGD, share_gradients),
+    (LOCAL_SGD, clip_by_the_global_norm),
+    ({**LOCAL_SGD, "strategy.data.bucket_mb": 0.01}, forget_a_bucket),
+    (DILOCO, average_too_rarely),
+    (DILOCO, forget_the_momentum),
+    (DILOCO, go_on_from_ones_own_weights),
+    (DILOCO, ascend),
+]
+
+
+@pytest.mark.parametrize("way, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")[:40])
+def test_a_planted_bug_is_caught_by_the_verdict(way: dict[str, Any], bug: Callable[[Training], None]) -> None:
+    document = parity({**SETTING, "dp": 2, **way}, fault=bug)
+    assert not document["passed"]
+
+
+def weights_after(
+    overrides: dict[str, Any], steps: int, lr: float
+) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
+    """This rank's weights, the losses, and the bytes sent over dp by purpose."""
+    config = tiny_config({**SETTING, "precision.name": "fp64", "optimizer.name": "sgd", **overrides})
+    training = build(config, resolve(config), torch.device("cpu"))
+    scaler = LossScaler(config.precision, scaled=False)
+    with CommunicationCounter(training.mesh) as counter:
+        losses = [train_step(training, step, lr, scaler).loss for step in range(1, steps + 1)]
+    sent = {row.purpose: row.payload_bytes for row in counter.rows()}
+    return {p.name: p.tensor.detach().clone() for p in training.parameters}, losses, sent
+
+
+def after(
+    overrides: dict[str, Any], steps: int = 6, lr: float = 0.1
+) -> list[tuple[dict[str, Tensor], list[float], dict[str, int]]]:
+    return run_ranks(overrides["dp"], weights_after, overrides, steps, lr)
+
+
+def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(tensor_errors(one, other).values())
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_meeting_after_every_step_is_data_parallel_training(dp: int) -> None:
+    """With plain SGD and no clipping (a replica's own clipping is no one else's): H=1 averages away the difference, and
+    an outer SGD of rate 1 without momentum is averaging, whatever H."""
+    plain = {"dp": dp, "optimizer.clip": 0.0, "global_batch": 12}
+    (ddp, losses, _), *_ = after(plain)
+    each = {"strategy.data.sync_every": 1}
+    for way in ({**LOCAL_SGD, **each}, {**DILOCO, **each, **AVERAGING}):
+        for weights, found, _ in after({**plain, **way}):
+            assert worst(weights, ddp) <= BOUNDS["fp64"]
+            assert found == pytest.approx(losses, rel=1e-10)
+
+
+def test_an_outer_rate_of_one_is_averaging_and_any_other_is_not() -> None:
+    (averaged, _, _), _ = after({"dp": 2, **LOCAL_SGD, "strategy.data.sync_every": 3})
+    for overrides, is_same in ((AVERAGING, True), ({**AVERAGING, "strategy.data.outer_lr": 0.7}, False)):
+        (weights, _, _), _ = after({"dp": 2, **DILOCO, "strategy.data.sync_every": 3, **overrides})
+        assert (worst(weights, averaged) <= 1e-10) == is_same
+
+
+def test_replicas_differ_between_meetings_and_are_alike_bit_for_bit_after_one() -> None:
+    for way in (LOCAL_SGD, DILOCO):
+        (one, _, _), (other, _, _) = after({"dp": 2, **way}, steps=3)
+        assert all(not torch.equal(one[name], other[name]) for name in one if name.endswith("weight"))
+        (one, _, _), (other, _, _) = after({"dp": 2, **way}, steps=4)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("way", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
+def test_bytes_are_one_part_in_h_of_those_of_ddp(way: dict[str, Any]) -> None:
+    steps = 4
+    whole = after({"dp": 2}, steps)[0][2]["gradients"]
+    for sync_every in (1, 2, 4):
+        overrides = {"dp": 2, **way, "strategy.data.sync_every": sync_every}
+        sent = after(overrides, steps)[0][2]
+        assert sent[SYNC] * sync_every == whole and set(sent) == {SYNC, "control"}
+        plan = resolve(tiny_config({**SETTING, "precision.name": "fp64", **overrides}))
+        (row,) = [row for row in account.collectives(plan, 0) if row.purpose == SYNC]
+        assert row.payload_bytes * steps // account.steps_between(plan, SYNC) == sent[SYNC]
+
+
+@pytest.mark.parametrize("way", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
+def test_it_learns(way: dict[str, Any]) -> None:
+    config = {"dp": 2, **way, "strategy.data.sync_every": 5, "optimizer.clip": 1.0, "optimizer.name": "adamw"}
+    losses = after(config, 30, lr=0.003)[0][1]
+    assert losses[-1] < losses[0] - 0.4
