@@ -13,6 +13,7 @@ from types import ModuleType
 STRATEGIES = {
     "data.ddp": "parallelrun.strategies.data.ddp",
     "data.ring": "parallelrun.strategies.data.ring",
+    "data.horovod": "parallelrun.strategies.data.horovod",
     "data.zero1": "parallelrun.strategies.data.zero1",
     "data.ps": "parallelrun.strategies.data.ps",
     "data.zero2": "parallelrun.strategies.data.zero2",

@@ -72,6 +72,14 @@ class DataWay:
         """Every how many steps the collectives of purpose SYNC are sent."""
         return 1
 
+    def has_batch(self, step: int, worker: int) -> bool:
+        """False where dp coordinate `worker` has run out of data before step `step`: its gradient is then zero."""
+        return True
+
+    def num_counted(self, step: int, num_workers: int) -> int:
+        """The replicas that the mean over replicas is taken of in step `step`."""
+        return num_workers
+
     def full_step(self, step: int) -> int:
         """The first step from `step` on that sends everything the way ever sends: the one that is counted."""
         return step

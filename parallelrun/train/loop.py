@@ -25,6 +25,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
     checkpoints = Checkpoints(training, scaler, context)
     start = checkpoints.resume()
+    training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
     clock = StepClock(training)
     skips = 0

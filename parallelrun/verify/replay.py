@@ -89,14 +89,16 @@ def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
 
 
 def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float, trace: Trace) -> None:
-    batches = [one.reader.batch(step) for one in replicas]
-    counts = [count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
+    has_batch = [plan.data.has_batch(step, index) for index in range(len(replicas))]
+    batches = [one.reader.batch(step) if has else None for one, has in zip(replicas, has_batch)]
+    counts = [0 if batch is None else count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
+    divisor = max(sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch), 1)
     weight = len(replicas) if plan.data.independent else 1
     losses = []
     for one, batch in zip(replicas, batches):
         one.data.begin_step()
         with torch.enable_grad():
-            losses.append(float(one.engine.train(batch, weight / max(sum(counts), 1))))
+            losses.append(0.0 if batch is None else float(one.engine.train(batch, weight / divisor)))
         one.data.finish_gradients()
         one.gradients.finalise()
     given = rule.gradients(step, [{p.name: p.tensor.grad.clone() for p in one.parameters} for one in replicas])

@@ -1,0 +1,100 @@
+"""The rules of compressed sums in plain words: what n workers' gradients become, one tensor after the other.
+
+Of the runtime's code only the arithmetic of one matrix (`powersgd.py`) is read, and which tensors are factored.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from parallelrun.plan.structure import Plan
+from parallelrun.train.parameters import held_parameters
+from parallelrun.verify.replay import Summed
+
+from .powersgd import first_right_factor, next_right_factor, orthonormal
+from .settings import Compression, is_factored, matrix_shape, num_columns
+
+Tensors = dict[str, Tensor]
+Place = tuple[slice, ...]
+
+
+def rule(plan: Plan, compression: Compression) -> Summed:
+    """The rule of one sum over dp (or over a process set)."""
+    if compression.kind == "fp16":
+        return Halves()
+    return PowerSgd(plan, compression) if compression.kind == "powersgd" else Summed()
+
+
+class Halves(Summed):
+    """Everything is rounded to fp16, and so are the sums."""
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """Sums of rounded gradients, in the order of the workers."""
+        total: Tensors = {}
+        for name in local[0]:
+            summed = local[0][name].half()
+            for one in local[1:]:
+                summed = summed + one[name].half()
+            total[name] = summed.to(local[0][name].dtype)
+        return [{name: value.clone() for name, value in total.items()} for _ in local]
+
+
+class PowerSgd(Summed):
+    """Matrices become P Q^T; what a worker's own P Q^T leaves out, it adds the next time."""
+
+    def __init__(self, plan: Plan, compression: Compression):
+        self._rank = compression.rank
+        self._parts = stored_parts(plan)
+        self._factored = {
+            (name, key)
+            for name, places in self._parts.items()
+            for key, (held, shape, _) in places.items()
+            if is_factored(held, shape, plan, compression)
+        }
+        self._errors: dict[tuple[str, str], list[Tensor]] = {}
+        self._right: dict[tuple[str, str], Tensor] = {}
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """Sums of what is not factored, approximations of the rest."""
+        out = super().gradients(step, local)
+        for name, key in sorted(self._factored):
+            place = self._parts[name][key][2]
+            approximation = self._approximate(name, key, [one[name][place] for one in local])
+            for one in out:
+                one[name][place] = approximation
+        return out
+
+    def _approximate(self, name: str, key: str, gradients: list[Tensor]) -> Tensor:
+        shape = matrix_shape(gradients[0].shape)
+        errors = self._errors.get((name, key)) or [torch.zeros(shape).to(gradients[0]) for _ in gradients]
+        first = first_right_factor(name, shape[1], num_columns(shape, self._rank)).to(gradients[0])
+        right = self._right.get((name, key), first)
+        corrected = [gradient.reshape(shape) + error for gradient, error in zip(gradients, errors)]
+        left = orthonormal(sum((one @ right for one in corrected), torch.zeros_like(corrected[0] @ right)))
+        answers = [one.T @ left for one in corrected]
+        self._errors[name, key] = [one - left @ answer.T for one, answer in zip(corrected, answers)]
+        summed = torch.stack(answers).sum(0)
+        self._right[name, key] = next_right_factor(summed, first)
+        return (left @ summed.T).reshape(gradients[0].shape)
+
+
+def stored_parts(plan: Plan) -> dict[str, dict[str, tuple]]:
+    """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
+    before any data way. One part, the whole, where no tensor way splits it."""
+    out: dict[str, dict[str, tuple]] = {}
+    leaves = [(leaf, degree) for leaf, degree in plan.mesh.leaves if leaf not in ("pp", "dp")]
+    for position in range(plan.mesh.size("pp")):
+        for held in held_parameters(plan, position):
+            if held.shared or held.spec.frozen:
+                continue
+            for place in product(*(range(degree) for _, degree in leaves)):
+                coordinate = {"pp": position, "dp": 0, **dict(zip([leaf for leaf, _ in leaves], place))}
+                rank = plan.mesh.rank(**coordinate)
+                ranges = held.layout.ranges(held.spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
+                shape = tuple(stop - start for start, stop in ranges)
+                slices = tuple(slice(start, stop) for start, stop in ranges)
+                out.setdefault(held.name, {})[str(ranges)] = (held, shape, slices)
+    return out

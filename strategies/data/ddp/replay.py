@@ -1,0 +1,16 @@
+"""The rule of ddp with compressed gradients."""
+
+from __future__ import annotations
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.structure import Plan
+from parallelrun.verify.replay import Rule
+
+from ..compression import replay
+from ..compression.settings import CompressedWay
+
+
+def rule(config: Config, plan: Plan) -> Rule:
+    """The rule of a plan whose gradients are compressed sums."""
+    assert isinstance(plan.data, CompressedWay)
+    return replay.rule(plan, plan.data.compression)

@@ -1,0 +1,52 @@
+"""The table of Adasum's exchange: vector halving, distance doubling. Torch-free.
+
+At level k a rank and the one whose number differs in bit k hold the same part of two vectors. Each gives the other one
+half of it and combines the half that it keeps; for that, the 2^(k+1) ranks that hold parts of the same two vectors sum
+their dot products, in k + 1 swaps between pairs. At the end the parts are put together on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallelrun.plan.structure import Collective
+
+NUM_DOTS = 3  # a.b, |a|^2, |b|^2 of every tensor
+DOT_BYTES = 8  # fp64
+
+
+@dataclass(frozen=True)
+class Level:
+    """One halving. distance: 2^k; the rank keeps [keep) and gives [give) of the vector, as (start, stop)."""
+
+    distance: int
+    keep: tuple[int, int]
+    give: tuple[int, int]
+
+
+def levels(numel: int, size: int, index: int) -> tuple[Level, ...]:
+    """What member `index` of `size` (a power of two) does with a vector of `numel` elements."""
+    start, stop, distance, out = 0, numel, 1, []
+    while distance < size:
+        middle = start + (stop - start) // 2
+        low, high = (start, middle), (middle, stop)
+        keep, give = (high, low) if index & distance else (low, high)
+        out.append(Level(distance, keep, give))
+        (start, stop), distance = keep, 2 * distance
+    return tuple(out)
+
+
+def rows(vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str) -> list[Collective]:
+    """What member `index` sends to combine vectors of (elements, tensors in them): messages and their bytes."""
+    calls = payload = 0
+    for numel, num_tensors in vectors:
+        for number, level in enumerate(levels(numel, size, index), start=1):
+            pieces = (level.give, level.keep)  # one on the way there, the other on the way back
+            calls += len(pieces) + number
+            payload += sum(stop - start for start, stop in pieces) * element_bytes
+            payload += number * NUM_DOTS * DOT_BYTES * num_tensors
+    return [
+        Collective(axis, "send", "parameters", calls, payload),
+        Collective(axis, "recv", "parameters", calls, 0),
+    ]

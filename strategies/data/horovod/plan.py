@@ -1,0 +1,129 @@
+"""Horovod's data parallelism: broadcast at the start, fused all-reduce under backward, and what belongs to it.
+
+What Horovod negotiates in every cycle (which tensors are ready everywhere) stands in the plan here: buckets are fixed,
+so there is no cycle time, and its response cache would always hit. `bucket_mb` is its fusion threshold (0: every tensor
+alone), `microbatches` its backward_passes_per_step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, replace
+from math import prod
+
+from parallelrun.errors import Problem
+from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.ways import Request
+from parallelrun.train.parameters import held_parameters
+
+from .. import buckets
+from ..allreduce import counts
+from ..allreduce import settings as allreduce
+from ..allreduce.settings import Algorithm
+from ..allreduce.steps import NATIVE, piece_elements
+from ..compression import settings as compression
+from ..compression.settings import HALF_BYTES, Message
+from ..ddp import plan as ddp
+from ..ring import plan as ring
+from . import halving, settings
+from .settings import ADASUM, HorovodWay
+
+KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
+
+
+class Way(ring.Way):
+    """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
+
+    reads = (*ring.Way.reads, *KEYS)
+
+    def check(self, request: Request) -> list[Problem]:
+        found = allreduce.check(request, NATIVE)
+        sets = request.config.strategy.data.process_sets
+        algorithm = request.config.strategy.data.algorithm
+        if sets and algorithm == "hierarchical" and not found:
+            what = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
+            found = [Problem(what, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
+        return [*compression.check(request), *found, *settings.check(request)]
+
+    def settle(self, request: Request) -> HorovodWay:
+        data, alone = request.config.strategy.data, request.dp == 1
+        return HorovodWay(
+            data.kind,
+            bucket_bytes=int(data.bucket_mb * 2**20),
+            compression=compression.of(request.config),
+            algorithm=Algorithm() if alone else allreduce.of(request, NATIVE),
+            reduction="average" if alone else data.reduction,
+            timeline=data.timeline,
+            stall_warn_s=data.stall_warn_s,
+            worker_batches=tuple(data.worker_batches),
+            divides_by_active=data.join_divisor == "active",
+            process_sets=() if alone else tuple(tuple(one) for one in data.process_sets),
+        )
+
+    def filled(self, request: Request) -> tuple[str, ...]:
+        """Sentences on what this way filled in."""
+        return allreduce.filled(request, NATIVE)
+
+    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
+        if not _is_adasum(plan):
+            return super().collectives(position, coordinate, plan)
+        layouts = [(held, held.layout) for held in held_parameters(plan, position)]
+        return [*_combining(position, coordinate, plan), *buckets.final_collectives(layouts, coordinate, plan)]
+
+    def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """The messages of one sum over a process set, which may be all of dp."""
+        way = _way(plan)
+        worker = coordinate["dp"]
+        members = way.process_set(worker, plan.mesh.size("dp"))
+        if len(members) == 1:
+            return []
+        if way.algorithm.name == NATIVE:
+            return ddp.Way.rows_of_sum(self, message, coordinate, plan)
+        limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
+        index = members.index(worker)
+        return counts.rows(way.algorithm, len(members), index, message.numel, message.element_bytes, limit)
+
+    def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
+        """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""
+        if not _is_adasum(plan):
+            return super().sending_classes(position, coordinate, plan)
+        alike: dict[tuple[tuple[object, ...], ...], list[int]] = defaultdict(list)
+        for worker in range(plan.mesh.size("dp")):
+            rows = _combining(position, {**coordinate, "dp": worker}, plan)
+            alike[tuple(tuple(asdict(row).values()) for row in rows)].append(worker)
+        return [(same[0], len(same)) for same in alike.values()]
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """What one device computes, as long as workers' gradients are summed as they are."""
+        way = _way(plan)
+        reasons = [
+            (way.reduction == ADASUM, "Adasum of the workers' updates, per stored part of a tensor"),
+            (bool(way.process_sets), f"averages within process sets {list(map(list, way.process_sets))}"),
+            (bool(way.worker_batches), f"workers join after {list(way.worker_batches)} batches"),
+        ]
+        base = compression.equivalence(plan, way.compression)
+        if plan.mesh.size("dp") == 1 and not way.worker_batches:
+            return base
+        details = [text for applies, text in reasons if applies] + ([base.detail] if base.detail else [])
+        return replace(base, kind="replay", detail="; ".join(details)) if details else base
+
+
+def _way(plan: Plan) -> HorovodWay:
+    assert isinstance(plan.data, HorovodWay)
+    return plan.data
+
+
+def _is_adasum(plan: Plan) -> bool:
+    return _way(plan).reduction == ADASUM and plan.mesh.size("dp") > 1
+
+
+def _combining(position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    way = _way(plan)
+    members = way.process_set(coordinate["dp"], plan.mesh.size("dp"))
+    if len(members) == 1:
+        return []
+    contents = buckets.contents(position, coordinate, plan)
+    vectors = [(sum(prod(shape) for _, shape in bucket), len(bucket)) for bucket in contents]
+    size = HALF_BYTES if way.compression.kind == "fp16" else buckets.reduce_bytes(plan)
+    return halving.rows(vectors, len(members), members.index(coordinate["dp"]), size, "dp")

@@ -1,0 +1,161 @@
+"""horovod at run time: initial weights broadcast, gradients summed in fused buffers under backward, and watched.
+
+With adasum the buffers carry updates instead: each worker's optimizer steps by its own gradient, then what the weights
+have changed by is combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun import torch_private
+from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.plan.structure import Plan
+
+from ..allreduce.runtime import all_reduce
+from ..buckets import fill, reduce_bytes
+from ..compression.runtime import Part, Waitable
+from ..ddp.runtime import DdpRuntime, shard
+from ..local import LocalRuntime, Pair, match, trained
+from .adasum import all_combine
+from .broadcast import broadcast_optimizer, broadcast_weights
+from .process_sets import make_group
+from .settings import ADASUM, HorovodWay
+from .stalls import StallWatch
+from .submissions import Submissions
+from .timeline import Timeline
+
+__all__ = ["AdasumRuntime", "HorovodRuntime", "attach", "shard"]
+
+
+def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
+    """The DataRuntime over materialised weights, which are those of worker 0 afterwards."""
+    pairs = match(parts, plan, mesh)
+    everyone = mesh.group("dp")
+    if everyone.size == 1:
+        return LocalRuntime(pairs)
+    way = plan.data
+    assert isinstance(way, HorovodWay)
+    broadcast_weights([weight.detach() for _, weight in pairs], everyone)
+    group = make_group(way, plan, mesh)
+    kind = AdasumRuntime if way.reduction == ADASUM else HorovodRuntime
+    return kind(pairs, plan, mesh, group)
+
+
+class HorovodRuntime(DdpRuntime):
+    """Gradients are summed, or within a process set averaged, and every exchange is noted for those who watch."""
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
+        self._submissions = Submissions()
+        self._mesh = mesh
+        super().__init__(pairs, plan, group)
+        self._watch: StallWatch | None = None
+        self._timeline: Timeline | None = None
+
+    def begin_run(self, training: Any, context: Any, start: int) -> None:
+        """Make optimizer states those of worker 0 (after a resume), and start to watch."""
+        way = self._plan.data
+        assert isinstance(way, HorovodWay)
+        if start and not way.independent:
+            broadcast_weights([p.tensor.detach() for p in training.held], self._mesh.group("dp"))
+            broadcast_optimizer(training.optimizer, training.parameters, self._mesh.group("dp"))
+        self._submissions.step = start
+        if way.timeline and context.rank == 0:
+            buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._reducer.buckets)]
+            self._timeline = Timeline(context.directory / "timeline.json", buckets, way, self._mesh.device)
+            self._timeline.watch(dict(self._named_weights()), self._plan)
+            self._submissions.timeline = self._timeline
+        if way.stall_warn_s:
+            self._watch = StallWatch(self._submissions, self._reducer, self._plan, context, way.stall_warn_s)
+            self._watch.start()
+
+    def end_run(self) -> None:
+        """Stop watching; close the timeline."""
+        if self._watch:
+            self._watch.stop()
+        if self._timeline:
+            self._timeline.close()
+
+    def begin_step(self) -> None:
+        """Gradients are empty and backward passes are counted."""
+        self._submissions.begin_step()
+        super().begin_step()
+
+    def finish_gradients(self) -> None:
+        """Every weight's gradient is the sum over dp, or the mean over its process set."""
+        self._submissions.backward_over()
+        super().finish_gradients()
+        if self._plan.data.independent:
+            torch_private.multiply(list(self.flat_gradients), 1 / self._group.size)
+
+    def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        slots = [slot for bucket in self._reducer.buckets for slot in bucket.slots]
+        names = [name for bucket in self._submissions.names for name in bucket]
+        return list(zip(names, [slot.parameter for slot in slots], strict=True))
+
+    def _start_sum(self, tensor: Tensor) -> Waitable:
+        data = self._plan.data
+        assert isinstance(data, HorovodWay)
+        algorithm = data.algorithm
+        return all_reduce(tensor, self._group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
+
+    def _sender(self, buffer: Tensor, parts: Sequence[Part]) -> Callable[[], Waitable]:
+        number = self._submissions.add(tuple(held.name for held, _ in parts))
+        send = super()._sender(buffer, parts)
+        return lambda: self._submissions.submit(number, send)
+
+
+class Done:
+    """An exchange of a set of one worker."""
+
+    def wait(self) -> None:
+        """It is over."""
+
+
+class AdasumRuntime(LocalRuntime):
+    """Every worker updates its weights by its own gradient; then updates are combined, and all weights are alike."""
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
+        super().__init__(pairs)
+        self._group, self._mesh = group, mesh
+        weights = [weight.detach() for _, weight in trained(pairs)]
+        filled = fill([weight.numel() * reduce_bytes(plan) for weight in weights], plan.data.bucket_bytes)
+        self._weights = [[weights[index] for index in bucket] for bucket in filled]
+        self._before = [_flat(bucket) for bucket in self._weights]
+        self._half = isinstance(plan.data, HorovodWay) and plan.data.compression.kind == "fp16"
+        self._stepping = False
+
+    def begin_step(self) -> None:
+        """Remember the weights that the update starts from."""
+        super().begin_step()
+        for before, weights in zip(self._before, self._weights):
+            _fill_flat(before, weights)
+        self._stepping = True
+
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Weights are what they were plus the combination of all workers' updates."""
+        if not self._stepping:  # a checkpoint was loaded
+            return
+        self._stepping = False
+        for before, weights in zip(self._before, self._weights):
+            update = _flat(weights).sub_(before)
+            if self._half:
+                update = update.half()
+            all_combine(update, [weight.numel() for weight in weights], self._group)
+            before.add_(update.to(before.dtype))
+            for weight, part in zip(weights, before.split([weight.numel() for weight in weights])):
+                weight.copy_(part.view_as(weight))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _fill_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch_private.copy_all([part.view_as(tensor) for part, tensor in zip(parts, tensors)], list(tensors))

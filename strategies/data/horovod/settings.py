@@ -1,0 +1,129 @@
+"""What a plan says of `horovod` (Sergeev and Del Balso 2018, and Horovod's documentation). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallelrun.errors import Problem
+from parallelrun.plan.names import either, nearest
+from parallelrun.plan.ways import Request
+
+from ..ring.settings import RingWay
+
+ADASUM = "adasum"
+
+
+@dataclass(frozen=True)
+class HorovodWay(RingWay):
+    """reduction: average | adasum. worker_batches: how many batches each worker (dp coordinate) has, () for enough;
+    divides_by_active: what a sum with joined workers is divided by. process_sets: dp coordinates that average among
+    themselves, () for all together. stall_warn_s: 0 for never."""
+
+    reduction: str = "average"
+    timeline: bool = False
+    stall_warn_s: float = 60.0
+    worker_batches: tuple[int, ...] = ()
+    divides_by_active: bool = False
+    process_sets: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def independent(self) -> bool:
+        """Adasum combines updates, so gradients stay each worker's own; process sets train apart."""
+        return self.reduction == ADASUM or bool(self.process_sets)
+
+    @property
+    def in_step(self) -> bool:
+        """A worker that has joined takes part in gradients only."""
+        return not self.independent and not self.worker_batches
+
+    def has_batch(self, step: int, worker: int) -> bool:
+        """False for a worker that has joined."""
+        return not self.worker_batches or step <= self.worker_batches[worker]
+
+    def num_counted(self, step: int, num_workers: int) -> int:
+        """The workers that a mean over workers is taken of."""
+        if not self.divides_by_active:
+            return num_workers
+        return sum(self.has_batch(step, worker) for worker in range(num_workers))
+
+    def process_set(self, worker: int, num_workers: int) -> tuple[int, ...]:
+        """The workers with which `worker` averages, itself among them."""
+        return next((one for one in self.process_sets if worker in one), tuple(range(num_workers)))
+
+    @property
+    def last_joiner(self) -> int | None:
+        """The worker that joins last, as Horovod's `join()` returns it: the highest of those with most batches."""
+        most = max(self.worker_batches, default=0)
+        return max((w for w, num in enumerate(self.worker_batches) if num == most), default=None)
+
+
+def check(request: Request) -> list[Problem]:
+    """What Horovod refuses too, with the nearest that is legal."""
+    data = request.config.strategy.data
+    return [*_sets(request), *_batches(request), *(_adasum(request) if data.reduction == ADASUM else [])]
+
+
+def _sets(request: Request) -> list[Problem]:
+    sets, where = request.config.strategy.data.process_sets, "strategy.data.process_sets"
+    if not sets:
+        return []
+    workers = sorted(worker for one in sets for worker in one)
+    sizes = {len(one) for one in sets}
+    if workers == list(range(request.dp)) and len(sizes) == 1:
+        return []
+    half = max(1, request.dp // 2) if request.dp % 2 == 0 else request.dp
+    legal = str([list(range(start, start + half)) for start in range(0, request.dp, half)]).replace(" ", "")
+    what = f"{where}={_text(sets)}: each of the {request.dp} workers belongs to one set, and all sets have one size"
+    return [Problem(what, where, f"{where}={legal}", kind="arithmetic")]
+
+
+def _batches(request: Request) -> list[Problem]:
+    config = request.config
+    data, where = config.strategy.data, "strategy.data.worker_batches"
+    batches = data.worker_batches
+    if not batches:
+        if data.join_divisor == "initial":
+            return []
+        what = "strategy.data.join_divisor is read only where workers run out of batches"
+        return [Problem(what, "strategy.data.join_divisor", f"{where}=[...]", kind="unread")]
+    if len(batches) != request.dp or min(batches) < 0:
+        legal = _text((list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp])
+        what = f"{where}={_text(batches)}: one number of batches for each of the {request.dp} workers"
+        return [Problem(what, where, f"{where}={legal}", kind="arithmetic")]
+    problems = []
+    steps = {"verify": config.verify.steps, "bench": config.bench.warmup + config.bench.steps}.get(
+        config.verb, config.steps
+    )
+    if steps > max(batches):
+        key = {"verify": "verify.steps", "bench": "bench.steps"}.get(config.verb, "steps")
+        what = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
+        problems.append(Problem(what, where, f"{key}={max(batches)}", kind="arithmetic"))
+    if data.reduction == ADASUM or data.process_sets:
+        with_what = "adasum" if data.reduction == ADASUM else "process sets"
+        what = f"join is not defined with {with_what}, as in Horovod"
+        problems.append(Problem(what, where, f"leave {where} out", kind="undefined"))
+    return problems
+
+
+def _adasum(request: Request) -> list[Problem]:
+    data, where = request.config.strategy.data, "strategy.data.reduction"
+    problems = []
+    size = len(data.process_sets[0]) if data.process_sets else request.dp
+    if size & (size - 1):
+        powers = [2**n for n in range(size.bit_length() + 1)]
+        what = f"adasum combines workers in pairs: {size} is no power of two"
+        fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
+        problems.append(Problem(what, where, fix, kind="undefined"))
+    if data.compression == "powersgd":
+        what = "powersgd compresses sums, and adasum is none"
+        fix = "strategy.data.compression=fp16"
+        problems.append(Problem(what, "strategy.data.compression", fix, kind="undefined"))
+    if data.algorithm not in (None, "native"):
+        what = f"strategy.data.algorithm={data.algorithm} is not read with adasum, which has its own exchange"
+        problems.append(Problem(what, "strategy.data.algorithm", "leave it out", kind="unread"))
+    return problems
+
+
+def _text(value: Sequence[object]) -> str:
+    return str([list(one) if isinstance(one, (list, tuple)) else one for one in value]).replace(" ", "")
