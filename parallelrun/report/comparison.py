@@ -56,7 +56,8 @@ def series(directory: Path) -> list[Series]:
             continue
         evaluations = _evaluations(directory / row["directory"])
         if evaluations:
-            label = _label(names) or str(row.get("strategy", f"point {row['point']}"))
+            label = _label(names) if len(rows) > 1 else ""
+            label = label or str(row.get("strategy", f"point {row['point']}"))
             found.append(Series(row["point"], label, (row.get("ranks_per_core") or 0) > 1, tuple(evaluations)))
     return found
 
