@@ -11,7 +11,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, partition, rules, sample_sets, shorthands
+from parallelrun.plan import cluster_spec, images, partition, rules, sample_sets, shorthands
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
@@ -83,7 +83,9 @@ def _solve(
     unread = shorthands.unread(config, given, degrees.pp)
     if not sweep:
         problems += unread
-    if spec is None or not degrees.sound or not known_ways:
+    unsplit = images.check(spec, config, degrees.tp) if spec is not None else []
+    problems += unsplit
+    if spec is None or unsplit or not degrees.sound or not known_ways:
         if degrees.sound:
             batches.fill(config, degrees.dp, degrees.pp, 1, lambda batch: [], degrees.filled, problems)
         return _distinct(problems)

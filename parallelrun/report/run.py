@@ -66,9 +66,7 @@ def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Text:
 
 def _speed(summary: dict[str, Any]) -> Text:
     median = summary["step_time_median_s"]
-    text = Text.assemble(
-        ("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {_rate(summary)}"
-    )
+    text = Text.assemble(("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {_rate(summary)}")
     text.append(_parts_of_a_step(summary))
     text.append(f"\nmemory    {bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")
     crowd = summary["ranks_per_core"]

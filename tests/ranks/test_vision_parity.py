@@ -1,4 +1,4 @@
-"""Image classifiers under data ways equal one device: gradients, BatchNorm's running statistics, accuracy; to the byte."""
+"""Image classifiers under any plan equal one device: gradients, running statistics, validation loss; to the byte."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ CELLS: dict[str, dict[str, Any]] = {
     "v, recomputed": {**RESNET, **PIPELINE, "schedule": "zbv", "recompute": "full"},
     "1f1b under ddp": {**RESNET, **PIPELINE, "schedule": "1f1b", "dp": 2},
     "interleaved under fsdp": {**RESNET, **PIPELINE, "schedule": "interleaved", "dp": 2, **FSDP},
+    "alexnet's linear layers over tp": {**ALEXNET, "tp": 2, "dropout": 0.5},
+    "vgg, dp x tp x pp": {
+        **VGG,
+        "dp": 2,
+        "tp": 2,
+        "pp": 2,
+        "schedule": "1f1b",
+        "microbatches": 4,
+        "dropout": 0.1,
+        **ZERO1,
+    },
     "alexnet in a pipeline": {**ALEXNET, "pp": 2, "schedule": "1f1b", "microbatches": 4, "dropout": 0.5},
     "alexnet with dropout": {**ALEXNET, "dp": 2, "dropout": 0.5},
     "vgg with dropout under fsdp": {**VGG, "dp": 2, "dropout": 0.5, **FSDP, "microbatches": 2},

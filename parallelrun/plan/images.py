@@ -1,0 +1,24 @@
+"""What tensor axes may do with an image classifier. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.models.spec import ModelSpec
+
+ONE_DIMENSION = "megatron"
+
+
+def check(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
+    """Layout 1d splits large linear layers (AlexNet's, VGG's: most of their weights), convolutions stay whole on every
+    rank. A network without such layers has nothing to split, and no other layout knows images."""
+    if spec.kind != "images" or tp == 1:
+        return []
+    fix = f"tp=1 dp={tp}, or pp"
+    if not any(layer.layer_role == "columns" for layer in spec.layers()):
+        what = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
+        return [Problem(what, "tp", fix, kind="not_built")]
+    if config.strategy.tensor.kind != ONE_DIMENSION:
+        what = f"model={spec.name}: layout={config.strategy.tensor.kind} does not split images, only layout=1d is built"
+        return [Problem(what, "layout", f"layout=1d, or {fix}", kind="not_built")]
+    return []
