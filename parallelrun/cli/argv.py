@@ -6,10 +6,10 @@ No Hydra, no torch: a mistyped key is answered in a tenth of a second.
 from __future__ import annotations
 
 import difflib
-import re
-import socket
 from dataclasses import dataclass, replace
 
+from parallelrun.cli import hosts as host_list
+from parallelrun.cli.hosts import HostRanks
 from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, TOOLS, VERBS
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.keys import GROUPS, known_keys, nearest
@@ -23,7 +23,10 @@ _OUR_FLAGS = (*_SWITCHES, "--version", "--help", "-np", "-H")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the user typed, sorted. flags: Hydra's own, as given; overrides: `key=value` in order, as typed."""
+    """What the user typed, sorted. flags: Hydra's own, as given; overrides: `key=value` in order, as typed.
+
+    placed: the hosts of -np and -H with their ranks, empty where neither was given.
+    """
 
     verb: str = "run"
     overrides: tuple[Override, ...] = ()
@@ -32,6 +35,7 @@ class CommandLine:
     verbose: bool = False
     trust: bool = False
     multirun: bool = False
+    placed: tuple[HostRanks, ...] = ()
 
 
 _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
@@ -67,8 +71,9 @@ def read(argv: list[str]) -> CommandLine:
             problems += _spaced(word, words, given)
         else:
             problems += _bare(word, words, argv)
-    given += _ranks_and_hosts(ranks, hosts, problems)
     multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
+    placed = _ranks_and_hosts(ranks, hosts, multirun, problems)
+    given += [f"world={sum(one.num_ranks for one in placed)}"] if placed else []
     line = replace(
         line,
         flags=tuple(flags),
@@ -76,6 +81,7 @@ def read(argv: list[str]) -> CommandLine:
         json="json" in switched,
         verbose="verbose" in switched,
         trust="trust" in switched,
+        placed=placed,
     )
     parsed, found = override_checks.read(given, multirun, COMMAND_LINE)
     problems += found
@@ -159,26 +165,15 @@ def _presets_named(word: str) -> list[str]:
     return [f"{group}={word}" for group in GROUPS if word in presets.options(group)]
 
 
-def _ranks_and_hosts(ranks: str | None, hosts: str | None, problems: list[Problem]) -> list[str]:
-    """mpirun's -np and -H as `world=N`, as far as they mean this host."""
-    slots: int | None = None
-    for entry in (hosts or "").split(",") if hosts is not None else []:
-        host, _, count = entry.partition(":")
-        if host not in ("localhost", "127.0.0.1", socket.gethostname()):
-            what = f"-H {hosts}: ranks on other hosts are started by torchrun, srun or mpirun"
-            command = "torchrun --nnodes ... --nproc-per-node ... -m parallelrun ..."
-            problems.append(Problem(what, COMMAND_LINE, command=command))
-            return []
-        if count and not re.fullmatch(r"[1-9][0-9]{0,6}", count):
-            problems.append(Problem(f"-H {hosts}: {count} is no number of ranks", COMMAND_LINE))
-            return []
-        slots = (slots or 0) + int(count or 1)
-    if ranks is None:
-        return [f"world={slots}"] if slots else []
-    if not re.fullmatch(r"[1-9][0-9]{0,6}", ranks):
-        problems.append(Problem(f"-np {ranks}: a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
-        return []
-    if slots is not None and hosts is not None and ":" in hosts and int(ranks) > slots:
-        problems.append(Problem(f"-np {ranks} is more than the {slots} slots of -H {hosts}", COMMAND_LINE))
-        return []
-    return [f"world={ranks}"]
+def _ranks_and_hosts(
+    ranks: str | None, hosts: str | None, multirun: bool, problems: list[Problem]
+) -> tuple[HostRanks, ...]:
+    """The places of horovodrun's -np and -H, or () with what is wrong with them appended."""
+    try:
+        placed = host_list.read(ranks, hosts)
+    except ConfigError as error:
+        problems += error.problems
+        return ()
+    if multirun and host_list.has_others(placed):
+        problems.append(Problem(f"-H {hosts}: a sweep (-m) runs on this host", COMMAND_LINE, "-H localhost:4"))
+    return placed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli import completion
+from parallelrun.cli import completion, hosts
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.gpus import visible_gpus
 from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
@@ -73,6 +73,8 @@ def _lead(words: list[str], attached: Attached | None) -> int:
             show_plan(made.plan, made.composed.config, line.json)
     if made is None or line.verb == "plan":
         return EXIT_OK
+    if hosts.has_others(line.placed) and attached is None:
+        return hosts.start(line.placed, words)
     from parallelrun.launch.start import start
 
     return start(made.composed.config, made.plan, words, made.composed.overrides, made.run_root)

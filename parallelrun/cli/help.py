@@ -27,7 +27,7 @@ _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separate
   --json                plan, ls, show, doctor: one JSON document on stdout and nothing else
   -v, --verbose         tracebacks
   --trust               let a recipe name code
-  -np N, -H localhost   as mpirun's: N ranks on this host
+  -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order
   --cfg job, --info, -p, --config-dir, -sc install=bash, ...
                         Hydra's flags; --hydra-help explains them
   --version, -h, --help"""

@@ -96,9 +96,8 @@ def test_a_late_verb_is_put_first():
     assert problem.command == "parallelrun plan model=gpt"
 
 
-def test_other_hosts_are_for_other_launchers():
-    (problem,) = problems("-np 8 -H nodeA:4,nodeB:4")
-    assert "torchrun" in problem.command
+def test_other_hosts_are_no_mistake():
+    assert overrides("-np 8 -H nodeA:4,nodeB:4") == ["world=8"]
 
 
 def test_np_and_world_are_one_key():
