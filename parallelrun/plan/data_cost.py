@@ -137,13 +137,18 @@ def best_worker_share(ratio: float, overlapped: bool = False) -> float:
 
 
 def best_num_workers(size: float, n: int, link: Link, compute_s: float, overlapped: bool = False) -> int:
-    """The number of workers among n nodes for most samples a second: `best_worker_share` in whole nodes."""
+    """The number of workers among n >= 2 nodes for most samples a second: `best_worker_share` in whole nodes, with
+    latency. The rate rises up to the best number and falls after it, so it is found by bisection."""
 
     def rate(num_workers: int) -> float:
         exchange = parameter_server(size, num_workers, n - num_workers, link)
         return num_workers / step_seconds(compute_s, exchange, overlapped)
 
-    return max(range(1, n), key=rate)
+    low, high = 1, n - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if rate(middle + 1) > rate(middle) else (low, middle)
+    return low
 
 
 def step_seconds(compute_s: float, exchange: Exchange, overlapped: bool = False) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from parallelrun.plan import data_cost as cost
 from parallelrun.plan.data_cost import Exchange, Link
-from strategies.data.allreduce.steps import table
+from parallelrun.strategies.data.allreduce.steps import table
 
 SIZE = 840 * 8  # bytes: 840 numbers, divisible by every n up to 8
 LINK = Link(bytes_per_s=1e6, latency_s=1e-3)
@@ -354,6 +354,19 @@ def test_in_whole_nodes_the_best_share_is_beside_the_formula(n, ratio):
     free = Link(2 / ratio)  # 2D/B = ratio with D = 1 and a second of compute
     workers = cost.best_num_workers(1.0, n, free, 1.0)
     assert abs(workers - n * cost.best_worker_share(ratio)) < 1
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("link", [Link(1e6), Link(1e6, 1e-2), Link(1e9, 1e-6), Link(1e4)], ids=str)
+def test_the_best_number_of_workers_is_what_trying_all_finds(link, overlapped):
+    for n in (2, 3, 7, 16, 61):
+
+        def rate(workers: int, n: int = n) -> float:
+            exchange = cost.parameter_server(SIZE, workers, n - workers, link)
+            return workers / cost.step_seconds(5e-3, exchange, overlapped)
+
+        found = cost.best_num_workers(SIZE, n, link, 5e-3, overlapped)
+        assert rate(found) == pytest.approx(max(map(rate, range(1, n))), rel=1e-12)
 
 
 def test_on_equal_nodes_servers_never_beat_a_ring_in_bandwidth():
