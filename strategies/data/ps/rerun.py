@@ -42,7 +42,7 @@ class Computed:
 
 
 class Rerun:
-    """What the run did, made again row by row. After `run`: weights by name, and losses, norms, gradients by version."""
+    """What the run did, made again row by row: the stores' weights; losses, norms and gradients by version."""
 
     def __init__(self, config: Config, plan: Plan, device: torch.device, keep_gradients: bool = False):
         self._config, self._plan = config, plan
@@ -65,6 +65,13 @@ class Rerun:
         pulled = _pulled(rows, len(self.stores))
         self._needs = [Counter(versions[server] for versions in pulled.values()) for server in range(len(self.stores))]
         self._uses = Counter((p.worker, p.clock) for row in rows if isinstance(row, Applied) for p in row.pushes)
+        self._counted = {  # pushes whose running statistics the run has kept: worker 0's, for which it speaks
+            (p.worker, p.clock)
+            for row in rows
+            if isinstance(row, Applied) and row.server == 0 and row.applied
+            for p in row.pushes
+            if p.worker == 0
+        }
         self._known: list[dict[int, Tensor]] = [{0: store.weights.clone()} for store in self.stores]
         self._computed: dict[Who, Computed] = {}
         waiting = [deque(r for r in rows if isinstance(r, Applied) and r.server == k) for k in range(len(self.stores))]
@@ -137,7 +144,7 @@ class Rerun:
                     del self._known[server][version]
             self._buffers.unpack()
             loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
-            self.training.statistics.finish_step(True)
+            self.training.statistics.finish_step(who in self._counted)
             self._buffers.pack()
             norm = 0.0 if self._barrier else clip(self._buffers.pushes, self._config.optimizer.clip)
             flats = tuple(flat.clone() for flat in self._buffers.pushes)
@@ -161,7 +168,7 @@ def _pulled(rows: Iterable[Applied | Dropped], num_servers: int) -> dict[Who, li
                 used.add((push.worker, push.clock))
     for (worker, clock), versions in found.items():
         if (worker, clock) in used and len(versions) < num_servers:
-            said = f"the push of worker {worker}, clock {clock}, is in the log of {len(versions)} of {num_servers} servers"
+            said = f"the push of worker {worker}, clock {clock}, reached {len(versions)} of {num_servers} servers"
             raise VerificationError(Problem(f"{said}: it was lost on its way, and so cannot be computed again"))
     return {who: [versions[server] for server in sorted(versions)] for who, versions in found.items() if who in used}
 

@@ -14,7 +14,7 @@ from parallelrun.report import run as report
 from parallelrun.train.build import build
 
 from ..local import LocalRuntime, match
-from . import host, loop
+from . import host, loop, verify
 
 
 def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
@@ -28,8 +28,12 @@ def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     """`config.verb` as this rank, worker or server; the exit code. The door of ways with loops of their own."""
+    if config.verb == "verify":
+        config, plan = verify.checked(config, plan)
     if plan.role(context.rank) == "server":
         return host.serve(config, plan, context)
+    if config.verb == "verify":
+        return verify.run(config, plan, context)
     code = loop.train(build(config, plan, context.device), context)
     if context.console_owner:
         report.show(context.directory)

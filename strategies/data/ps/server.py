@@ -189,6 +189,7 @@ class Server:
         lr = schedule.learning_rate(self.config.optimizer, clock, self.config.steps)
         if finite:
             self.store.mean([desk.push], [1.0])
+            self._keep_gradient(self.store.version + 1)
             self.store.update(lr)
         self.store.version += 1
         loss = request.loss_sum / request.num_valid if request.num_valid else float("nan")
@@ -232,8 +233,7 @@ class Server:
         counts = [max(request.num_valid, 0.0) for request in requests]
         counts = counts if sum(counts) else [1.0] * len(counts)
         self.store.mean([payload for _, (_, payload) in ordered], counts)
-        if self.config.verb == "verify":
-            self._kept[clock] = self.store.gradient.clone()
+        self._keep_gradient(clock)
         finite = all(request.finite > 0 for request in requests)
         squares, stops = self._agree(
             self.store.squared_norm() if finite else float("inf"), sum(request.stop for request in requests)
@@ -259,6 +259,10 @@ class Server:
             )
         )  # fmt: skip
         return Reply(1, clock, clock, float(applied), 1.0, loss, norm, float(self._stop))
+
+    def _keep_gradient(self, version: int) -> None:
+        if self.config.verb == "verify":
+            self._kept[version] = self.store.gradient.clone()
 
     def _agree(self, squares: float, stops: float) -> tuple[float, float]:
         """Sums over the servers: all clip by one norm, and stop after the same step."""

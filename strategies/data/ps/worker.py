@@ -74,33 +74,21 @@ class Worker:
 
         Raises NumericsError where going on makes no sense.
         """
-        loss_sum, num_valid = self.compute(self.training.reader.batch(clock))
-        self.links.pack()
+        loss_sum, num_valid = compute(self.training, self.training.reader.batch(clock), self.scaler.scale)
+        self.links.buffers.pack()
         finite, norm = isfinite(loss_sum), 0.0
         if not self.barrier:
-            norm = clip(self.links.pushes, self.training.config.optimizer.clip)
+            norm = clip(self.links.buffers.pushes, self.training.config.optimizer.clip)
             finite = finite and isfinite(norm)
         pause_before_push(self.way, self.index, clock)
         request = Request(UPDATE, clock, 0, loss_sum, num_valid, norm, float(finite), float(stop), self._paused_s)
         self._paused_s = 0.0
         reply = self.links.update(request)[0]
         finite = reply.applied > 0 if self.barrier else finite
-        self.training.statistics.finish_step(finite)
+        self.training.statistics.finish_step(finite and reply.accepted > 0)
         self._check(clock, reply, finite)
         self.scaler.update(finite)
         return Stride(max(clock, reply.clock), reply, finite)
-
-    def compute(self, batch: Batch) -> tuple[float, int]:
-        """Leave the gradient of the mean loss over `batch`'s valid targets in the parameters; (loss sum, targets)."""
-        training = self.training
-        num_valid = count_valid(training, batch)
-        training.data.begin_step()
-        loss_sum = training.engine.train(batch, self.scaler.scale / max(num_valid, 1))
-        training.data.finish_gradients()
-        if self.scaler.scale != 1.0:
-            gradients = [parameter.tensor.grad for parameter in training.parameters]
-            torch_private.multiply([g for g in gradients if g is not None], 1.0 / self.scaler.scale)
-        return float(loss_sum), num_valid
 
     def crossed(self, before: int, clock: int, stopping: bool) -> int | None:
         """The step after which is to be saved, among those since `before`. A late worker skips steps."""
@@ -126,10 +114,12 @@ class Worker:
         self.links.meet(END, Request(END, clock), wait)
         self.links.read()
 
-    @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """As `train.step.measure`, of the weights as last pulled: all workers' parts, as others may be busy, or gone."""
-        return self.paused(self._evaluate)
+        """The weights as last pulled, by this worker alone: others may be busy, or gone."""
+        beat = self.context.heartbeat
+        return self.paused(
+            lambda: evaluate_alone(self.training, self.training.plan.num_workers, lambda n: beat(n, "evaluate"))
+        )
 
     def paused(self, action: Callable[[], T]) -> T:
         """`action`; what it takes is no part of a step."""
@@ -137,25 +127,6 @@ class Worker:
         result = action()
         self._paused_s += time.perf_counter() - began
         return result
-
-    def _evaluate(self) -> Evaluation:
-        training, totals, num_valid = self.training, torch.zeros(2, dtype=torch.float64), 0
-        for reader in self._evaluation_readers():
-            for number in range(1, training.eval_batches + 1):
-                self._beat(number, "evaluate")
-                batch = reader.batch(number)
-                totals += training.engine.measure(batch).cpu()
-                num_valid += count_valid(training, batch)
-        loss_sum, num_right = totals.tolist()
-        top1 = num_right / num_valid if training.plan.spec.kind == "images" else None
-        return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
-
-    def _evaluation_readers(self) -> list[Reader]:
-        training = self.training
-        split, size = training.dataset.val, training.plan.batch.global_batch
-        sampler = Sampler(len(split), size, training.config.seed, shuffle=False)
-        workers = range(training.plan.num_workers)
-        return [Reader(split, sampler, training.plan, training.mesh, worker) for worker in workers]
 
     def _beat(self, clock: int, phase: str) -> None:
         self.context.heartbeat(clock, phase)
@@ -179,6 +150,21 @@ class Worker:
         )
 
 
+def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, int]:
+    """Leave the gradient of the mean loss over `batch`'s valid targets in the parameters; (loss sum, valid targets).
+
+    scale: of the loss in backward, taken out of the gradients again.
+    """
+    num_valid = count_valid(training, batch)
+    training.data.begin_step()
+    loss_sum = training.engine.train(batch, scale / max(num_valid, 1))
+    training.data.finish_gradients()
+    if scale != 1.0:
+        gradients = [parameter.tensor.grad for parameter in training.parameters]
+        torch_private.multiply([g for g in gradients if g is not None], 1.0 / scale)
+    return float(loss_sum), num_valid
+
+
 def clip(gradients: list[Tensor], limit: float) -> float:
     """Clip by their common norm (0: not at all); the norm before, summed in fp64."""
     squares = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64).square()) for g in gradients)
@@ -187,6 +173,24 @@ def clip(gradients: list[Tensor], limit: float) -> float:
     if coefficient != 1.0:
         torch_private.multiply(gradients, coefficient)
     return norm
+
+
+@torch.no_grad()
+def evaluate_alone(training: Training, num_workers: int, beat: Callable[[int], None]) -> Evaluation:
+    """As `train.step.measure`, of all workers' parts of the validation batches in turn."""
+    split, config = training.dataset.val, training.config
+    sampler = Sampler(len(split), training.plan.batch.global_batch, config.seed, shuffle=False)
+    totals, num_valid = torch.zeros(2, dtype=torch.float64), 0
+    for worker in range(num_workers):
+        reader = Reader(split, sampler, training.plan, training.mesh, worker)
+        for number in range(1, training.eval_batches + 1):
+            beat(number)
+            batch = reader.batch(number)
+            totals += training.engine.measure(batch).cpu()
+            num_valid += count_valid(training, batch)
+    loss_sum, num_right = totals.tolist()
+    top1 = num_right / num_valid if training.plan.spec.kind == "images" else None
+    return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
 
 
 def count_valid(training: Training, batch: Batch) -> int:
