@@ -83,7 +83,7 @@ def _work(place: Place, config: Config, plan: Plan, board: Board, connect: Calla
     device = _device(plan, place)
     store = connect() if connect is not None else None
     if store is not None:
-        _join(place, config, device, store)
+        _join(place, config, plan, store)
     context = WorkerContext(
         rank=place.rank,
         world=place.world,
@@ -94,6 +94,7 @@ def _work(place: Place, config: Config, plan: Plan, board: Board, connect: Calla
         stop_requested=board.stop_requested,
         save_failed=board.set_failed_save,
         console_owner=place.rank == 0,
+        gone=partial(_stand_in, place, store),
     )
     code = find_worker(place.worker)(config, plan, context)
     if store is not None:
@@ -122,21 +123,25 @@ def seed(number: int, rank: int) -> None:
 
 
 def _device(plan: Plan, place: Place) -> torch.device:
+    """A worker's own GPU. Servers run on the CPU."""
     import torch
 
-    if plan.device != "cuda":
-        return torch.device(plan.device)
+    if plan.device != "cuda" or plan.role(place.rank) == "server":
+        return torch.device("cpu")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _join(place: Place, config: Config, device: torch.device, store: Store) -> None:
-    """The process group of the run. Its own timeout is the last resort: the watchers act at `config.timeout_s`."""
+def _join(place: Place, config: Config, plan: Plan, store: Store) -> None:
+    """The process group of the run. Its own timeout is the last resort: the watchers act at `config.timeout_s`.
+
+    Where there are servers, which may have no GPU, it is gloo's alone, and NCCL is left to the workers' own group.
+    """
     import torch.distributed as dist
 
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if plan.device == "cuda" and not plan.servers else "gloo",
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world,
@@ -159,6 +164,14 @@ def _leave(place: Place, store: Store) -> None:
     deadline = time.monotonic() + 5
     while place.rank == 0 and store.add("left", 0) < place.world and time.monotonic() < deadline:
         time.sleep(0.002)
+
+
+def _stand_in(place: Place, store: Store | None, gone: int) -> None:
+    """Rank `gone` has died and the run goes on: nobody waits for it in `_leave`."""
+    assert store is not None and gone != place.rank
+    if store.add("through", 1) == place.world:
+        store.set("all through", "yes")
+    store.add("left", 1)
 
 
 def local_store(world: int, port: int, listener: int | None) -> Store:

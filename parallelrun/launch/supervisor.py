@@ -30,6 +30,7 @@ STATUS_EVERY_S = 2.0
 TICK_S = 0.25
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 DUMP_S = 0.5  # for faulthandler to write
+NOT_UNDERWAY = ("start", "build", "finish")  # phases in which every rank waits for every other
 _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
 
 
@@ -68,6 +69,7 @@ class Supervisor:
         self._codes: dict[int, int] = {}
         self._failures: list[Failure] = []
         self._ended_by_us: set[int] = set()
+        self._lost: set[int] = set()  # died, and the run goes on
         self._deadline = float("inf")  # when those still alive are ended
         self._signals: list[int] = []
         self._verdict: Outcome | None = None
@@ -152,7 +154,25 @@ class Supervisor:
             os.close(key.fd)
         self._codes[rank] = code
         if code != self._board.returned(rank) and rank not in self._ended_by_us:
-            self._fail(rank, code, now)
+            if self._is_spare(rank, code):
+                self._lose(rank, code, now)
+            else:
+                self._fail(rank, code, now)
+
+    def _is_spare(self, rank: int, code: int) -> bool:
+        """Can the run go on without this rank? One that said why it ends, or that others still wait for, is missed."""
+        plan, underway = self._job.plan, self._board.read(rank).phase not in NOT_UNDERWAY
+        spare = plan.data.spare_workers(plan.num_workers)
+        is_worker = plan.role(rank) == "worker" and rank != 0
+        ending = bool(self._failures or self._signals)
+        return is_worker and code < 0 and underway and not ending and len(self._lost) < spare
+
+    def _lose(self, rank: int, code: int, now: int) -> None:
+        self._lost.add(rank)
+        del self._codes[rank]
+        what = failure.of_exit(rank, code, now, out_of_memory=_oom_kills() > self._oom_kills).what
+        left = self._job.plan.num_workers - len(self._lost)
+        print(f"warning: rank {rank} {what}; going on with {left} workers", file=sys.stderr, flush=True)
 
     def _fail(self, rank: int, code: int, now: int) -> None:
         said = failure.read(self._job.directory, rank) if code >= 0 else None
