@@ -53,7 +53,8 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
             raise EnvironmentProblem(Problem(what, where="dataset.path"))
         arrays[name] = records.reshape(-1, RECORD)
     table = np.concatenate([arrays[name] for name in (*TRAIN, *TEST)])
-    pixels, labels = table[:, 1:].reshape(-1, 3, SIZE, SIZE), table[:, 0].astype(np.int64)
+    pixels = np.ascontiguousarray(table[:, 1:]).reshape(-1, 3, SIZE, SIZE)
+    labels = table[:, 0].astype(np.int64)
     data = Pixels(pixels, labels, MOMENTS, num_train=sum(len(arrays[name]) for name in TRAIN))
     return open_pixels("cifar10", CLASSES, data, config, spec, f"{root} ({len(labels)} images)")
 

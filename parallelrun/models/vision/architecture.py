@@ -102,6 +102,7 @@ class AveragePool(Operation):
     """To `size` x `size` places, whatever arrives."""
 
     size: int = 1
+    saves_input: bool = True
 
     def out(self, shape: Shape) -> Shape:
         return (shape[0], self.size, self.size)
@@ -169,7 +170,7 @@ def kept_elements(block: Block, shape: Shape, input_is_kept: bool) -> tuple[floa
 
     input_is_kept: what came before keeps the block's input already.
     """
-    kept, first_kept, output_kept = 0.0, input_is_kept, input_is_kept
+    kept, first_kept, output_kept = 0.0, input_is_kept, False
     for operations in (block.operations, block.shortcut or ()):
         shapes, known = flow(operations, shape), first_kept
         for operation, before, after in zip(operations, shapes, shapes[1:]):
@@ -181,7 +182,7 @@ def kept_elements(block: Block, shape: Shape, input_is_kept: bool) -> tuple[floa
             keeps = operation.saves_output
             kept += prod(after) if keeps else 0
             known = keeps or (known and isinstance(operation, Flatten | Dropout))
-        output_kept = known
+        output_kept = known if operations is block.operations else output_kept
     if block.shortcut is not None:  # the ReLU behind the sum
         return kept + prod(block.out(shape)), True
     return kept, output_kept
