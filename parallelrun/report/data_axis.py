@@ -133,6 +133,8 @@ def _legend(found: DataAxis) -> str:
             f"; samples/s: nothing overlapped..all of it, computing {seconds_text(found.compute_s)} at the peak rate "
             f"for each worker's {found.worker_batch} sample{'s' * (found.worker_batch > 1)}"
         )
+    if found.servers:
+        text += "; ps: pushes, then pulls; shard by shard under each other they take half of the time"
     return text + "; plot=NAME writes NAME.svg and NAME.csv"
 
 

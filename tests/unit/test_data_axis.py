@@ -51,6 +51,8 @@ CHOSEN = [
     ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, data_axis.SHARDED),
     ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, data_axis.HSDP),
     ({"strategy.data.kind": "ring"}, data_axis.RING),
+    ({"strategy.data.kind": "horovod"}, data_axis.RING),
+    ({"strategy.data.kind": "zero2", "microbatches": 2}, data_axis.SCATTERED_AGAIN),
     ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, data_axis.HALVING),
     ({"strategy.data.kind": "ring", "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
      data_axis.HIERARCHICAL),
@@ -84,6 +86,10 @@ def test_the_plans_own_way_is_marked(overrides, name):
         {"strategy.data.kind": "ring", "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
         {"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"},
         {"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"},
+        {"strategy.data.kind": "ring", "strategy.data.compression": "fp16"},
+        {"strategy.data.kind": "horovod"},
+        {"strategy.data.kind": "zero2", "microbatches": 2},
+        {"strategy.data.kind": "fsdp", "microbatches": 2},
         {"strategy.data.kind": "ddp", "strategy.data.compression": "powersgd"},
         {"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4},
     ],
@@ -151,6 +157,14 @@ def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
     assert best is not None and best.workers == axis.best.workers and best.samples_per_s is not None
     others = [way(axis, name).here for name in (data_axis.ONE_SERVER, data_axis.SERVERS)]
     assert all(best.samples_per_s[0] >= other.samples_per_s[0] for other in others if other and other.samples_per_s)
+
+
+def test_what_is_not_trained_is_not_combined():
+    """BatchNorm's running statistics are frozen parameters."""
+    config = tiny_config({"dp": 2, "model.name": "resnet", "model.vocab": None, "dataset.name": "digits"})
+    plan = resolve(config)
+    assert plan.spec.num_frozen
+    assert data_axis.gradient_bytes(plan) == 4 * (plan.spec.num_parameters - plan.spec.num_frozen)
 
 
 def test_samples_a_second_are_of_workers_that_keep_their_batch():
