@@ -159,7 +159,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     momentum: float = 0.0
     clip: float = 1.0  # 0: no clipping
-    lr_scale: float | None = None
+    lr_scale: Any = None  # multiplies lr: a number | linear (times dp); None: 1
 
 
 @dataclass

@@ -11,7 +11,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, images, partition, rules, sample_sets, shorthands
+from parallelrun.plan import cluster_spec, images, lr_scale, partition, rules, sample_sets, shorthands
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
@@ -231,7 +231,7 @@ def _plan(
         optimizer_states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
         equivalence=Equivalence("exact"),
         servers=degrees.servers,
-        filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled),
+        filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled, *lr_scale.filled(config, request.dp)),
         warnings=(*degrees.warnings, *notes),
     )
     promises = [ways.data.equivalence(plan), ways.tensor.equivalence(plan)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
+from parallelrun.plan import lr_scale
 from parallelrun.plan.names import did_you_mean
 from parallelrun.precision import TABLE
 
@@ -73,7 +74,6 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "optimizer.eps": (0, False, None, False),
     "optimizer.momentum": (0, True, 1, False),
     "optimizer.clip": (0, True, None, False),
-    "optimizer.lr_scale": (0, False, None, False),
     "dropout": (0, True, 1, False),
     "timeout_s": (0, False, None, False),
     "verify.tolerance": (0, False, None, False),
@@ -111,7 +111,7 @@ def check(config: Config) -> list[Problem]:
         problems += _whole(key, _get(config, key), least)
     for key, bounds in REAL.items():
         problems += _real(key, _get(config, key), *bounds)
-    problems += _betas(list(config.optimizer.betas))
+    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config)
     if config.seed >= 2**63:
         problems.append(Problem(f"seed={config.seed} does not fit 63 bits", "seed", f"seed={2**63 - 1}"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):

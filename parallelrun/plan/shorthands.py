@@ -13,6 +13,7 @@ LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tens
 OF_WAYS = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
 GRIDS = ("2d", "2.5d", "3d")  # tensor ways that split samples and features over several axes
 DATA_SHORTHANDS = ("servers", "consistency", "staleness", "backup_workers")  # of keys of `strategy.data`
+HOROVOD_KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
 CHUNKED = ("interleaved", "zero_bubble", "zbv")
 
 
@@ -99,7 +100,7 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
         **dict.fromkeys(("outer_lr", "outer_momentum", "outer_nesterov"), "strategy=diloco"),
         **dict.fromkeys(("algorithm", "group_size"), "strategy=ring"),
         **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod, ring or ddp"),
-        **dict.fromkeys(("reduction", "timeline", "stall_warn_s", "worker_batches", "process_sets"), "strategy=horovod"),
+        **dict.fromkeys(HOROVOD_KEYS, "strategy=horovod"),
     }
     keys = [field.name for field in fields(DataWayConfig) if field.name != "kind"]
     return {f"strategy.data.{key}": (key not in reads, hints.get(key, "leave it out")) for key in keys}

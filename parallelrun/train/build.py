@@ -15,6 +15,7 @@ from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.vision.batch_norm import give_sets
+from parallelrun.plan import lr_scale
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.optimizer import Optimizer
@@ -91,6 +92,7 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
 
 def build(config: Config, plan: Plan, device: torch.device) -> Training:
     """Build everything for this rank. Collective: every rank of the world calls it."""
+    config = lr_scale.numbered(config, plan)
     mesh = build_mesh(plan, device)
     parts = build_parts(config, plan, mesh)
     data_way = registry.load("strategies", f"data.{plan.data.kind}", "runtime")

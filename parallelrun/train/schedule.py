@@ -16,6 +16,7 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     Warm-up reaches `lr` at step `warmup`, in equal rises from lr / warmup. Then cosine and linear go down to
     `min_lr_ratio` x lr, which is the rate of the last step. `lr_scale` multiplies all of it. Raises ConfigError.
     """
+    assert not isinstance(optimizer.lr_scale, str), "`lr_scale.numbered` comes before"
     peak = optimizer.lr * (1.0 if optimizer.lr_scale is None else optimizer.lr_scale)
     if step < optimizer.warmup:
         return peak * step / optimizer.warmup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallelrun.config.schema import Config, DataWayConfig, TensorWayConfig
-from parallelrun.plan import sample_sets
+from parallelrun.plan import lr_scale, sample_sets
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 
@@ -26,5 +26,6 @@ def one_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
         recompute="none", compile=False, device=plan.device,
         model=replace(config.model, norm_samples=sample_sets.number(plan)),
+        optimizer=lr_scale.numbered(config, plan).optimizer,
     )  # fmt: skip
     return alone, resolve(alone)

@@ -17,6 +17,9 @@ from torch import Tensor
 from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.data.order import Sampler
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.models.spec import SAMPLE_SET_ROLE
+from parallelrun.plan import lr_scale
 from parallelrun.plan.structure import Plan
 from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
@@ -73,17 +76,23 @@ def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
     """The trace of `config.verify.steps` steps of the way's own algorithm in this process.
 
     Where replicas are independent, names of tensors say whose they are (`replica_name`); otherwise all replicas hold
-    the same, and the first one's are kept.
+    the same, and the first one's are kept. Raises ConfigError where a BatchNorm's samples lie on several replicas: they
+    are trained one after the other here.
     """
+    if plan.sample_sets is not None and plan.sample_sets.spread and plan.mesh.size("dp") > 1:
+        what = f"verify runs the replicas of {plan.data.kind} one after the other: no set of samples may lie on several"
+        raise ConfigError(Problem(what, "model.norm_samples", "model.norm_samples=local"))
+    config = lr_scale.numbered(config, plan)
     rule, steps = rule_of(config, plan), config.verify.steps
     replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
     trace = Trace()
     trace.initial = _kept(plan, [_weights(one) for one in replicas])
-    rule.begin([{p.name: p.tensor.detach() for p in one.held} for one in replicas])
+    rule.begin(_trained(replicas))
     for step in range(1, steps + 1):
         lr = schedule.learning_rate(config.optimizer, step, steps)
         _step(rule, replicas, plan, step, lr, trace)
     trace.final = _kept(plan, [_weights(one) for one in replicas])
+    _share_statistics(replicas)
     trace.val_loss = _validation_loss(replicas)
     return trace
 
@@ -111,9 +120,21 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
         one.gradients.clip(square**0.5, one.config.optimizer.clip)
         one.optimizer.step(lr)
         one.data.finish_update()
-    rule.after_update(step, [{p.name: p.tensor.detach() for p in one.held} for one in replicas])
+        one.statistics.finish_step(applied=True)
+    if not plan.data.independent:
+        _share_statistics(replicas)
+    rule.after_update(step, _trained(replicas))
     trace.losses.append(sum(losses) / max(sum(counts), 1))
     trace.grad_norms.append((sum(squares) / len(squares)) ** 0.5)
+
+
+def _share_statistics(replicas: list[Training]) -> None:
+    """Running statistics of BatchNorm are those of all replicas' samples (of independent ones: once they matter)."""
+    for copies in zip(*(one.data.frozen for one in replicas)):
+        if copies[0].spec.layer_role == SAMPLE_SET_ROLE:
+            mean = torch.stack([copy.tensor for copy in copies]).mean(0)
+            for copy in copies:
+                copy.tensor.copy_(mean)
 
 
 def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Training:
@@ -140,6 +161,11 @@ def _validation_loss(replicas: list[Training]) -> float:
             loss_sum += float(one.engine.evaluate(batch))
             num_valid += count_valid(one, batch)[1]
     return loss_sum / num_valid if num_valid else float("nan")
+
+
+def _trained(replicas: list[Training]) -> list[Tensors]:
+    """Every replica's live weights, without those that are frozen."""
+    return [{p.name: p.tensor.detach() for p in one.parameters} for one in replicas]
 
 
 def _weights(training: Training) -> Tensors:

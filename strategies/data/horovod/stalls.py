@@ -120,7 +120,8 @@ class StallWatch:
 
     def _progress(self) -> Progress:
         noted, since = self._submissions, self._submissions.waiting_since
-        number, missing = noted.num_submitted, ()
+        number = noted.num_submitted
+        missing: tuple[str, ...] = ()
         if number < len(self._reducer.buckets):
             slots = zip(noted.names[number], self._reducer.buckets[number].slots)
             missing = tuple(name for name, slot in slots if not slot.filled and slot.parameter.grad is None)
