@@ -83,6 +83,7 @@ def test_what_a_recipe_gives_is_known(tmp_path):
         (b"seed: 1\nname: \xff\xfe\n", "not UTF-8", 2),
         ("runs: /tmp/x\n", "outside the working folder", 1),
         ("runs: ../x\n", "outside the working folder", 1),
+        ("plot: ~/x\n", "outside the working folder", 1),
         ("hydra:\n  run:\n    dir: /tmp/x\n", "may not set hydra", 1),
         ("defaults:\n  - override /hydra/launcher: joblib\n", "may not choose hydra/launcher", 2),
         ("model:\n  _target_: os.system\n", "may not name code", 2),
