@@ -20,11 +20,13 @@ from parallelrun.verify.measure import BOUNDS, tensor_errors
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
+from tests.vision import RESNET
 
 LOCAL_SGD = {"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 2}
 DILOCO = {"strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
 PLAIN_OUTER = {"strategy.data.outer_momentum": 0.0, "strategy.data.outer_nesterov": False}
 AVERAGING = {**PLAIN_OUTER, "strategy.data.outer_lr": 1.0}
+IMAGES = {**RESNET, "model.vocab": None, "dataset.vocab": None, "model.norm_samples": "4"}
 # Uneven vocabulary, clipping that bites, ignored targets; never a step that all runs end with.
 SETTING = {"model.vocab": 37, "dataset.vocab": 37, "global_batch": 16, "optimizer.clip": 0.05, "steps": 60,
            "model.label_smoothing": 0.1, "verify.steps": 5}  # fmt: skip
@@ -38,6 +40,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "local SGD x pp, a tied weight in two stages": {"dp": 2, "pp": 2, **LOCAL_SGD},
     "local SGD under zbv": {"dp": 2, "pp": 2, "strategy.pipeline.kind": "zbv", **LOCAL_SGD},
     "local SGD that ends between two rounds": {"dp": 2, **LOCAL_SGD, "strategy.data.sync_every": 4},
+    "local SGD of a network with BatchNorm": {"dp": 2, **LOCAL_SGD, **IMAGES},
+    "DiLoCo of a network with BatchNorm": {"dp": 2, **DILOCO, **IMAGES},
     "DiLoCo": {"dp": 2, **DILOCO},
     "DiLoCo, 3 replicas": {"dp": 3, "global_batch": 12, **DILOCO},
     "DiLoCo alone": {"dp": 1, **DILOCO},

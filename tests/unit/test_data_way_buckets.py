@@ -51,7 +51,7 @@ def test_padding_makes_equal_chunks_that_hold_everything(shape, parts):
     assert prod(shape) <= padded < prod(shape) + parts * max(1, prod(shape[1:]))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "fsdp", "local_sgd", "diloco"])
 def test_one_replica_exchanges_nothing(kind):
     plan = tiny_plan(strategy__data__kind=kind)
     assert load_way("data", kind).collectives(0, plan.mesh.coordinate(0), plan) == []
@@ -113,7 +113,7 @@ def test_a_norm_that_looked_at_pp_would_miss_the_later_stages():
     assert owns(Layout.replicated(1), plan.mesh, later)
 
 
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "fsdp"])
 def test_a_parameter_without_dims_cannot_be_split_and_says_so(kind):
     config = tiny_config(dp=2, strategy__data__kind=kind)
     scale = ParameterSpec("scale", (), Initialiser("ones"), "norm")

@@ -17,6 +17,8 @@ PLANS = [
     {"dp": 3, "tp": 2, "strategy.data.kind": "fsdp", "strategy.tensor.sequence_parallel": True, "global_batch": 12},
     {"dp": 4},
     {"dp": 2, "strategy.data.kind": "zero1", "model.vocab": 35},
+    {"dp": 3, "pp": 2, "strategy.data.kind": "zero2", "model.vocab": 35, "global_batch": 12},
+    {"dp": 2, "pp": 2, "tp": 2, "strategy.data.kind": "local_sgd", "model.vocab": 35},
     {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2, "tp": 2},
     {"tp": 4, "model.vocab": 37},
     {"tp": 4, "model.kv_heads": 2, "strategy.tensor.sequence_parallel": True},
@@ -111,6 +113,59 @@ def test_zero1_shares_the_optimizer_state_and_fsdp_the_weights_too():
     assert account.memory(zero1, 0).weights == whole.weights
     fsdp = tiny_plan({"dp": 2, "strategy.data.kind": "fsdp", "model.layers": 16})
     assert account.memory(fsdp, 0).weights < 0.8 * account.memory(tiny_plan({"dp": 2, "model.layers": 16}), 0).weights
+
+
+def test_zero2_shares_the_gradients_too_unless_the_schedule_leaves_them_to_its_end():
+    for schedule, is_shared in ((None, True), ("1f1b", True), ("zero_bubble", False), ("zbv", False)):
+        pipeline = {"schedule": schedule, "pp": 2} if schedule else {}
+        one, two = (
+            account.memory(tiny_plan({"dp": 2, "strategy.data.kind": f"zero{stage}", **pipeline}), 0)
+            for stage in (1, 2)
+        )
+        assert (one.optimizer, one.weights) == (two.optimizer, two.weights)
+        assert two.gradients == pytest.approx(one.gradients / (2 if is_shared else 1), rel=0.05)
+
+
+def test_zero2_reduces_in_every_backward_pass_and_gathers_once():
+    for m in (1, 4):
+        one, two = (
+            {
+                c.operation: c.payload_bytes
+                for c in account.collectives(tiny_plan({**way, "dp": 2, "microbatches": m}), 0)
+            }
+            for way in ({"strategy.data.kind": "zero1"}, {"strategy.data.kind": "zero2"})
+        )
+        assert two["reduce_scatter"] == m * one["reduce_scatter"]
+        assert two["all_gather"] == one["all_gather"]
+
+
+def test_independent_replicas_send_their_weights_in_every_hth_step():
+    ddp = tiny_plan(dp=2)
+    (gradients,) = [row for row in account.collectives(ddp, 0) if row.purpose == "gradients"]
+    for sync_every in (1, 4):
+        plan = tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": sync_every})
+        _, rows = account.traffic(plan)
+        (row,) = [row for row in rows if row.purpose == "sync"]
+        assert (row.every, row.payload_bytes, row.calls) == (sync_every, gradients.payload_bytes, gradients.calls)
+        (control,) = [row for row in rows if row.purpose == account.CONTROL]
+        assert control.payload_bytes == 8 * (3 + 2)  # every replica's norm
+
+
+def test_time_of_communication_is_the_mean_over_a_round():
+    cluster = ClusterConfig(intra_gb_s=1.0, latency_us=0.0)
+    seconds = []
+    for sync_every in (1, 10):
+        overrides = {"dp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": sync_every}
+        plan = tiny_plan(overrides)
+        rows = tuple(row for row in account.traffic(plan)[1] if row.purpose == "sync")
+        seconds.append(account.cost(plan, cluster, rows, 1.0).communication_s)
+    assert seconds[0] == pytest.approx(10 * seconds[1]) and seconds[1] > 0
+
+
+def test_diloco_keeps_two_more_tensors_a_weight():
+    plain = account.memory(tiny_plan({"dp": 2, "strategy.data.kind": "local_sgd"}), 0)
+    outer = account.memory(tiny_plan({"dp": 2, "strategy.data.kind": "diloco"}), 0)
+    assert outer.optimizer == plain.optimizer + 2 * plain.weights and plain.optimizer == 2 * plain.weights
 
 
 def test_weights_kept_gathered_are_counted():
