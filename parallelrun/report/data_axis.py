@@ -16,6 +16,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.plan import data_axis as axis
 from parallelrun.plan.data_axis import DataAxis, Point, Way
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart, terminal_plot
@@ -40,7 +41,7 @@ def panel(found: DataAxis, width: int) -> Group:
 def _head(found: DataAxis) -> Text:
     nodes = f"{found.nodes} nodes"
     if found.servers:
-        nodes += f" ({found.workers} workers, {found.servers} server{'s' * (found.servers > 1)})"
+        nodes += f" ({counted(found.workers, 'worker')}, {counted(found.servers, 'server')})"
     text = f"D = {bytes_text(found.gradient_bytes)} of gradients a rank, combined over {nodes}; * marks the plan's way"
     if found.fabric.unit == axis.RELATIVE:
         text += "\nthe cluster gives no rates of its links: times in D/B, that of sending D once"
@@ -100,8 +101,7 @@ def _best(found: DataAxis) -> list[Text]:
 
 
 def _split(workers: int, found: DataAxis) -> str:
-    servers = found.nodes - workers
-    return f"{workers} worker{'s' * (workers != 1)} + {servers} server{'s' * (servers != 1)}"
+    return f"{counted(workers, 'worker')} + {counted(found.nodes - workers, 'server')}"
 
 
 def drawn(found: DataAxis) -> list[Way]:
@@ -185,7 +185,8 @@ def _ticks(found: DataAxis) -> tuple[float, ...]:
 
 def title(plan: Plan, config: Config) -> str:
     """What the picture is of."""
-    return f"{plan.spec.name}: {plan.preset} on cluster {config.cluster.name}, {degrees_text(plan.degrees)}"
+    beside = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
+    return f"{plan.spec.name}: {plan.preset} on cluster {config.cluster.name}, {degrees_text(plan.degrees)}{beside}"
 
 
 def write(found: DataAxis, title: str, place: str, point: int | None = None) -> list[Path]:
