@@ -66,7 +66,8 @@ def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
         return None
     found = [problem for job, addresses in jobs.items() for problem in _check(f"cluster.{job}", addresses or [])]
     if not jobs["worker"]:
-        found.append(Problem("cluster.ps is given without cluster.worker", "cluster.worker", kind="usage"))
+        what = "cluster.ps is given without cluster.worker"
+        found.append(Problem(what, "cluster.worker", "cluster.worker=[localhost:2223]", kind="usage"))
     everyone = [address for addresses in jobs.values() for address in addresses or []]
     for address in sorted({str(address) for address in everyone if everyone.count(address) > 1}):
         found.append(Problem(f"{address} is the address of two tasks", "cluster", "another port"))
@@ -81,7 +82,7 @@ def _check(key: str, addresses: list[str]) -> list[Problem]:
         if match is None:
             host = re.sub(r"^[a-z]+://", "", str(address)).partition(":")[0].partition("/")[0]
             what = f"{key}: {address!r} is no host:port"
-            found.append(Problem(what, key, f"{host}:2222" if re.fullmatch(r"[A-Za-z0-9.-]+", host) else ""))
+            found.append(Problem(what, key, f"{host if re.fullmatch(r'[A-Za-z0-9.-]+', host) else 'localhost'}:2222"))
         elif not 0 < int(match["port"]) < 65536:
             found.append(Problem(f"{key}: {address} has no port from 1 to 65535", key, f"{match['host']}:2222"))
     return found

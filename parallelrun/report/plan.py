@@ -146,6 +146,8 @@ def _rank_table(plan: Plan, config: Config, ranks: list[int], header: bool = Tru
 def _batch(plan: Plan) -> Text:
     batch, dp = plan.batch, plan.mesh.size("dp")
     unit = f" of {plan.spec.seq:,} tokens" if plan.spec.kind == "tokens" and plan.spec.seq else ""
+    if plan.spec.kind == "images":
+        unit = f" of {' x '.join(map(str, plan.spec.sample_shape))}"
     return Text(
         f"{batch.global_batch:,} samples{unit} = dp {dp} x {batch.microbatches:,} microbatches x {batch.micro_batch} "
         f"samples; {batch.replica_batch:,} samples a data replica"
@@ -248,17 +250,17 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
     )
     mean = "mean of a step" if any(row.every > 1 for row in rows) else "sum"
     table.add_row(mean, "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
-    control = next(row for row in found.traffic if row.purpose == account.CONTROL and row.operation != "recv")
+    control = [row for row in found.traffic if row.purpose == account.CONTROL and row.operation != "recv" and row.calls]
     if plan.role(found.busiest_rank) == "server":
         where = "a server, in a step of every worker"
     else:
         place = plan.mesh.coordinate(found.busiest_rank)
         where = " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
-    sent = f"one {control.operation}" if control.calls == 1 else f"{control.calls} times {control.operation}"
+    sent = " and ".join(f"{'one' if row.calls == 1 else row.calls} {row.operation}" for row in control)
     note = (
         f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
         f"algorithms; all send: all ranks together; apart from that, {sent} of "
-        f"{control.payload_bytes} bytes of control a step"
+        f"{sum(row.payload_bytes for row in control)} bytes of control a step"
     )
     return Group(table, Text(note, "dim"))
 

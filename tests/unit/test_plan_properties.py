@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError
+from parallelrun.plan import account
 from parallelrun.plan.resolve import resolve, ways_of
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
+from parallelrun.strategies.data.ps import shards
 from parallelrun.train.parameters import held_parameters, owns
 from tests.plans import tiny_config
 
@@ -29,7 +31,7 @@ def mostly_legal(draw) -> dict:
     chunks = 2 if kind in ("interleaved", "zbv") else 1
     m = {"naive": 1}.get(kind, pp * draw(st.integers(1, 3)))
     kv_heads = draw(st.sampled_from([None, 2, 4, 16]))
-    data = draw(st.sampled_from(["ddp", "zero1", "fsdp"]))
+    data = draw(st.sampled_from(["ddp", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))
     divisors = [n for n in range(2, dp + 1) if dp % n == 0]
     return {
         "pp": pp,
@@ -71,7 +73,13 @@ def anything(draw) -> dict:
         "model.kv_heads": draw(st.sampled_from([None, 2, 3, 4])),
         "model.ffn": draw(st.sampled_from([None, 30, 64])),
         "strategy.tensor.sequence_parallel": draw(st.booleans()),
-        "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1", "fsdp", "zero9"])),
+        "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1", "fsdp", "diloco", "zero9", "ps"])),
+        "servers": draw(st.sampled_from([None, None, None, 1, 2, 0, 50])),
+        "consistency": draw(st.sampled_from([None, None, "sync", "async", "ssp", "eventual"])),
+        "staleness": draw(st.sampled_from([None, None, None, 0, 2, -1])),
+        "backup_workers": draw(st.sampled_from([None, None, None, 0, 1, 7])),
+        "cluster.ps": draw(st.sampled_from([None, None, None, None, ["a:1"], ["b"]])),
+        "cluster.worker": draw(st.sampled_from([None, None, None, None, ["c:1", "d:1"], ["a:1"]])),
         "strategy.data.shard": draw(st.sampled_from([None, None, 0, 2, 3, 4])),
         "strategy.own_axis": draw(st.sampled_from(["dp", "tp", "pp"])),
         "strategy.demo": draw(st.sampled_from([{}, {"dp": 2}, {"tp": 2, "pp": 2}])),
@@ -193,8 +201,49 @@ def test_whatever_is_asked_either_makes_a_plan_or_a_config_error(overrides):
             assert problem.kind in ("arithmetic", "undefined", "not_built", "contradiction", "unread", "usage")
             assert problem.what and problem.where and problem.suggestion
         return
-    assert plan.world == plan.mesh.num_ranks
+    assert plan.world == plan.mesh.num_ranks + plan.servers
+    assert (plan.servers > 0) == (plan.data.kind == "ps")
     check_stages(plan)
+
+
+@st.composite
+def served(draw) -> dict:
+    """Overrides of a parameter server, with at most one thing wrong."""
+    workers, servers = draw(st.integers(1, 12)), draw(st.sampled_from([None, 1, 2, 3, 9]))
+    wrong = draw(st.sampled_from(["", "", "tp", "world", "servers", "backup_workers", "delays"]))
+    consistency = draw(st.sampled_from([None, "sync", "async", "ssp"]))
+    return {
+        "strategy.name": "ps",
+        "strategy.data.kind": "ps",
+        "servers": 1000 if wrong == "servers" else servers,
+        "dp": workers,
+        "tp": 2 if wrong == "tp" else None,
+        "pp": None,
+        "world": draw(st.integers(1, 20)) if wrong == "world" else None,
+        "consistency": consistency,
+        "staleness": draw(st.sampled_from([None, 0, 3])) if consistency in (None, "ssp") else None,
+        "backup_workers": draw(st.integers(1, 20)) if wrong == "backup_workers" and consistency == "sync" else None,
+        "strategy.data.delays": [0.1] * draw(st.integers(1, 20)) if wrong == "delays" else [],
+        "strategy.data.shard_min_kb": draw(st.sampled_from([0.0, 1.0, 256.0])),
+        "local_batch": draw(st.integers(1, 3)),
+    }
+
+
+@settings(max_examples=120, **COMMON)
+@given(served())
+def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_something(overrides):
+    try:
+        plan = resolve(tiny_config(overrides))
+    except ConfigError as error:
+        for suggested, text in pairs(error.problems[0].suggestion) if len(error.problems) == 1 else ():
+            if suggested != "strategy":
+                value = float(text) if "_kb" in suggested else int(text)
+                resolve(tiny_config({**overrides, suggested: value}))
+        return
+    assert plan.world == plan.mesh.size("dp") + plan.servers
+    assert [plan.role(rank) for rank in range(plan.world)] == ["worker"] * plan.num_workers + ["server"] * plan.servers
+    assert min(shards.server_bytes(plan)) > 0
+    assert sum(count for _, count in account.rank_classes(plan)) == plan.world
 
 
 @settings(max_examples=250, **COMMON)

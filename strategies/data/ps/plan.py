@@ -144,8 +144,8 @@ def _check_backup(request: Request) -> list[Problem]:
     if asked < request.dp:
         return []
     what = f"backup_workers={asked} of dp={request.dp}: an update needs at least one gradient"
-    fixes = [f"dp={asked + 1}"] + ([f"backup_workers={request.dp - 1}"] if request.dp > 1 else [])
-    return [Problem(what, "backup_workers", " or ".join(fixes), kind="arithmetic")]
+    more = f"dp={asked + 1}" if request.config.world is None else f"world={asked + 1 + request.servers}"
+    return [Problem(what, "backup_workers", f"{more} or backup_workers={request.dp - 1}", kind="arithmetic")]
 
 
 def _check_delays(request: Request) -> list[Problem]:
