@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from parallelrun.report.sweep import read, read_json, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
 MEASURES = {"val_loss": "validation loss", "val_top1": "top-1 accuracy"}
-SYNC, CONTROL = "sync", "control"  # purposes: what is sent every `sync_every` steps only; what carries no training
+CONTROL = "control"  # the purpose of what carries no training
 MOST_LINES = 20
 SPREAD = 30  # above it bytes are drawn in factors
 
@@ -88,28 +89,31 @@ def _evaluations(run: Path) -> list[Evaluation]:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What all ranks send in a step of the whole batch, and besides in every step that averages, the last one too."""
+    """What all ranks send in a step of the whole batch. by_every: bytes of what is sent in every so many steps, and
+    after the last one."""
 
-    step_bytes: float
-    sync_bytes: float
-    sync_every: int
+    by_every: dict[int, int]
     global_batch: int
     steps: int
 
     @classmethod
     def of(cls, run: Path) -> _Sent:
-        rows: list[dict[str, Any]] = read_json(run / "comm.json").get("rows") or []
-        every_step = sum(row["wire_bytes"] for row in rows if row["purpose"] not in (SYNC, CONTROL))
-        at_sync = sum(row["wire_bytes"] for row in rows if row["purpose"] == SYNC)
+        by_every: Counter[int] = Counter()
+        for row in read_json(run / "comm.json").get("rows") or []:
+            if row["purpose"] != CONTROL:
+                by_every[row.get("every", 1)] += row["wire_bytes"]
         summary = read_json(run / "summary.json")
-        every = (read_json(run / "plan.json").get("data") or {}).get("sync_every") or 1
-        return cls(every_step, at_sync, every, summary.get("global_batch") or 1, summary.get("steps") or 0)
+        return cls(dict(by_every), summary.get("global_batch") or 1, summary.get("steps") or 0)
 
     def until(self, row: dict[str, Any]) -> float:
         """An update of an asynchronous worker is a part of the batch, so samples are counted, not updates."""
         steps = row["samples"] / self.global_batch
-        syncs = -(-steps // self.sync_every) if steps == self.steps else steps // self.sync_every
-        return steps * self.step_bytes + syncs * self.sync_bytes
+        return sum(size * self._times(every, steps) for every, size in self.by_every.items())
+
+    def _times(self, every: int, steps: float) -> float:
+        if every == 1:
+            return steps
+        return -(-steps // every) if steps == self.steps else steps // every
 
 
 def write(directory: Path) -> list[Path]:

@@ -17,14 +17,16 @@ from parallelrun.report.comparison import NUMBERS, PICTURE
 
 
 def run(sweep: Path, point: int, strategy: str, metrics: list[dict[str, Any]], **more: Any) -> None:
-    """The files of one finished point. more: of its row; `wire`: (purpose, bytes) of comm.json; `sync_every`."""
+    """The files of one finished point. more: of its row; wire: (purpose, bytes[, every]) of comm.json."""
     place = sweep / f"{point:03d}-{strategy}"
     place.mkdir(parents=True)
     for row in metrics:
         append_jsonl(place / "metrics.jsonl", row)
-    wire = [{"purpose": purpose, "wire_bytes": size} for purpose, size in more.pop("wire", [("gradients", 100)])]
+    wire = [
+        {"purpose": purpose, "wire_bytes": size, **({"every": every[0]} if every else {})}
+        for purpose, size, *every in more.pop("wire", [("gradients", 100)])
+    ]
     write_json(place / "comm.json", {"rows": wire})
-    write_json(place / "plan.json", {"data": {"kind": strategy, "sync_every": more.pop("sync_every", 1)}})
     write_json(place / "summary.json", {"global_batch": 8, "steps": metrics[-1]["step"] if metrics else 0})
     overrides = more.pop("overrides", [f"strategy={strategy}", "world=4"])
     row = {"point": point, "state": "done", "directory": place.name, "overrides": overrides, "strategy": strategy}
@@ -70,8 +72,8 @@ def test_control_traffic_is_no_training_traffic(tmp_path):
 
 
 def test_what_is_sent_every_few_steps_only_is_counted_when_it_is_sent(tmp_path):
-    wire = [("sync", 1000), ("partial", 1), ("control", 7)]
-    run(tmp_path, 0, "local_sgd", steps(10), wire=wire, sync_every=4)
+    wire = [("sync", 1000, 4), ("partial", 1, 1), ("control", 7)]
+    run(tmp_path, 0, "local_sgd", steps(10), wire=wire)
     assert sent(tmp_path) == {"local_sgd": [2, 1004, 1006, 2008, 3010]}  # the run's last step averages too
 
 
