@@ -71,6 +71,7 @@ def witness(overrides: dict[str, Any]) -> tuple[float, float]:
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"dp": 2},
     "zero1": {"dp": 2, "strategy.data.kind": "zero1"},
+    "ring": {"dp": 2, "strategy.data.kind": "ring"},
     "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
     "tp": {"tp": 2},
     "tp, sequence parallel": {"tp": 2, "strategy.tensor.sequence_parallel": True},

@@ -15,7 +15,7 @@ RING, HALVING_DOUBLING, HIERARCHICAL, NATIVE = "ring", "halving_doubling", "hier
 ALGORITHMS = (NATIVE, RING, HALVING_DOUBLING, HIERARCHICAL)  # native: the backend's own, no table
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]
-PIECE_BYTES = 2**20  # on gloo a message goes in pieces of up to so many bytes
+PIECE_BYTES = 2**21  # on gloo a message goes in pieces of up to so many bytes: smaller ones cost more than they hide
 
 
 class Message(NamedTuple):
