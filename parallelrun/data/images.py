@@ -136,7 +136,7 @@ def resize(image: NDArray[np.float32], size: Sequence[int]) -> NDArray[np.float3
     if image.shape[1:] == tuple(size):
         return image
     rows, columns = _weights(image.shape[1], size[0]), _weights(image.shape[2], size[1])
-    return rows @ image @ columns.T
+    return np.asarray(rows @ image @ columns.T, dtype=np.float32)
 
 
 @lru_cache(maxsize=16)

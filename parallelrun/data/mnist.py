@@ -48,9 +48,9 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
             raise EnvironmentProblem(Problem(f"{what}, {wanted}", where="dataset.path"))
         parts.append((images, labels))
     pixels = np.concatenate([images for images, _ in parts])[:, None]
-    labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
-    data = Pixels(pixels, labels, MOMENTS, num_train=len(parts[0][1]))
-    return open_pixels("mnist", CLASSES, data, config, spec, f"{root} ({len(labels)} images)")
+    classes = np.concatenate([labels for _, labels in parts]).astype(np.int64)
+    data = Pixels(pixels, classes, MOMENTS, num_train=len(parts[0][1]))
+    return open_pixels("mnist", CLASSES, data, config, spec, f"{root} ({len(classes)} images)")
 
 
 def _read(root: Path, name: str, dims: int) -> NDArray[np.uint8]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -50,7 +51,8 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     """
     vocab = min(vocab_size(config), spec.vocab - (spec.mask_token is not None))
     num_val = max(1, round(config.dataset.samples * config.dataset.val_fraction))
-    kind = {"features": Teacher, "images": Pictures}.get(spec.kind, MarkovChain)
+    kinds: dict[str, Callable[..., Split]] = {"tokens": MarkovChain, "features": Teacher, "images": Pictures}
+    kind = kinds[spec.kind]
 
     def split(number: int, size: int) -> Split:
         return kind(config.seed, number, size, tuple(spec.sample_shape), vocab)

@@ -40,8 +40,8 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         evaluation = _evaluate(training, context, step)
         recorder.step(
             StepRecord(step, result.loss, result.grad_norm, lr, result.applied, clock.seconds,
-                       time.perf_counter() - began, evaluation and evaluation.loss, scaler.scale, clock.times,
-                       evaluation and evaluation.top1)
+                       time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
+                       evaluation.top1 if evaluation else None)
         )  # fmt: skip
         checkpoints.after_step(step, result.stop)
         if result.stop:

@@ -1,0 +1,94 @@
+"""Image classifiers as a user runs them: the dataset comes with the model, accuracy is seen everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallelrun.cli import main as program
+from parallelrun.config import compose
+from parallelrun.config.overrides import read
+from parallelrun.config.schema import Config
+from parallelrun.report import run as report
+from parallelrun.report.progress import Progress
+
+
+def composed(*overrides: str) -> Config:
+    parsed, problems = read(list(overrides), False, "here")
+    assert not problems
+    return compose.compose_plainly(compose.prepare(parsed, (), "plan", False))[0].config
+
+
+@pytest.mark.parametrize("model", ["resnet", "resnet18", "resnet50", "alexnet", "vgg16"])
+def test_image_models_bring_their_dataset(model: str) -> None:
+    dataset = composed(f"model={model}").dataset
+    assert (dataset.name, dataset.val_fraction) == ("digits", 0.2)
+
+
+def test_what_the_user_says_of_the_dataset_stands() -> None:
+    assert composed("model=gpt").dataset.name == "pystdlib"
+    assert composed("model=resnet", "dataset=cifar10").dataset.crop == 4
+    assert composed("model=resnet", "dataset=synthetic").dataset.name == "synthetic"
+    kept = composed("model=resnet", "dataset.val_fraction=0.4", "dataset.flip=true").dataset
+    assert (kept.name, kept.val_fraction, kept.flip) == ("digits", 0.4, True)
+
+
+def test_a_recipe_may_choose_the_dataset(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    text = "# mine\n# @package _global_\ndefaults:\n  - override /model: resnet\n{}dp: 2\n"
+    recipe.write_text(text.format("  - override /dataset: mnist\n"))
+    assert composed(f"recipe={recipe}").dataset.name == "mnist"
+    assert composed(f"recipe={recipe}", "dataset=digits").dataset.name == "digits"
+    recipe.write_text(text.format(""))
+    assert composed(f"recipe={recipe}").dataset.name == "digits"
+
+
+def test_a_sweep_gives_each_model_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["plan", "-m", "--json", "model=gpt,resnet", "strategy=ddp"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [(point["model"]["name"], point["model"]["vocab"]) for point in points] == [("gpt", 256), ("resnet", 10)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("digits")
+    command = [sys.executable, "-m", "parallelrun", "model=resnet", "strategy=ddp", "dp=2", "steps=40", "tracker=none"]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60
+    )
+    (directory,) = folder.glob("runs/resnet-ddp-dp2/*")
+    return done, directory
+
+
+def test_a_small_resnet_learns_digits_in_seconds(trained: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, directory = trained
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    top1 = [row["val_top1"] for row in rows if "val_top1" in row]
+    assert len(top1) == 4 and all("val_loss" in row for row in rows if "val_top1" in row)
+    assert top1[-1] > 0.8 and top1[-1] > top1[0] + 0.2
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["val_top1"], summary["first_val_top1"]) == (top1[-1], top1[0])
+    assert summary["communication_as_predicted"] is True and summary["dataset"] == "digits"
+
+
+def test_accuracy_is_on_the_screen(
+    trained: tuple[subprocess.CompletedProcess[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, directory = trained
+    assert "val_top1" in done.stdout and "samples/s" in done.stdout and "tokens/s" not in done.stdout
+    report.show(directory)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "val_top1" in line]
+    assert line.count("%") == 2
+
+
+def test_other_models_show_no_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"step": 1, "loss": 1.0, "val_loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 5.0}
+    Progress(2, enabled=True).update({**row, "samples": 8, "tokens": 64})
+    out = capsys.readouterr().out
+    assert "top1" not in out and "tokens/s" in out
