@@ -31,7 +31,7 @@ def mostly_legal(draw) -> dict:
     chunks = 2 if kind in ("interleaved", "zbv") else 1
     m = {"naive": 1}.get(kind, pp * draw(st.integers(1, 3)))
     kv_heads = draw(st.sampled_from([None, 2, 4, 16]))
-    data = draw(st.sampled_from(["ddp", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))
+    data = draw(st.sampled_from(["ddp", "ring", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))
     divisors = [n for n in range(2, dp + 1) if dp % n == 0]
     return {
         "pp": pp,
@@ -73,7 +73,7 @@ def anything(draw) -> dict:
         "model.kv_heads": draw(st.sampled_from([None, 2, 3, 4])),
         "model.ffn": draw(st.sampled_from([None, 30, 64])),
         "strategy.tensor.sequence_parallel": draw(st.booleans()),
-        "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1", "fsdp", "diloco", "zero9", "ps"])),
+        "strategy.data.kind": draw(st.sampled_from(["ddp", "ring", "zero1", "fsdp", "diloco", "zero9", "ps"])),
         "servers": draw(st.sampled_from([None, None, None, 1, 2, 0, 50])),
         "consistency": draw(st.sampled_from([None, None, "sync", "async", "ssp", "eventual"])),
         "staleness": draw(st.sampled_from([None, None, None, 0, 2, -1])),
@@ -81,6 +81,8 @@ def anything(draw) -> dict:
         "cluster.ps": draw(st.sampled_from([None, None, None, None, ["a:1"], ["b"]])),
         "cluster.worker": draw(st.sampled_from([None, None, None, None, ["c:1", "d:1"], ["a:1"]])),
         "strategy.data.shard": draw(st.sampled_from([None, None, 0, 2, 3, 4])),
+        "strategy.data.algorithm": draw(st.sampled_from([None, "native", "hierarchical", "halving_doubling", "tree"])),
+        "strategy.data.group_size": draw(st.sampled_from([None, None, 0, 2, 3])),
         "strategy.own_axis": draw(st.sampled_from(["dp", "tp", "pp"])),
         "strategy.demo": draw(st.sampled_from([{}, {"dp": 2}, {"tp": 2, "pp": 2}])),
         "strategy.name": draw(st.sampled_from(["ptdp", "ptdp", "single"])),
