@@ -7,43 +7,20 @@ one rank with its own links, as `cluster` gives them per device. What the plan's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan import account
+from parallelrun.plan import account, data_ways
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.data_cost import Exchange, Link
+from parallelrun.plan.data_ways import RELATIVE, SECONDS, Candidate, Case, Fabric
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
 
-RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
-OWN = "own settings"
-SHARDED, SCATTERED_AGAIN = "reduce-scatter + gather", "gradients scattered again"
-GATHERED_AGAIN, HSDP = "weights gathered again", "shards inside groups"
-ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best share serves", "co-located", "helped"
-OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL}
 EVERYWHERE = 2**30  # ranks of a host, where the cluster does not say that there are several hosts
 ALL_DRAWN, FEWEST_DRAWN = 64, 8  # above the former only powers of two are drawn
-SECONDS, RELATIVE = "s", "D/B"
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """The links as the ranks of one data group see them. per_host: how many of them share a host. across: None where
-    the cluster does not say. unit: `s`, or, where the rates are not known, `D/B`: times are then multiples of sending
-    all gradients once, latency left out."""
-
-    inside: Link
-    across: Link | None
-    per_host: int
-    unit: str
-
-    def between(self, n: int) -> Link | None:
-        """The slowest link among n neighbouring ranks."""
-        return self.inside if n <= self.per_host else self.across
 
 
 @dataclass(frozen=True)
@@ -114,10 +91,9 @@ def costs(plan: Plan, cluster: ClusterConfig, compute_s: float | None) -> DataAx
         return None
     fabric = _fabric(plan, cluster, nodes, size)
     compute = compute_s if fabric.unit == SECONDS else None
-    case = _Case(plan, size, nodes, fabric, compute)
-    candidates = _candidates(case)
-    chosen = OWN if any(candidate.name == OWN for candidate in candidates) else _chosen(plan)
-    ways = [_way(candidate, case, chosen) for candidate in candidates]
+    case = Case(plan, size, nodes, fabric, compute)
+    own = data_ways.chosen(case)
+    ways = [_way(candidate, case, own) for candidate in data_ways.candidates(case)]
     return DataAxis(
         size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch,
         tuple(way for way in ways if way.here or way.curve), _best(case),
@@ -145,160 +121,15 @@ def drawn_nodes(nodes: int) -> list[int]:
     return sorted({*(2**k for k in range(1, last.bit_length())), nodes, last})
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What all ways are asked about."""
-
-    plan: Plan
-    size: int
-    nodes: int
-    fabric: Fabric
-    compute_s: float | None
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of the weights as FSDP gathers them: in the dtype that computes."""
-        precision = self.plan.precision
-        return self.size * BYTES[precision.compute] / BYTES[precision.reduce]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """cost: (nodes, link) -> exchange, asked of 2 nodes and more. legal: on how many nodes. servers: among nodes."""
-
-    name: str
-    label: str
-    cost: Callable[[int, Link], Exchange]
-    legal: Callable[[int], bool] = lambda nodes: True
-    servers: Callable[[int], int] = lambda nodes: 0
-
-
-def _candidates(case: _Case) -> list[_Candidate]:
-    """Every way; the plan's own once more where its settings make it another."""
-    return [*_reductions(case, case.size), *_own(case), *_shardings(case), *_servers(case)]
-
-
-def _reductions(case: _Case, size: float) -> list[_Candidate]:
-    """The all-reduces, of `size` bytes."""
-    fabric = case.fabric
-    algorithm = getattr(case.plan.data, "algorithm", None)  # of the ways that have several
-    group = algorithm.group_size if algorithm and algorithm.group_size > 1 else fabric.per_host
-    inside = fabric.between(group)
-
-    def hierarchical(nodes: int, link: Link) -> Exchange:
-        assert inside is not None
-        return forms.hierarchical(size, group, nodes // group, inside, link)
-
-    return [
-        _Candidate(RING, "ring all-reduce", lambda n, link: forms.ring(size, n, link)),
-        _Candidate(HALVING, "halving-doubling", lambda n, link: forms.halving_doubling(size, n, link)),
-        _Candidate(TREES, "two binary trees", lambda n, link: forms.tree(size, n, link)),
-        _Candidate(
-            HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical,
-            legal=lambda n: 1 < group < n and n % group == 0 and inside is not None,
-        ),
-    ]  # fmt: skip
-
-
-def _own(case: _Case) -> list[_Candidate]:
-    """The plan's all-reduce where it sends less than all gradients in every step: compressed, or every few steps."""
-    plan = case.plan
-    compression = getattr(getattr(plan.data, "compression", None), "kind", "none")
-    every = plan.data.sync_every
-    if compression == "none" and every == 1:
-        return []
-    size = case.size if compression == "none" else _compressed_bytes(plan)
-    algorithm = _algorithm(plan)
-    base = next((candidate for candidate in _reductions(case, size) if candidate.name == algorithm), None)
-    if base is None:
-        return []
-    label = base.label.removesuffix(" all-reduce")
-    label += f", {compression}" if compression != "none" else ""
-    label += f", every {every} steps" if every > 1 else ""
-    return [_Candidate(OWN, label, lambda n, link: base.cost(n, link).every(every), base.legal)]
-
-
-def _compressed_bytes(plan: Plan) -> float:
-    """What the plan's own account says it sums over dp; point to point it sends 2(n-1)/n of that."""
-    busiest, degree = account.traffic(plan)[0], plan.mesh.size("dp")
-    rows = [row for row in account.collectives(plan, busiest) if row.axis == "dp" and row.purpose == "gradients"]
-    whole = sum(row.payload_bytes for row in rows if row.operation == "all_reduce")
-    sent = sum(row.payload_bytes for row in rows if row.operation == "send")
-    return whole + sent * degree / (2 * (degree - 1))
-
-
-def _shardings(case: _Case) -> list[_Candidate]:
-    """What shards weights or the optimizer's state: ZeRO, FSDP and HSDP."""
-    plan, size = case.plan, case.size
-    again = 2 * plan.batch.microbatches
-    gathered = case.gathered if plan.data.kind == "fsdp" else size
-
-    def sharded(scatters: int, gathers: int) -> Callable[[int, Link], Exchange]:
-        return lambda n, link: forms.sharded(size, n, link, scatters) + forms.sharded(gathered, n, link, gathers)
-
-    found = [
-        _Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1)),
-        _Candidate(GATHERED_AGAIN, f"fsdp: gathered {again} times", sharded(1, again)),
-    ]
-    if _chosen(plan) == SCATTERED_AGAIN:
-        scatters = plan.batch.microbatches
-        found.append(_Candidate(SCATTERED_AGAIN, f"zero2: scattered {scatters} times", sharded(scatters, 1)))
-    shard, inside = plan.data.shard, case.fabric.between(plan.data.shard)
-    if not 1 < shard < case.nodes:
-        return found
-    gathers = again if plan.data.reshard_after_forward else 1
-
-    def hsdp(nodes: int, link: Link) -> Exchange:
-        assert inside is not None
-        own = forms.sharded(size, shard, inside, 1) + forms.sharded(gathered, shard, inside, gathers)
-        return own + forms.ring(size / shard, nodes // shard, link)
-
-    def legal(nodes: int) -> bool:
-        return nodes % shard == 0 and nodes > shard and inside is not None
-
-    return [*found, _Candidate(HSDP, f"hsdp, shards of {shard}", hsdp, legal)]
-
-
-def _servers(case: _Case) -> list[_Candidate]:
-    size, own, compute = case.size, case.plan.servers, case.compute_s
-
-    def served(nodes: int, servers: int, link: Link) -> Exchange:
-        return forms.parameter_server(size, nodes - servers, servers, link)
-
-    def best(nodes: int) -> int:
-        link = case.fabric.between(nodes)
-        if compute is None or link is None:  # as if communication were all
-            return nodes // 2
-        return nodes - forms.best_num_workers(size, nodes, link, compute)
-
-    helpers = own or 1
-    found = [_Candidate(ONE_SERVER, "ps, 1 server", lambda n, link: served(n, 1, link), servers=lambda n: 1)]
-    if own > 1:
-        found.append(
-            _Candidate(SERVERS, f"ps, {own} servers", lambda n, link: served(n, own, link),
-                       legal=lambda n: n > own, servers=lambda n: own)
-        )  # fmt: skip
-    label = "ps, best share" if compute else "ps, half serve"
-    return [
-        *found,
-        _Candidate(BEST, label, lambda n, link: served(n, best(n), link), servers=best),
-        _Candidate(COLOCATED, "co-located ps", lambda n, link: forms.colocated_servers(size, n, link)),
-        _Candidate(
-            HELPED, f"co-located ps + {helpers} CPU",
-            lambda n, link: forms.helped_servers(size, n, helpers, link),
-        ),
-    ]  # fmt: skip
-
-
-def _way(candidate: _Candidate, case: _Case, chosen: str | None) -> Way:
+def _way(candidate: Candidate, case: Case, own: str | None) -> Way:
     curve = [_point(candidate, case, nodes) for nodes in drawn_nodes(case.nodes)]
     return Way(
-        candidate.name, candidate.label, candidate.name == chosen, _point(candidate, case, case.nodes),
+        candidate.name, candidate.label, candidate.name == own, _point(candidate, case, case.nodes),
         tuple(point for point in curve if point is not None),
     )  # fmt: skip
 
 
-def _point(candidate: _Candidate, case: _Case, nodes: int) -> Point | None:
+def _point(candidate: Candidate, case: Case, nodes: int) -> Point | None:
     link = case.fabric.between(nodes)
     if link is None or not candidate.legal(nodes):
         return None
@@ -309,27 +140,6 @@ def _point(candidate: _Candidate, case: _Case, nodes: int) -> Point | None:
         seconds = [forms.step_seconds(case.compute_s, exchange, overlapped) for overlapped in (False, True)]
         rates = (samples / seconds[0], samples / seconds[1])
     return Point(nodes, nodes - servers, servers, exchange, rates)
-
-
-def _chosen(plan: Plan) -> str | None:
-    """The name of the plan's own way; None for a way that is not known here."""
-    way = plan.data
-    if way.kind == "fsdp":
-        if 1 < way.shard < plan.mesh.size("dp"):
-            return HSDP
-        return GATHERED_AGAIN if way.reshard_after_forward else SHARDED
-    if way.kind == "ps":
-        return SERVERS if plan.servers > 1 else ONE_SERVER
-    if way.kind == "zero2" and plan.batch.microbatches > 1 and plan.pipeline.kind not in ("zero_bubble", "zbv"):
-        return SCATTERED_AGAIN  # in every backward pass, unless gradients come after all of them
-    return SHARDED if way.kind in ("zero1", "zero2") else _algorithm(plan)
-
-
-def _algorithm(plan: Plan) -> str | None:
-    """How a way of whole copies sums; the backend's own all-reduce counts as a ring."""
-    if plan.data.kind not in ("ddp", "ring", "horovod", "local_sgd", "diloco"):
-        return None
-    return OF_ALGORITHM.get(getattr(getattr(plan.data, "algorithm", None), "name", "native"))
 
 
 def _fabric(plan: Plan, cluster: ClusterConfig, nodes: int, size: int) -> Fabric:
@@ -344,7 +154,7 @@ def _fabric(plan: Plan, cluster: ClusterConfig, nodes: int, size: int) -> Fabric
     return Fabric(inside or across or Link(size), across, per_host, SECONDS)
 
 
-def _best(case: _Case) -> BestShare | None:
+def _best(case: Case) -> BestShare | None:
     link = case.fabric.between(case.nodes)
     if not case.compute_s or link is None:
         return None

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan import data_axis as axis
+from parallelrun.plan import data_ways as kinds
 from parallelrun.plan.data_axis import DataAxis, Point, Way
 from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
@@ -23,11 +23,11 @@ from parallelrun.report import chart, terminal_plot
 from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
 
 LETTERS = {
-    axis.RING: "r", axis.HALVING: "d", axis.TREES: "t", axis.HIERARCHICAL: "h", axis.OWN: "o", axis.SHARDED: "z",
-    axis.SCATTERED_AGAIN: "m", axis.GATHERED_AGAIN: "f", axis.HSDP: "g", axis.ONE_SERVER: "1", axis.SERVERS: "s",
-    axis.BEST: "b", axis.COLOCATED: "c", axis.HELPED: "k",
+    kinds.RING: "r", kinds.HALVING: "d", kinds.TREES: "t", kinds.HIERARCHICAL: "h", kinds.OWN: "o", kinds.SHARDED: "z",
+    kinds.SCATTERED_AGAIN: "m", kinds.GATHERED_AGAIN: "f", kinds.HSDP: "g", kinds.ONE_SERVER: "1", kinds.SERVERS: "s",
+    kinds.BEST: "b", kinds.COLOCATED: "c", kinds.HELPED: "k",
 }  # fmt: skip
-ALWAYS_DRAWN = (axis.RING, axis.HALVING, axis.HIERARCHICAL, axis.ONE_SERVER, axis.SERVERS, axis.BEST)
+ALWAYS_DRAWN = (kinds.RING, kinds.HALVING, kinds.HIERARCHICAL, kinds.ONE_SERVER, kinds.SERVERS, kinds.BEST)
 PLOT_ROWS = 11
 CSV_COLUMNS = ("nodes", "way", "chosen", "workers", "servers", "steps", "worker_bytes", "busiest_bytes", "time", "unit",
                "samples_per_s", "samples_per_s_overlapped")  # fmt: skip
@@ -43,7 +43,7 @@ def _head(found: DataAxis) -> Text:
     if found.servers:
         nodes += f" ({counted(found.workers, 'worker')}, {counted(found.servers, 'server')})"
     text = f"D = {bytes_text(found.gradient_bytes)} of gradients a rank, combined over {nodes}; * marks the plan's way"
-    if found.fabric.unit == axis.RELATIVE:
+    if found.fabric.unit == kinds.RELATIVE:
         text += "\nthe cluster gives no rates of its links: times in D/B, that of sending D once"
     return Text(text)
 
@@ -76,14 +76,14 @@ def _table(found: DataAxis) -> Table:
 
 def _time_unit(found: DataAxis) -> tuple[str, float]:
     """(name, how many of the fabric's units) in which the column of times is written."""
-    if found.fabric.unit == axis.RELATIVE:
-        return axis.RELATIVE, 1.0
+    if found.fabric.unit == kinds.RELATIVE:
+        return kinds.RELATIVE, 1.0
     slowest = max(way.here.exchange.seconds for way in found.ways if way.here)
     return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
 def _time_text(found: DataAxis) -> Callable[[float], str]:
-    return seconds_text if found.fabric.unit == axis.SECONDS else lambda value: f"{digits(value)} D/B"
+    return seconds_text if found.fabric.unit == kinds.SECONDS else lambda value: f"{digits(value)} D/B"
 
 
 def _best(found: DataAxis) -> list[Text]:
@@ -95,7 +95,7 @@ def _best(found: DataAxis) -> list[Text]:
         f"{best.share_overlapped:.2f} with full overlap: {_split(best.workers_overlapped, found)} "
         f"(r = 2D/(B x compute) = {digits(best.ratio)})"
     )
-    equal = [(_rate(way.here), way.label) for way in found.ways if way.here and way.name != axis.HELPED]
+    equal = [(_rate(way.here), way.label) for way in found.ways if way.here and way.name != kinds.HELPED]
     rate, fastest = max(equal, key=lambda entry: entry[0])
     return [Text(text), Text(f"most samples a second on equal nodes, without overlap: {fastest} ({digits(rate)})")]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from parallelrun.cli import main as program
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.plan import account, data_axis
+from parallelrun.plan import account, data_axis, data_ways
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.data_axis import DataAxis, Way, costs, drawn_nodes
 from parallelrun.plan.data_cost import Link
@@ -44,24 +44,24 @@ def way(axis: DataAxis, name: str) -> Way:
 
 
 CHOSEN = [
-    ({"strategy.data.kind": "ddp"}, data_axis.RING),
-    ({"strategy.data.kind": "zero1"}, data_axis.SHARDED),
-    ({"strategy.data.kind": "zero2"}, data_axis.SHARDED),
-    ({"strategy.data.kind": "fsdp"}, data_axis.GATHERED_AGAIN),
-    ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, data_axis.SHARDED),
-    ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, data_axis.HSDP),
-    ({"strategy.data.kind": "ring"}, data_axis.RING),
-    ({"strategy.data.kind": "horovod"}, data_axis.RING),
-    ({"strategy.data.kind": "zero2", "microbatches": 2}, data_axis.SCATTERED_AGAIN),
-    ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, data_axis.HALVING),
+    ({"strategy.data.kind": "ddp"}, data_ways.RING),
+    ({"strategy.data.kind": "zero1"}, data_ways.SHARDED),
+    ({"strategy.data.kind": "zero2"}, data_ways.SHARDED),
+    ({"strategy.data.kind": "fsdp"}, data_ways.GATHERED_AGAIN),
+    ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, data_ways.SHARDED),
+    ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, data_ways.HSDP),
+    ({"strategy.data.kind": "ring"}, data_ways.RING),
+    ({"strategy.data.kind": "horovod"}, data_ways.RING),
+    ({"strategy.data.kind": "zero2", "microbatches": 2}, data_ways.SCATTERED_AGAIN),
+    ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, data_ways.HALVING),
     ({"strategy.data.kind": "ring", "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
-     data_axis.HIERARCHICAL),
-    (PS, data_axis.ONE_SERVER),
-    ({**PS, "servers": 2}, data_axis.SERVERS),
-    ({**PS, "consistency": "async"}, data_axis.ONE_SERVER),
-    ({"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4}, data_axis.OWN),
-    ({"strategy.data.kind": "diloco"}, data_axis.OWN),
-    ({"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"}, data_axis.OWN),
+     data_ways.HIERARCHICAL),
+    (PS, data_ways.ONE_SERVER),
+    ({**PS, "servers": 2}, data_ways.SERVERS),
+    ({**PS, "consistency": "async"}, data_ways.ONE_SERVER),
+    ({"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4}, data_ways.OWN),
+    ({"strategy.data.kind": "diloco"}, data_ways.OWN),
+    ({"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"}, data_ways.OWN),
 ]  # fmt: skip
 
 
@@ -141,8 +141,8 @@ def test_equal_nodes_means_that_servers_take_workers_places():
     axis = found({"dp": 6, "global_batch": 12, **PS, "servers": 2, **ETHERNET})
     assert (axis.nodes, axis.workers, axis.servers) == (8, 6, 2)
     here = {one.name: (one.here.workers, one.here.servers) for one in axis.ways if one.here}
-    assert here[data_axis.RING] == (8, 0) and here[data_axis.ONE_SERVER] == (7, 1)
-    assert here[data_axis.SERVERS] == (6, 2) and sum(here[data_axis.BEST]) == 8
+    assert here[data_ways.RING] == (8, 0) and here[data_ways.ONE_SERVER] == (7, 1)
+    assert here[data_ways.SERVERS] == (6, 2) and sum(here[data_ways.BEST]) == 8
 
 
 def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
@@ -153,9 +153,9 @@ def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
     assert axis.best.share == pytest.approx(1 / (1 + axis.best.ratio**0.5))
     assert axis.best.share_overlapped == pytest.approx(1 / (1 + axis.best.ratio))
     assert axis.best.workers == forms.best_num_workers(axis.gradient_bytes, 8, link, 1e-3)
-    best = way(axis, data_axis.BEST).here
+    best = way(axis, data_ways.BEST).here
     assert best is not None and best.workers == axis.best.workers and best.samples_per_s is not None
-    others = [way(axis, name).here for name in (data_axis.ONE_SERVER, data_axis.SERVERS)]
+    others = [way(axis, name).here for name in (data_ways.ONE_SERVER, data_ways.SERVERS)]
     assert all(best.samples_per_s[0] >= other.samples_per_s[0] for other in others if other and other.samples_per_s)
 
 
@@ -169,7 +169,7 @@ def test_what_is_not_trained_is_not_combined():
 
 def test_samples_a_second_are_of_workers_that_keep_their_batch():
     axis = found({"dp": 4, "global_batch": 8, **ETHERNET}, compute_s=2e-3)
-    point = way(axis, data_axis.RING).here
+    point = way(axis, data_ways.RING).here
     assert point is not None and axis.worker_batch == 2
     seconds = point.exchange.seconds
     assert point.samples_per_s == pytest.approx((8 / (2e-3 + seconds), 8 / max(2e-3, seconds)))
@@ -177,11 +177,11 @@ def test_samples_a_second_are_of_workers_that_keep_their_batch():
 
 def test_links_are_those_inside_a_host_until_a_group_leaves_it():
     axis = found({"dp": 8, **DGX})
-    ring = {point.nodes: point.exchange.seconds for point in way(axis, data_axis.RING).curve}
+    ring = {point.nodes: point.exchange.seconds for point in way(axis, data_ways.RING).curve}
     size = axis.gradient_bytes
     assert ring[4] == pytest.approx(forms.ring(size, 4, Link(100e9, 5e-6)).seconds)
     assert ring[5] == pytest.approx(forms.ring(size, 5, Link(10e9, 5e-6)).seconds)
-    grouped = {point.nodes: point.exchange.seconds for point in way(axis, data_axis.HIERARCHICAL).curve}
+    grouped = {point.nodes: point.exchange.seconds for point in way(axis, data_ways.HIERARCHICAL).curve}
     assert set(grouped) == {8, 12, 16}
     assert grouped[8] == pytest.approx(forms.hierarchical(size, 4, 2, Link(100e9, 5e-6), Link(10e9, 5e-6)).seconds)
     assert grouped[8] < ring[8]
@@ -196,8 +196,8 @@ def test_without_rates_times_are_multiples_of_sending_everything_once():
     axis = found({"dp": 4})
     assert axis.fabric.unit == "D/B" and axis.best is None and axis.compute_s is None
     times = {one.name: one.here.exchange.seconds for one in axis.ways if one.here}
-    assert times[data_axis.RING] == 1.5 and times[data_axis.ONE_SERVER] == 6 and times[data_axis.TREES] == 2
-    assert times[data_axis.BEST] == 2 and times[data_axis.COLOCATED] == 1.5
+    assert times[data_ways.RING] == 1.5 and times[data_ways.ONE_SERVER] == 6 and times[data_ways.TREES] == 2
+    assert times[data_ways.BEST] == 2 and times[data_ways.COLOCATED] == 1.5
     assert all(one.here.samples_per_s is None for one in axis.ways if one.here)
 
 
@@ -271,7 +271,7 @@ def test_the_picture_has_a_line_per_way_and_the_csv_its_numbers(overrides):
     root = ElementTree.fromstring(to_svg(axis, "a <title> & more"))
     texts = [node.text for node in root.iter() if node.text]
     drawn = [
-        one for one in axis.ways if one.chosen or one.name in (data_axis.RING, data_axis.ONE_SERVER, data_axis.BEST)
+        one for one in axis.ways if one.chosen or one.name in (data_ways.RING, data_ways.ONE_SERVER, data_ways.BEST)
     ]
     assert all(one.label in texts for one in drawn) and "a <title> & more" in texts
     rows = list(csv.DictReader(io.StringIO(to_csv(axis))))
