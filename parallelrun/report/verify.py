@@ -42,4 +42,5 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     verdict = "[green]verified[/]" if document["passed"] else "[red]NOT EQUAL[/]"
     if document["reports_only"]:
         verdict = "reported (verify.optimizer=same is not checked)"
-    console.print(f"{verdict}: {document['equivalence']}, {count} parameters, {steps} steps")
+    detail = f" ({document['equivalence_detail']})" if document["equivalence_detail"] else ""
+    console.print(f"{verdict}: {document['equivalence']}{detail}, {count} parameters, {steps} steps")

@@ -11,6 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
@@ -34,6 +35,14 @@ def checked_config(config: Config) -> Config:
     return replace(config, optimizer=optimizer, precision=precision, resume=None)
 
 
+def checked_plan(config: Config, plan: Plan) -> Plan:
+    """The plan of the checked config; what ways do in some steps only, they do within those that are checked."""
+    data = plan.data.checked(config.verify.steps)
+    plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name, data=data)
+    promised = ways_of(plan).data.equivalence(plan)
+    return replace(plan, equivalence=promised) if promised.kind == plan.equivalence.kind else plan
+
+
 def reference_trace(config: Config, plan: Plan, device: torch.device) -> Trace:
     """Run the reference in this process, outside every process group: one device, or the way's own algorithm."""
     if plan.equivalence.kind == "replay":
@@ -45,7 +54,7 @@ def reference_trace(config: Config, plan: Plan, device: torch.device) -> Trace:
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Train under the plan and on one device, compare, write verify.json, show the table; exit 4 if unequal."""
     config = checked_config(config)
-    plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name)
+    plan = checked_plan(config, plan)
     context.heartbeat(0, "build")
     training = build(config, plan, context.device)
     trace = record(training, config.verify.steps)
@@ -81,7 +90,7 @@ def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[st
         "max_error": {kind: worst.error for kind, worst in errors.items()},
         "worst": {kind: worst.where for kind, worst in errors.items()},
         "copies_that_disagree": trace.disagreeing,
-        "parameters_compared": len(reference.initial),
+        "parameters_compared": len(plan.spec.parameters),
         "losses": trace.losses,
         "reference_losses": reference.losses,
     }

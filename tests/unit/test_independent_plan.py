@@ -34,6 +34,13 @@ def test_every_other_way_sends_the_same_in_each_step():
     assert way.full_step(7) == 7 and way.sync_every == 1 and not way.independent and way.in_step
 
 
+@pytest.mark.parametrize(("steps", "meetings"), [(1, [1]), (2, [1, 2]), (3, [2, 3]), (5, [3, 5])])
+def test_verify_shortens_rounds_until_replicas_meet_twice(steps, meetings):
+    way = tiny_plan({"dp": 2, **DILOCO, "strategy.data.sync_every": 100}).data.checked(steps)
+    assert [step for step in range(1, steps + 1) if way.is_sync(step)] == meetings
+    assert tiny_plan({"dp": 2, **DILOCO, "strategy.data.sync_every": 1}).data.checked(steps).sync_every == 1
+
+
 def test_they_promise_to_equal_their_own_rule():
     assert tiny_plan({"dp": 2, **LOCAL_SGD}).equivalence.kind == "replay"
     assert tiny_plan({"dp": 2, "tp": 2, **DILOCO}).equivalence.kind == "replay"

@@ -13,8 +13,8 @@ from parallelrun.verify.replay import Summed
 class Diloco(Summed):
     """Only what differs from plain data parallelism. The shared weights are those that the first step began with."""
 
-    def __init__(self, plan: Plan, steps: int):
-        self._way, self._steps = plan.data, steps
+    def __init__(self, plan: Plan):
+        self._way = plan.data
         self._shared: dict[str, Tensor] = {}
         self._outer: torch.optim.Optimizer | None = None
 
@@ -32,7 +32,7 @@ class Diloco(Summed):
 
     def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
         """At the end of a round: the outer step by the mean movement, and everyone goes on from its result."""
-        if step % self._way.sync_every and step != self._steps:
+        if step % self._way.sync_every and step != self._way.steps:
             return
         assert self._outer is not None
         for name, shared in self._shared.items():
@@ -45,4 +45,4 @@ class Diloco(Summed):
 
 def rule(config: Config, plan: Plan) -> Diloco:
     """The rule of a plan."""
-    return Diloco(plan, config.steps)
+    return Diloco(plan)

@@ -32,4 +32,4 @@ class LocalSgd(Summed):
 
 def rule(config: Config, plan: Plan) -> LocalSgd:
     """The rule of a plan. It reads the plan's numbers and none of the runtime's code."""
-    return LocalSgd(plan.data.sync_every, config.steps)
+    return LocalSgd(plan.data.sync_every, plan.data.steps)

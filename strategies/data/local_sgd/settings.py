@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelrun.plan.structure import DataWay
 
@@ -28,6 +28,10 @@ class IndependentWay(DataWay):
     def is_sync(self, step: int) -> bool:
         """Do replicas meet at the end of step `step` (from 1)? By its number, so that resuming changes nothing."""
         return step % self.sync_every == 0 or step == self.steps
+
+    def checked(self, steps: int) -> IndependentWay:
+        """Rounds short enough for two meetings, so that what one leaves for the next (DiLoCo's momentum) is seen."""
+        return replace(self, sync_every=min(self.sync_every, (steps + 1) // 2), steps=steps)
 
     def full_step(self, step: int) -> int:
         """The first synchronisation from `step` on."""
