@@ -17,7 +17,6 @@ import csv
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
@@ -141,14 +140,13 @@ def foretold(system: str, nodes: int, size: int) -> float:
     return parameter_server(size, nodes - servers, servers, NETWORK).seconds
 
 
-def crossover_bytes(seconds: Callable[[str, int], float], sizes: tuple[int, ...]) -> float:
+def crossover_bytes(ratios: dict[int, float]) -> float:
     """The size at which the ring becomes faster than one server, between two sizes on a line of logarithms; 0: it is
-    at all sizes, infinite: at none."""
-    ratios = [(size, seconds("ring", size) / seconds("ps, 1 server", size)) for size in sizes]
-    for (size, ratio), (next_size, next_ratio) in pairwise(ratios):
+    at all sizes, infinite: at none. ratios: seconds of the ring / seconds of the server, by ascending size."""
+    for (size, ratio), (next_size, next_ratio) in pairwise(ratios.items()):
         if ratio > 1 >= next_ratio:
             return size * (next_size / size) ** ((ratio - 1) / (ratio - next_ratio))
-    return float("inf") if ratios[-1][1] > 1 else 0.0
+    return float("inf") if list(ratios.values())[-1] > 1 else 0.0
 
 
 def crossovers(rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -158,8 +156,10 @@ def crossovers(rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]
     for nodes in sorted({row["nodes"] for row in rows}):
         timed = {(row["system"], row["bytes"]): row["seconds"] for row in rows if row["nodes"] == nodes}
         at = {
-            "measured": crossover_bytes(lambda system, size, timed=timed: timed[system, size], SIZES),
-            "ethernet_25g": crossover_bytes(lambda system, size, nodes=nodes: foretold(system, nodes, size), fine),
+            "measured": crossover_bytes({size: timed["ring", size] / timed["ps, 1 server", size] for size in SIZES}),
+            "ethernet_25g": crossover_bytes(
+                {size: foretold("ring", nodes, size) / foretold("ps, 1 server", nodes, size) for size in fine}
+            ),
         }
         for name, size in at.items():
             if 0 < size < float("inf"):

@@ -156,14 +156,18 @@ def isend(tensor: Tensor, destination: int, group: Group, purpose: str, tag: int
     On gloo messages between two members with the same tag arrive in the order in which they were started.
     """
     with label(group.axis, purpose):
-        return dist.isend(tensor, dst=group.ranks[destination], group=group.process_group, tag=tag)
+        work = dist.isend(tensor, dst=group.ranks[destination], group=group.process_group, tag=tag)
+    assert work is not None, "only members of a group send in it"
+    return work
 
 
 def irecv(tensor: Tensor, source: int, group: Group, purpose: str, tag: int = 0) -> dist.Work:
     """Start receiving into the contiguous `tensor`. On gloo the Work never looks completed until it is waited for."""
     assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly without a word"
     with label(group.axis, purpose):
-        return dist.irecv(tensor, src=group.ranks[source], group=group.process_group, tag=tag)
+        work = dist.irecv(tensor, src=group.ranks[source], group=group.process_group, tag=tag)
+    assert work is not None, "only members of a group receive in it"
+    return work
 
 
 def exchange(

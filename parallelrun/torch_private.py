@@ -114,7 +114,7 @@ def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
         work_type.wait = original
 
 
-def timed(wait: Callable[[], None]) -> None:
+def timed(wait: Callable[[], object]) -> None:
     """Call `wait`, which waits for a collective that is no `Work` of torch, timed like those."""
     waited, began = _WAITED.get(), time.perf_counter()
     wait()
