@@ -115,6 +115,13 @@ def run_attached(folder: Path, wish: dict[str, Any] | None = None, *, world: int
     return ranks
 
 
+def run_program(folder: Path, words: list[str], environ: dict[str, str], world: int) -> Launched:
+    """The program itself, as a user calls it with `words`, in a warm process. Its runs go to `folder`/../runs."""
+    runs = folder.parent / "runs"
+    _send("tests.cli.launcher:program", folder, [*words, f"runs={runs}"], environ)
+    return Launched(folder, world, runs)
+
+
 def _send(function: str, folder: Path, argument: Any, environ: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     request = {"function": function, "folder": str(folder), "argument": argument, "environ": environ}
@@ -218,6 +225,13 @@ def _put(path: Path, text: str) -> None:
     aside = path.with_suffix(".aside")
     aside.write_text(text)
     aside.rename(path)
+
+
+def program(words: list[str]) -> int:
+    """`parallelrun <words>`."""
+    from parallelrun.cli.main import main
+
+    return main(words)
 
 
 def launch(wanted: dict[str, Any]) -> int:
