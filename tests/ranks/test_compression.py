@@ -1,0 +1,103 @@
+"""Compressed gradients on real ranks: each way equals its own rule, nothing is lost, and models still learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.strategies.data.compression import runtime
+from parallelrun.train.build import Training
+from tests.parity import assert_equal, parity
+from tests.pool import run_ranks
+from tests.ranks import horovod_body as body
+
+
+def compressed(compression: str, kind: str = "ddp", rank: int | None = None, **more: Any) -> dict[str, Any]:
+    way = {"strategy.data.kind": kind, "strategy.data.compression": compression}
+    return {"dp": 2, **way, **({"strategy.data.powersgd_rank": rank} if rank else {}), **more}
+
+
+EXACTLY = {"verify.tolerance": 1e-10}  # between two ranks the order of a sum is no matter
+CELLS: dict[str, dict[str, Any]] = {
+    "fp16, ddp": compressed("fp16", **EXACTLY),
+    "fp16, ring": compressed("fp16", "ring", microbatches=2, **EXACTLY),
+    "fp16, horovod": compressed("fp16", "horovod", **EXACTLY, **{"strategy.data.bucket_mb": 0.005}),
+    "fp16, four ranks in an order of gloo's": {**compressed("fp16"), "dp": 4},
+    "powersgd, ddp": compressed("powersgd", rank=2, microbatches=2),
+    "powersgd, ring of 3": {**compressed("powersgd", "ring", 1), "dp": 3, "global_batch": 12},
+    "powersgd, many buckets": compressed("powersgd", "horovod", 2, **{"strategy.data.bucket_mb": 0.005}),
+    "powersgd in a tensor plan": compressed("powersgd", rank=2, tp=2),
+    "powersgd, norms summed over the sequence": compressed(
+        "powersgd", rank=2, tp=2, **{"strategy.tensor.sequence_parallel": True}
+    ),
+    "powersgd, a tied weight in two stages": compressed("powersgd", "horovod", 2, pp=2),
+    "powersgd in a 2d layout": compressed("powersgd", rank=2, tp=4, layout="2d"),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_compressed_plan_equals_its_rule_and_sends_what_it_says(cell):
+    assert_equal(parity(CELLS[cell]))
+
+
+def error_forgotten(training: Training) -> None:
+    right = runtime.Stack.finish
+
+    def wrong(self: runtime.Stack) -> None:
+        right(self)
+        self.error.zero_()
+
+    runtime.Stack.finish = wrong
+
+
+def cold_start(training: Training) -> None:
+    right = runtime.Stack.finish
+
+    def wrong(self: runtime.Stack) -> None:
+        right(self)
+        self.right = self.first
+
+    runtime.Stack.finish = wrong
+
+
+def not_rounded(training: Training) -> None:
+    for bucket in training.data._reducer.buckets:
+        bucket._send = lambda buffer=bucket.buffer: training.data._start_sum(buffer)
+
+
+BUGS = {
+    "the error is forgotten": (CELLS["powersgd, ddp"], error_forgotten),
+    "every step begins anew": (CELLS["powersgd, ddp"], cold_start),
+    "nothing is rounded": (CELLS["fp16, ddp"], not_rounded),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_seen(bug):
+    overrides, fault = BUGS[bug]
+    assert not parity(overrides, fault=fault)["passed"]
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_what_was_sent_and_what_remains_are_all_gradients(rank):
+    """Error feedback: over any number of steps, sum(sent) + sum(errors) = sum(gradients)."""
+    results = run_ranks(3, body.feedback, 4, rank)
+    for number, sent in enumerate(results[0][1]):
+        gradients = sum(given[number] for given, *_ in results)
+        errors = sum(result[2][number].view_as(sent) for result in results)
+        torch.testing.assert_close(sent + errors, gradients, rtol=1e-10, atol=1e-11)
+        assert errors.norm() > 0.1 * gradients.norm(), "something is left out, or the test shows nothing"
+    for number in range(len(results[0][3])):
+        assert all(torch.equal(result[3][number], results[0][3][number]) for result in results)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "powersgd"])
+def test_models_learn_as_without(compression):
+    plain = run_ranks(2, body.losses, {"dp": 2}, 15)[0]
+    rank = 2 if compression == "powersgd" else None
+    compact = run_ranks(2, body.losses, compressed(compression, "horovod", rank), 15)
+    assert compact[0] == compact[1]
+    gained, lost = plain[0] - plain[-1], compact[0][-1] - plain[-1]
+    assert gained > 0 and lost < 0.25 * gained
