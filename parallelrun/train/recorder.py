@@ -86,6 +86,8 @@ class Recorder:
             "tokens_per_s": tokens / record.step_time_s,
             **(record.times.known if record.times else {}),
         }
+        if plan.data.independent:
+            row["sync"] = plan.data.full_step(record.step) == record.step  # replicas met at its end
         if not record.applied:
             row["skipped"] = True
         if self._training.plan.precision.scaled:
