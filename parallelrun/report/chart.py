@@ -17,6 +17,7 @@ MARKERS = ("circle", "square", "triangle", "diamond", "cross")
 WIDTH, HEIGHT = 430, 300  # of one panel, in pixels, its labels included
 LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46  # of a panel around its plot
 LEGEND_ROW, MOST_MARKERS, MOST_TICKS = 18, 16, 6
+LEAST_SPAN = 0.05  # of the numbers' size: smaller differences are drawn small
 ROOM_FOR_ZERO = 0.1  # of an axis of factors, where there are numbers that it has no place for
 INK, GRID = "#1a202c", "#e2e8f0"
 
@@ -145,8 +146,9 @@ def _scale(axis: Axis, values: Sequence[float], start: float, stop: float, spare
         grow = (high / low) ** spare
         return _Scale(axis, low / grow, high * grow, start, stop)
     low = min(low, 0.0) if axis.from_zero else low
-    if high - low <= 1e-12 * max(1.0, abs(high)):
-        low, high = low - 0.5, high + 0.5
+    least = LEAST_SPAN * max(abs(low), abs(high)) or 1.0
+    if high - low < least:
+        low, high = (low + high - least) / 2, (low + high + least) / 2
     return _Scale(axis, low - spare * (high - low), high + spare * (high - low), start, stop)
 
 

@@ -150,7 +150,7 @@ def to_svg(found: list[Series]) -> str:
     for key, name in MEASURES.items():
         if not any(key in at.measures for one in shown for at in one.evaluations):
             continue
-        value = chart.Axis("", digits)
+        value = chart.Axis("", "{:.3g}".format)
         panels.append(chart.Panel(f"{name} against time", time, value, _lines(shown, key, lambda at: at.time_s)))
         panels.append(
             chart.Panel(

@@ -7,9 +7,12 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.records import write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
@@ -26,6 +29,7 @@ _COLUMNS = (
     ("passed", "verified"),
     ("max_error.params", "error"),
 )
+_DROPPED_FIRST = ("ranks", "loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
 
 
@@ -91,28 +95,23 @@ def varied(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 def show(directory: Path) -> None:
     """Print one table with a line per point, the reasons below it, and where the files lie."""
     from rich.console import Console
-    from rich.table import Table
 
     rows = read(directory)
     present = [(key, title) for key, title in _COLUMNS if any(row.get(key) is not None for row in rows)]
     columns = [(key, title) for i, (key, title) in enumerate(present) if title not in [t for _, t in present[:i]]]
-    table = Table(title=f"sweep of {len(rows)} points", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("#", justify="right", no_wrap=True)
-    names = varied(rows)
-    swept = list(dict.fromkeys(text.partition("=")[0] for name in names for text in name))
-    for key in swept:
-        table.add_column(key, no_wrap=len(swept) < 4, overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for _, title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    shown = list(zip(rows, names))[:_MAX_ROWS]
-    for row, name in shown:
-        cells = [_cell_text(key, row.get(key)) for key, _ in columns]
-        values = dict(text.split("=", 1) for text in name)
-        table.add_row(str(row["point"]), *(values.get(key, "") for key in swept), row["state"], *cells)
-    console = Console()
+    console, endless, left_out = Console(), Console(width=10_000), []
+    while (width := endless.measure(table := _table(rows, columns)).maximum) > console.width and columns:
+        if not console.is_terminal:  # a file has room
+            console = Console(width=width)
+            break
+        dropped = next((title for title in _DROPPED_FIRST if title in [t for _, t in columns]), columns[-1][1])
+        columns = [(key, title) for key, title in columns if title != dropped]
+        left_out.append(dropped)
     console.print(table)
-    for row, name in shown:
+    if left_out:
+        console.print(f"no room for: {', '.join(left_out)}", highlight=False)
+    names = varied(rows)
+    for row, name in list(zip(rows, names))[:_MAX_ROWS]:
         if row.get("reason"):
             place = f" ({row['directory']})" if row.get("directory") else ""
             text = f"# {row['point']} {' '.join(name)}: {row['state']}: {row['reason']}{place}"
@@ -122,6 +121,25 @@ def show(directory: Path) -> None:
     if len(rows) > _MAX_ROWS:
         console.print(f"... {len(rows) - _MAX_ROWS} more points in {RESULTS}")
     console.print(f"results: {directory / 'results.csv'}", soft_wrap=True, highlight=False)
+
+
+def _table(rows: list[dict[str, Any]], columns: Sequence[tuple[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"sweep of {len(rows)} points", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("#", justify="right", no_wrap=True)
+    names = varied(rows)
+    swept = list(dict.fromkeys(text.partition("=")[0] for name in names for text in name))
+    for key in swept:
+        table.add_column(key, no_wrap=len(swept) < 4, overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for _, title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row, name in list(zip(rows, names))[:_MAX_ROWS]:
+        cells = [_cell_text(key, row.get(key)) for key, _ in columns]
+        values = dict(text.split("=", 1) for text in name)
+        table.add_row(str(row["point"]), *(values.get(key, "") for key in swept), row["state"], *cells)
+    return table
 
 
 def _cell_text(key: str, value: Any) -> str:
