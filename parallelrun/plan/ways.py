@@ -88,9 +88,11 @@ class PipelineWayPlan(Protocol):
 
 
 class DataWayPlan(Protocol):
-    """Optional beside these: `gathered_bytes` (weights held gathered at the peak), `filled` (what the way filled in),
-    `sending_classes` (where members of dp send different things: (the first of those alike, how many) each),
-    and of a way with server ranks `num_servers`, `server_collectives`, `server_memory` (`strategies/data/ps`)."""
+    """Optional beside these: `gathered_bytes` (weights held gathered at the peak, and what else the way keeps),
+    `filled` (what the way filled in), `links` (bytes from rank to rank, where the way itself decides who sends to
+    whom), `sending_classes` (where members of dp send different things: (the first of those alike, how many)
+    each), and of a way with server ranks `num_servers`, `server_collectives`, `server_memory`
+    (`strategies/data/ps`)."""
 
     reads: tuple[str, ...]  # the keys of `strategy.data` beside `kind` that this way reads; others given are violations
 

@@ -130,3 +130,26 @@ def test_iterating_on_one_matrix_finds_its_best_approximation():
         factor = next_right_factor(answer, first)
     best = torch.linalg.svdvals(matrix)[2:].square().sum().sqrt()
     assert (matrix - columns @ answer.T).norm() == pytest.approx(float(best), rel=1e-6)
+
+
+def test_memory_counts_what_compression_keeps():
+    """As many bytes as the runtime holds: halves; or messages, errors, and right factors three times."""
+    from parallelrun.strategies.data.compression.runtime import FactoredSum, HalfSum
+    from parallelrun.strategies.data.compression.settings import is_factored
+    from parallelrun.train.parameters import held_parameters
+
+    def weights(plan):
+        return account.memory(plan, 0).weights
+
+    plain = tiny_plan(dp=2)
+    half = tiny_plan(dp=2, strategy__data__compression="fp16")
+    buffer = torch.zeros(plain.spec.num_parameters)
+    assert weights(half) - weights(plain) == HalfSum(buffer, lambda tensor: None)._half.nbytes
+    factored = tiny_plan(dp=2, strategy__data__compression="powersgd", strategy__data__powersgd_rank=2)
+    parts = [(held, torch.zeros(held.spec.shape)) for held in held_parameters(factored, 0)]
+    few = [p for p in parts if is_factored(p[0], p[1].shape, factored, factored.data.compression)]
+    many = [gradient for held, gradient in parts if all(held is not one for one, _ in few)]
+    exchange = FactoredSum(many, few, 2, lambda tensor: None)
+    kept = exchange._flat.nbytes + exchange._left.nbytes + exchange._right.nbytes
+    kept += sum(stack.error.nbytes + 2 * stack.first.nbytes for stack in exchange.stacks)
+    assert weights(factored) - weights(plain) == kept

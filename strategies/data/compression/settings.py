@@ -120,6 +120,19 @@ def messages(
     return tuple(Message(numel, size) for numel in (whole, left, right) if numel)
 
 
+def held_bytes(bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression) -> int:
+    """What compressing one bucket keeps in memory: its messages; for powersgd the errors and two more right factors."""
+    if compression.kind == "none":
+        return 0
+    total = sum(message.payload_bytes for message in messages(bucket, plan, compression))
+    size = BYTES[plan.precision.reduce]
+    for held, shape in bucket:
+        if is_factored(held, shape, plan, compression):
+            rows, columns = matrix_shape(shape)
+            total += size * (rows * columns + 2 * columns * num_columns(shape, compression.rank))
+    return total
+
+
 def equivalence(plan: Plan, compression: Compression) -> Equivalence:
     """What compressed sums promise: those of one device only where nothing is compressed."""
     if compression.kind == "none" or plan.mesh.size("dp") == 1:

@@ -46,6 +46,14 @@ class Way:
         layouts = [(held, held.layout) for held in held_parameters(plan, position)]
         return out + buckets.final_collectives(layouts, coordinate, plan)
 
+    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """What compression holds beside weights, gradients and optimizer state."""
+        assert isinstance(plan.data, CompressedWay)
+        if plan.mesh.size("dp") == 1:
+            return 0
+        contents = buckets.contents(position, coordinate, plan)
+        return sum(compression.held_bytes(bucket, plan, plan.data.compression) for bucket in contents)
+
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """What one sum over dp sends: for ways that are like this one but for how they sum."""
         return [Collective("dp", "all_reduce", "gradients", 1, message.payload_bytes)]

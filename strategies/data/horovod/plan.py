@@ -71,6 +71,14 @@ class Way(ring.Way):
         layouts = [(held, held.layout) for held in held_parameters(plan, position)]
         return [*_combining(position, coordinate, plan), *buckets.final_collectives(layouts, coordinate, plan)]
 
+    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """What compression or, with adasum, the weights before the update and the largest update take."""
+        if not _is_adasum(plan):
+            return super().gathered_bytes(position, coordinate, plan)
+        contents = buckets.contents(position, coordinate, plan)
+        sizes = [buckets.reduce_bytes(plan) * sum(prod(shape) for _, shape in bucket) for bucket in contents]
+        return sum(sizes) + max(sizes, default=0)
+
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum over a process set, which may be all of dp."""
         way = _way(plan)
