@@ -14,6 +14,8 @@ from parallelrun.plan.data_axis import DataAxis, costs
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Plan
 
+LINKED_RANKS = 64  # more are not listed link by link
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -184,11 +186,21 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "busiest_rank": found.busiest_rank,
             "rows": [asdict(row) for row in found.traffic if row.purpose != account.CONTROL],
             "control": [asdict(row) for row in found.traffic if row.purpose == account.CONTROL],
+            "links": link_rows(plan),
         },
         "cost": asdict(found.cost),
         "layouts": asdict(found.layouts) if found.layouts else None,
         "data_axis": asdict(found.data_axis) if found.data_axis else None,
     }
+
+
+def link_rows(plan: Plan) -> list[dict[str, int]]:
+    """Bytes of a step from rank to rank, where the data way itself decides who sends to whom; none for large worlds,
+    whose links are the squares of their ranks."""
+    links = getattr(ways_of(plan).data, "links", None)
+    if links is None or plan.mesh.size("dp") == 1 or plan.world > LINKED_RANKS:
+        return []
+    return [{"from": pair[0], "to": pair[1], "bytes": amount} for pair, amount in sorted(links(plan).items())]
 
 
 def _model(plan: Plan) -> dict[str, Any]:

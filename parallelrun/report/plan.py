@@ -17,6 +17,7 @@ from parallelrun.plan.document import (
     axis_rows,
     document,
     facts,
+    link_rows,
     rank_row,
     ranks_per_node,
     server_rows,
@@ -262,7 +263,17 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
         f"algorithms; all send: all ranks together; apart from that, {sent} of "
         f"{sum(row.payload_bytes for row in control)} bytes of control a step"
     )
-    return Group(table, Text(note, "dim"))
+    return Group(table, Text(note, "dim"), *_links(plan))
+
+
+def _links(plan: Plan) -> list[Text]:
+    """Who sends gradients to whom, where the data way itself decides it."""
+    rows = link_rows(plan)
+    if not rows:
+        return []
+    busiest = max(rows, key=lambda row: row["bytes"])
+    most = f"{bytes_text(busiest['bytes'])} over one (rank {busiest['from']} to {busiest['to']})"
+    return [Text(f"{len(rows)} links of dp, at most {most}; --json lists them", "dim")]
 
 
 def _cost(plan: Plan, found: Facts) -> Text:

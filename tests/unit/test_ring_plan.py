@@ -11,12 +11,14 @@ from parallelrun.config.freeze import freeze, load_frozen
 from parallelrun.errors import ConfigError
 from parallelrun.plan import account
 from parallelrun.plan.data_cost import Link, halving_doubling, hierarchical, ring
+from parallelrun.plan.document import link_rows
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.allreduce import counts
 from parallelrun.strategies.data.allreduce.settings import Algorithm
 from tests.plans import tiny_config, tiny_plan
 
 RING = {"strategy.data.kind": "ring"}
+SENT = ("dp", "send")
 HIERARCHICAL = {**RING, "strategy.data.algorithm": "hierarchical"}
 
 
@@ -116,3 +118,26 @@ def test_closed_forms_of_time_and_tables_of_messages_agree_on_bytes():
         assert busiest(Algorithm("halving_doubling"), size) == pytest.approx(form)
     form = hierarchical(numel, 4, 3, link, link).worker_bytes
     assert busiest(Algorithm("hierarchical", 4), 12) == pytest.approx(form)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_links"),
+    [
+        ({"dp": 3, "tp": 2, "global_batch": 12, "model.vocab": 37, **RING}, 2 * 3),
+        ({"dp": 2, "pp": 2, **RING}, 2 * 2),
+        ({"dp": 4, **HIERARCHICAL}, 4 * 2),
+        ({"dp": 4, **RING, "strategy.data.algorithm": "native"}, 0),
+        ({"dp": 4}, 0),
+        ({"dp": 1, **RING}, 0),
+    ],
+    ids=str,
+)
+def test_links_are_listed_and_add_up_to_what_ranks_send(overrides, num_links):
+    plan = tiny_plan(overrides)
+    rows = link_rows(plan)
+    assert len(rows) == num_links
+    for rank in range(plan.world if rows else 0):
+        sent = [row.payload_bytes for row in account.collectives(plan, rank) if (row.axis, row.operation) == SENT]
+        assert [sum(row["bytes"] for row in rows if row["from"] == rank)] == sent
+    place = plan.mesh.coordinate
+    assert all(place(row["to"])[axis] == place(row["from"])[axis] for row in rows for axis in ("pp", "tp"))

@@ -12,7 +12,7 @@ from parallelrun.plan.ways import Request
 
 from ..allreduce import counts
 from ..allreduce import settings as allreduce
-from ..allreduce.steps import RING, piece_elements
+from ..allreduce.steps import NATIVE, RING, piece_elements
 from ..compression import settings as compression
 from ..compression.settings import Message
 from ..ddp import plan as ddp
@@ -52,6 +52,22 @@ class Way(ddp.Way):
             ]
             alike[tuple(merge(rows))].append(index)
         return [(same[0], len(same)) for same in alike.values()]
+
+    def links(self, plan: Plan) -> dict[tuple[int, int], int]:
+        """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend, or
+        a way made from this one, decides who sends to whom."""
+        data, size = plan.data, plan.mesh.size("dp")
+        assert isinstance(data, RingWay)
+        found: Counter[tuple[int, int]] = Counter()
+        if data.kind != "ring" or data.algorithm.name == NATIVE:
+            return found
+        for ranks in plan.mesh.groups("dp"):
+            place = plan.mesh.coordinate(ranks[0])
+            sums = Counter(ddp.bucket_messages(place.get("pp", 0), place, plan))
+            for message, times in sums.items():
+                for (source, target), elements in counts.links(data.algorithm, size, message.numel).items():
+                    found[ranks[source], ranks[target]] += times * elements * message.element_bytes
+        return found
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum over dp."""
