@@ -101,7 +101,7 @@ class Pixels:
 def look_for(config: Config, spec: ModelSpec, own: tuple[int, int | None], moments: Moments) -> Look:
     """How the model of `spec` sees images of own = (channels, size). Raises ConfigError for one that reads others."""
     channels, size = own
-    if spec.kind == "images":
+    if len(spec.sample_shape) == 3:
         shape = spec.sample_shape
     elif spec.kind == "features" and size and prod(spec.sample_shape) == channels * size**2:
         shape = (channels, size, size)

@@ -75,7 +75,7 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     sets = plan.sample_sets
     if sets is None or not sets.exchanged:
         return []
-    norms = [(block, layer.out_features) for block in blocks for layer in block.layers
+    norms = [(block, layer.parameters[0].numel) for block in blocks for layer in block.layers
              if layer.layer_role == SAMPLE_SET_ROLE]  # fmt: skip
     wide, accurate = BYTES["float64"], BYTES[plan.precision.accurate]
     if not sets.spread:

@@ -117,5 +117,5 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh),
         eval_batches=max(1, min(config.eval.batches, len(dataset.val) // size)),
         dataset=dataset,
-        statistics=RunningStatistics(parts, data.frozen, plan, mesh, config.model.norm_momentum),
+        statistics=RunningStatistics(parts, data.frozen, plan, mesh),
     )

@@ -35,9 +35,7 @@ class RunningStatistics:
     samples, and `share` makes them alike: as every step is linear, the result is that of an exchange in every step.
     """
 
-    def __init__(
-        self, parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh, momentum: float
-    ):
+    def __init__(self, parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
         held = {parameter.name: parameter for parameter in frozen}
         self._kept = [
             _Kept(module, tuple(_place(held[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")))
@@ -49,7 +47,6 @@ class RunningStatistics:
         self._sums_in_step = sets is not None and sets.exchanged and not sets.spread
         self._apart = sets is not None and not sets.exchanged
         self._group = mesh.group("dp")
-        self._momentum = momentum
 
     @torch.no_grad()
     def finish_step(self, applied: bool) -> None:
@@ -66,7 +63,7 @@ class RunningStatistics:
             flat /= self._group.size
         for kept, new in zip(self._kept, flat.split([2 * kept.layer.weight.numel() for kept in self._kept])):
             for (tensor, channels), values in zip(kept.places, new.view(2, -1)):
-                tensor.lerp_(values[channels].to(tensor.dtype), self._momentum)
+                tensor.lerp_(values[channels].to(tensor.dtype), kept.layer.momentum)
 
     @torch.no_grad()
     def share(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,17 @@ from parallelrun.models.vision import batch_norm
 from parallelrun.models.vision.batch_norm import BatchNorm
 from parallelrun.train.build import Training
 from tests.parity import assert_equal, parity
-from tests.vision import ALEXNET, BOTTLENECK, RESNET, VGG
+from tests.vision import ALEXNET, BOTTLENECK, IMAGES, RESNET, VGG
 
 ZERO1, FSDP = {"strategy.data.kind": "zero1"}, {"strategy.data.kind": "fsdp"}
 PIPELINE: dict[str, Any] = {"pp": 2, "microbatches": 4, "model.norm_samples": "2"}
+NET = Path(__file__).parents[1] / "unit" / "user_net.py"
+USERS: dict[str, Any] = {
+    **IMAGES,
+    "model.name": "module",
+    "model.preset": "module",
+    "model.source": f"{NET}:build_images",
+}
 CELLS: dict[str, dict[str, Any]] = {
     "ddp, the global batch as one set": {**RESNET, "dp": 2},
     "zero1, the global batch as one set": {**RESNET, "dp": 2, **ZERO1},
@@ -53,6 +61,13 @@ CELLS: dict[str, dict[str, Any]] = {
         **ZERO1,
     },
     "alexnet in a pipeline": {**ALEXNET, "pp": 2, "schedule": "1f1b", "microbatches": 4, "dropout": 0.5},
+    "a user's BatchNorms": {**USERS, "dp": 2},
+    "a user's BatchNorms, fsdp": {**USERS, "dp": 2, **FSDP, "microbatches": 2, "model.norm_samples": "4"},
+    "a user's BatchNorms, zero1, recomputed": {**USERS, "dp": 2, **ZERO1, "recompute": "full"},
+    "zero2": {**RESNET, "dp": 2, "strategy.data.kind": "zero2"},
+    "ring": {**RESNET, "dp": 3, "global_batch": 12, "strategy.data.kind": "ring"},
+    "horovod": {**RESNET, "dp": 2, "strategy.data.kind": "horovod", "model.norm_samples": "8"},
+    "local sgd": {**RESNET, "dp": 2, "strategy.data.kind": "local_sgd", "model.norm_samples": "4"},
     "alexnet with dropout": {**ALEXNET, "dp": 2, "dropout": 0.5},
     "vgg with dropout under fsdp": {**VGG, "dp": 2, "dropout": 0.5, **FSDP, "microbatches": 2},
 }

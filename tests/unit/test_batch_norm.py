@@ -30,7 +30,7 @@ class Fixed(Sets):
 
 
 def made(channels: int, sets: Sets | None) -> BatchNorm:
-    layer = BatchNorm(channels, EPS, torch.float64).double()
+    layer = BatchNorm(channels, EPS, 0.1, torch.float64).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         with torch.no_grad():
@@ -69,7 +69,7 @@ def test_every_set_is_normalised_as_torch_does(size: int, spread: bool) -> None:
 def test_a_large_mean_costs_no_digits() -> None:
     """A variance taken as a difference of fp32 second moments would be noise here."""
     x = torch.randn(8, 2, 4, 4) + 3000
-    layer = BatchNorm(2, EPS, torch.float32)
+    layer = BatchNorm(2, EPS, 0.1, torch.float32)
     nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias)
     layer.sets = Fixed(8, 8, spread=True)
     wide = x.double()
@@ -93,7 +93,7 @@ def test_a_replica_knows_its_pieces_of_sets() -> None:
 
 def test_low_precision_is_normalised_in_fp32() -> None:
     x = torch.randn(8, 2, 3, 3).bfloat16()
-    layer = BatchNorm(2, EPS, torch.bfloat16)
+    layer = BatchNorm(2, EPS, 0.1, torch.bfloat16)
     nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias)
     out = layer(x)
     assert out.dtype == torch.bfloat16

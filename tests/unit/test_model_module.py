@@ -153,7 +153,7 @@ def test_features_need_no_embedding() -> None:
         (
             {"model__source": f"{FILE}:build_batchnorm", "dataset__name": "synthetic"},
             "model.source",
-            "1 is a BatchNorm1d",
+            "1 is a BatchNorm1d without a moving average",
         ),
         ({"pp": 2}, "model.blocks", "pp=2 cuts between blocks"),
         ({"model__blocks": ["embed", "blocks.*"]}, "model.blocks", "called 'blocks.*'"),

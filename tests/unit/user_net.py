@@ -114,8 +114,22 @@ def build_dropped(vocab: int, seq: int, hidden: int) -> nn.Module:
 
 
 def build_batchnorm(vocab: int, hidden: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, vocab))
+    return nn.Sequential(
+        nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden, track_running_stats=False), nn.Linear(hidden, vocab)
+    )
 
 
 def build_classifier(vocab: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, vocab))
+
+
+def build_images(vocab: int, channels: int = 4) -> nn.Module:
+    """Convolutions with torch's BatchNorm, one of them frozen."""
+    norm, frozen = nn.BatchNorm2d(channels, momentum=0.3), nn.BatchNorm2d(channels).requires_grad_(False)
+    net = nn.Sequential(
+        nn.Conv2d(2, channels, 3, padding=1), norm, nn.ReLU(),
+        nn.Conv2d(channels, channels, 3, stride=2), frozen, nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 8), nn.BatchNorm1d(8), nn.Linear(8, vocab),
+    )  # fmt: skip
+    net.sample_shape = (2, 8, 8)  # type: ignore[assignment]
+    return net

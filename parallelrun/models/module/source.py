@@ -17,8 +17,9 @@ from torch import nn
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models import layers
+from parallelrun.models.vision.batch_norm import BatchNorm
 
-SAMPLE_SETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+SAMPLE_SETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # replaced by our BatchNorm
 
 
 def load(source: str | None) -> Callable[..., nn.Module]:
@@ -41,8 +42,8 @@ def load(source: str | None) -> Callable[..., nn.Module]:
 def build(config: Config, vocab: int) -> nn.Module:
     """The user's module on the current device, its initial values a function of `config.seed` alone.
 
-    Raises ConfigError for what has no meaning under a plan: statistics over a set of samples that no plan-independent
-    rule names; and for a module with nothing to train.
+    Its BatchNorms take statistics over sets of samples that no plan changes, see `model.norm_samples`. Raises
+    ConfigError for those that cannot, and for a module with nothing to train.
     """
     make, model = load(config.model.source), config.model
     offered = {"vocab": vocab, "seq": model.seq, "hidden": model.hidden, "layers": model.layers, "heads": model.heads}
@@ -53,17 +54,51 @@ def build(config: Config, vocab: int) -> nn.Module:
         module = make(**arguments)
     if not isinstance(module, nn.Module):
         raise ConfigError(Problem(f"{model.source} gave a {type(module).__name__}, not an nn.Module", "model.source"))
-    problems = []
-    for name, part in module.named_modules():
-        if isinstance(part, SAMPLE_SETS):
-            what = f"{name} is a {type(part).__name__}: its statistics would depend on how the plan cuts the batch"
-            problems.append(Problem(what, "model.source", "nn.LayerNorm, nn.RMSNorm or nn.GroupNorm", kind="undefined"))
+    problems = _replace_batch_norms(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"{model.source} has no parameter that is trained: all are frozen (requires_grad=False)"
         problems.append(Problem(what, "model.source", "leave requires_grad=True on some", kind="undefined"))
     if problems:
         raise ConfigError(*problems)
     return module
+
+
+def _replace_batch_norms(module: nn.Module) -> list[Problem]:
+    """Put BatchNorms over named sets of samples in place of torch's, which keep their values; those that cannot be."""
+    problems = []
+    made: dict[int, nn.Module] = {}  # one that has two names stays one
+    for name, part in list(module.named_modules(remove_duplicate=False)):
+        if not isinstance(part, SAMPLE_SETS):
+            continue
+        reason = _unfit_norm(part)
+        if reason or not name:
+            what = f"{name or 'the module itself'} is a {type(part).__name__}{reason or ' and nothing else'}"
+            problems.append(
+                Problem(what, "model.source", "affine, tracked BatchNorm inside a module", kind="not_built")
+            )
+            continue
+        if id(part) not in made:
+            made[id(part)] = _batch_norm(part)
+        _replace(module, name, made[id(part)])
+    return problems
+
+
+def _unfit_norm(part: Any) -> str:
+    """Why a BatchNorm of torch's cannot be replaced; empty if it can."""
+    if type(part) not in SAMPLE_SETS:
+        return ", a class of its own"
+    if part.running_mean is None or part.momentum is None:
+        return " without a moving average of its statistics, which evaluation needs"
+    return "" if part.affine else " without weights (affine=False)"
+
+
+def _batch_norm(part: Any) -> BatchNorm:
+    with torch.device("meta"):
+        made = BatchNorm(part.num_features, part.eps, part.momentum, torch.float32)
+    made.weight, made.bias = part.weight, part.bias
+    made.running_mean = nn.Parameter(part.running_mean, requires_grad=False)
+    made.running_var = nn.Parameter(part.running_var, requires_grad=False)
+    return made
 
 
 def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -> None:

@@ -65,7 +65,7 @@ def _norm(module: nn.Module) -> str:
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, tuple[int, ...]]:
-    """(kind, shape of one sample): token ids for a module that embeds, else features."""
+    """(kind, shape of one sample): token ids for a module that embeds, else features, images where it has 3 dims."""
     from torch import nn
 
     from parallelrun.models import layers
@@ -73,7 +73,7 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, tuple[int, ...]]:
     if any(isinstance(part, (nn.Embedding, layers.Embedding)) for part in module.modules()):
         return "tokens", (config.model.seq,)
     shape: Any = getattr(module, "sample_shape", (config.model.hidden,))
-    return "features", tuple(int(size) for size in shape)
+    return "images" if len(shape) == 3 else "features", tuple(int(size) for size in shape)
 
 
 def _inputs(kind: str, shape: tuple[int, ...], num_samples: int, device: str) -> Tensor:

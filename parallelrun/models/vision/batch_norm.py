@@ -62,14 +62,14 @@ class BatchNorm(RoleLayer):
     """x (batch, channels, ...) normalised per channel, in at least fp32. Parameters `weight`, `bias` and, frozen,
     `running_mean`, `running_var`, which evaluation uses and `train.statistics` updates.
 
-    sets: given by `give_sets`; without, what arrives in training is one set.
+    momentum: how far a step moves those. sets: given by `give_sets`; without, what arrives in training is one set.
     """
 
     layer_role = SAMPLE_SET_ROLE
 
-    def __init__(self, channels: int, eps: float, compute_dtype: torch.dtype):
+    def __init__(self, channels: int, eps: float, momentum: float, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
-        self.eps = eps
+        self.eps, self.momentum = eps, momentum
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.running_mean = nn.Parameter(torch.empty(channels), requires_grad=False)

@@ -74,7 +74,7 @@ def _module(operation: parts.Operation, shape: parts.Shape, site: str, config: C
     if isinstance(operation, parts.Convolution):
         return Convolution(shape[0], operation, dtype)
     if isinstance(operation, parts.BatchNorm):
-        return BatchNorm(shape[0], config.model.norm_eps, dtype)
+        return BatchNorm(shape[0], config.model.norm_eps, config.model.norm_momentum, dtype)
     if isinstance(operation, parts.Dropout):
         return layers.Dropout(config.dropout, config.seed, site, shape[0], dtype)
     assert isinstance(operation, parts.Linear), f"no module for {operation}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from math import prod
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.models.spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
@@ -45,7 +45,7 @@ def saved_bytes(block: BlockSpec, plan: Plan) -> int:
     What a model says of itself (`saved_elements`) is taken instead for images, and where it has no role layers.
     """
     compute = BYTES[plan.precision.compute]
-    if plan.spec.kind == "images" or not any(layer.layer_role for layer in block.layers):
+    if plan.spec.kind == "images" or all(layer.layer_role in ("", SAMPLE_SET_ROLE) for layer in block.layers):
         kept = block.saved_elements or 0
         if plan.recompute == "full" and block.is_recomputed and block.input_shape is not None:
             kept = prod(block.input_shape)
