@@ -243,7 +243,8 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
         row = own.get(key, Collective(*key, calls=0, payload_bytes=0))
         size = group_size(plan, row.axis)
         sent = row.calls, row.payload_bytes, wire_bytes(row, size)
-        table.append(Traffic(*key, size, *sent, *totals[key], every=steps_between(plan, row.purpose)))
+        calls, payload, wire = totals[key]
+        table.append(Traffic(*key, size, *sent, calls, payload, wire, steps_between(plan, row.purpose)))
     return busiest, tuple(table)
 
 

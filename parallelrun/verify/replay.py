@@ -23,6 +23,7 @@ from parallelrun.plan import lr_scale
 from parallelrun.plan.structure import Plan
 from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
+from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
 from parallelrun.train.step import count_valid
 from parallelrun.verify.alone import one_device
@@ -110,11 +111,11 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
             losses.append(0.0 if batch is None else float(one.engine.train(batch, weight / divisor)))
         one.data.finish_gradients()
         one.gradients.finalise()
-    given = rule.gradients(step, [{p.name: p.tensor.grad.clone() for p in one.parameters} for one in replicas])
+    given = rule.gradients(step, [_gradients(one.parameters) for one in replicas])
     for one, gradients in zip(replicas, given, strict=True):
         for parameter in one.parameters:
-            parameter.tensor.grad.copy_(gradients[parameter.name])
-    trace.gradients.append(_kept(plan, [_gradients(one) for one in replicas]))
+            parameter.tensor.grad = gradients[parameter.name].clone()
+    trace.gradients.append(_kept(plan, [_on_cpu(_gradients(one.held)) for one in replicas]))
     squares = [float(one.gradients.squared_norm()) for one in replicas]
     for one, square in zip(replicas, squares):
         one.gradients.clip(square**0.5, one.config.optimizer.clip)
@@ -172,13 +173,14 @@ def _weights(training: Training) -> Tensors:
     return {p.name: p.tensor.detach().to("cpu", copy=True) for p in training.held}
 
 
-def _gradients(training: Training) -> Tensors:
-    """Of everything held: what is frozen has none, which is zero."""
-    found = {p.name: p.tensor.grad for p in training.held}
-    return {
-        p.name: torch.zeros_like(p.tensor).cpu() if found[p.name] is None else found[p.name].to("cpu", copy=True)
-        for p in training.held
-    }
+def _gradients(parameters: list[LocalParameter]) -> Tensors:
+    """Copies, by name. What is frozen has none, which is zero."""
+    found = {p.name: (p.tensor, p.tensor.grad) for p in parameters}
+    return {name: torch.zeros_like(t) if g is None else g.detach().clone() for name, (t, g) in found.items()}
+
+
+def _on_cpu(tensors: Tensors) -> Tensors:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _kept(plan: Plan, per_replica: list[Tensors]) -> Tensors:

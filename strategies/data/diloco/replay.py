@@ -9,11 +9,14 @@ from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import Summed
 
+from .settings import DilocoWay
+
 
 class Diloco(Summed):
     """Only what differs from plain data parallelism. The shared weights are those that the first step began with."""
 
     def __init__(self, plan: Plan):
+        assert isinstance(plan.data, DilocoWay)
         self._way = plan.data
         self._shared: dict[str, Tensor] = {}
         self._outer: torch.optim.Optimizer | None = None

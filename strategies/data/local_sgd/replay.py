@@ -9,6 +9,8 @@ from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import Summed
 
+from .settings import IndependentWay
+
 
 class LocalSgd(Summed):
     """Only what differs from plain data parallelism."""
@@ -32,4 +34,5 @@ class LocalSgd(Summed):
 
 def rule(config: Config, plan: Plan) -> LocalSgd:
     """The rule of a plan. It reads the plan's numbers and none of the runtime's code."""
+    assert isinstance(plan.data, IndependentWay)
     return LocalSgd(plan.data.sync_every, plan.data.steps)
