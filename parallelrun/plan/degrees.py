@@ -7,6 +7,7 @@ from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
+from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.names import counted, did_you_mean, divisors, nearest
 
@@ -73,6 +74,8 @@ def fill(
     if asked["ep"] is not None and asked["ep"] > 1:
         what = f"ep={asked['ep']}: expert parallelism has no way yet"
         problems.append(Problem(what, "ep", "ep=1", kind="not_built"))
+    if cluster is None:
+        degrees.servers = servers = _enough_servers(config, asked, world, servers, degrees.filled)
     target, source = _target(asked["world"], world, servers, cluster, problems)
     given = {axis: asked[axis] for axis in AXES if asked[axis] is not None}
     degrees.sound = len(problems) == before
@@ -92,6 +95,26 @@ def fill(
         problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
     degrees.sound = degrees.sound and degrees.world <= LARGEST
     return degrees
+
+
+def _enough_servers(
+    config: Config, asked: dict[str, int | None], launched: int | None, servers: int, filled: list[str]
+) -> int:
+    """As many servers as asked for; if nobody said, the fewest that leave a dp which divides the batch."""
+    target = asked["world"] or launched
+    free = servers and config.strategy.data.servers is None and config.strategy.own_axis == "dp"
+    if not free or target is None or asked["dp"] is not None or config.local_batch is not None:
+        return servers
+    others = prod(asked[axis] or 1 for axis in AXES)
+    size = config.global_batch or DEFAULT_GLOBAL_BATCH
+    for count in range(servers, target // 2 + 1):
+        dp, rest = divmod(target - count, others)
+        if rest == 0 and type(size) is int and size % dp == 0:
+            if count > servers:
+                few = f"{counted(servers, 'server')} of {target} ranks would leave dp={(target - servers) // others}"
+                filled.append(f"servers={count} (filled: {few}, which does not divide {size} samples)")
+            return count
+    return servers
 
 
 def _is_degree(value: object) -> bool:

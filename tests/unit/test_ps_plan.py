@@ -252,3 +252,22 @@ def test_a_large_model_on_many_servers_is_planned_at_once():
     size = {"model.layers": 96, "model.hidden": 12288, "model.heads": 96, "model.vocab": 50304, "model.seq": 64}
     found = tiny_plan({**PS, **size, "dp": 64, "servers": 512, "global_batch": 64})
     assert shards.imbalance(found) < 1.02
+
+
+@pytest.mark.parametrize(
+    ("overrides", "servers", "dp"),
+    [
+        ({"world": 4}, 1, 3),
+        ({"world": 8}, 2, 6),
+        ({"world": 8, "global_batch": 7}, 1, 7),
+        ({"world": 8, "local_batch": 2}, 1, 7),
+        ({"world": 9, "servers": 3}, 3, 6),
+    ],
+)
+def test_servers_that_nobody_asked_for_leave_a_dp_that_divides_the_batch(overrides, servers, dp):
+    batch = {"global_batch": None if "local_batch" in overrides else 48}
+    found = tiny_plan({**PS, **FREE, **batch, **overrides})
+    assert (found.servers, found.mesh.size("dp")) == (servers, dp)
+    assert any(text.startswith("servers=2 (filled: 1 server of 8 ranks would leave dp=7") for text in found.filled) == (
+        servers == 2
+    )
