@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
+from parallelrun.plan.structure import Collective
 
 from .protocol import AXIS, CONTROL, HEADER_ELEMENTS, PULL, PUSH, Reply, Request
 
@@ -26,10 +27,14 @@ class PeerGone(RuntimeError):
 
 
 class Channel:
-    """The messages between this process and the rank `peer`. One thread uses a channel."""
+    """The messages between this process and the rank `peer`. One thread uses a channel.
+
+    It notes what it has handed to torch: `take_passed`.
+    """
 
     def __init__(self, peer: int):
         self.peer = peer
+        self._passed: list[Collective] = []
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, tensor: Tensor, purpose: str) -> None:
@@ -37,6 +42,7 @@ class Channel:
         assert tensor.is_contiguous() and tensor.device.type == "cpu"
         with self._guarded(), comm.label(AXIS, purpose):
             self._sent.append((dist.isend(tensor, dst=self.peer, tag=_TAGS[purpose]), tensor))
+        self._passed.append(Collective(AXIS, "send", purpose, 1, tensor.nbytes))
 
     def send_header(self, header: Request | Reply) -> None:
         """Begin to send a header."""
@@ -55,7 +61,13 @@ class Channel:
         assert into.is_contiguous() and into.device.type == "cpu"
         with self._guarded(), comm.label(AXIS, purpose):
             dist.recv(into, src=self.peer, tag=_TAGS[purpose])
+        self._passed.append(Collective(AXIS, "recv", purpose, 1, 0))
         return into
+
+    def take_passed(self) -> list[Collective]:
+        """The messages since the last call; bytes are counted at the sender."""
+        passed, self._passed = self._passed, []
+        return passed
 
     def receive_request(self) -> Request:
         """The next request of a worker."""

@@ -100,6 +100,7 @@ class Links:
             channel.receive(pull, PULL)
         for channel in self._channels:
             channel.flush()
+            channel.take_passed()
         self.versions = [reply.version for reply in replies]
         self.torn_reads += len(set(self.versions)) > 1
         self.buffers.unpack()

@@ -63,7 +63,7 @@ class Server:
         self.config, self.plan, self.index, self.store = config, plan, index, store
         self.way, self.barrier = plan.data, has_barrier(plan.data)
         self.clocks, self.figures = Clocks(start), Figures()
-        self.counter = StepCounter(plan.num_workers + index)
+        self.counter = StepCounter()
         self._log, self._group = log, group
         self.on_save: Callable[[dict[int, int], bool], bool] = lambda clocks, last: True
         self.on_lost: Callable[[int], None] = lambda worker: None
@@ -130,15 +130,16 @@ class Server:
 
     def _answer(self, desk: _Desk) -> bool:
         """Receive one request and answer it; False after the last."""
-        with self.counter.exchange(desk.worker) as seen:
-            request = desk.channel.receive_request()
-            seen["is_update"] = request.operation == UPDATE
-            if request.operation == UPDATE:
-                desk.channel.receive(desk.push, PUSH)
-            if request.operation == protocol.LEAVE:
-                return False
-            self._reply(desk, request)
-            desk.channel.flush()
+        request = desk.channel.receive_request()
+        if request.operation == UPDATE:
+            desk.channel.receive(desk.push, PUSH)
+        if request.operation == protocol.LEAVE:
+            return False
+        self._reply(desk, request)
+        desk.channel.flush()
+        passed = desk.channel.take_passed()
+        if request.operation == UPDATE:
+            self.counter.exchanged(desk.worker, passed)
         return True
 
     def _reply(self, desk: _Desk, request: Request) -> None:
@@ -270,8 +271,9 @@ class Server:
             return squares, stops
         numbers = torch.tensor([squares, stops], dtype=torch.float64)
         assert len(numbers) == protocol.NORM_ELEMENTS
-        with self.counter.agreement(), comm.label(AXIS, CONTROL, "sum"):
+        with comm.label(AXIS, CONTROL, "sum"):
             dist.all_reduce(numbers, group=self._group)
+        self.counter.agreed()
         total = numbers.tolist()
         return total[0], total[1]
 
