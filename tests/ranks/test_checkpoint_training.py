@@ -89,22 +89,19 @@ def test_between_two_synchronisations_other_plans_load_the_mean_of_the_replicas(
 
 
 def test_diloco_goes_on_from_the_checkpoint_of_another_way(tmp_path, run_ranks):
-    """Its outer state begins with the loaded weights: a round of outer rate 1 without momentum averages from there."""
-    exact = {"precision.name": "fp64", "optimizer.name": "sgd"}
-    run_ranks(1, train, tmp_path / "one", exact, None)
-    source = tmp_path / "one" / "checkpoints" / f"step_{SAVED}"
-    averaging = {
-        "strategy.data.outer_lr": 1.0,
-        "strategy.data.outer_momentum": 0.0,
-        "strategy.data.outer_nesterov": False,
-    }
-    same_rounds = {"dp": 2, "strategy.data.sync_every": 2}
+    """Its outer state begins with the loaded weights: at outer rate 1/2 a round ends half way to the mean."""
+    exact = {"precision.name": "fp64", "optimizer.name": "sgd", "dp": 2, "strategy.data.sync_every": STEPS - SAVED}
+    half_way = {"outer_lr": 0.5, "outer_momentum": 0.0, "outer_nesterov": False}
+    run_ranks(2, train, tmp_path / "ddp", {**exact, "strategy.data.kind": "ddp"}, None)
+    source = tmp_path / "ddp" / "checkpoints" / f"step_{SAVED}"
     ends = []
-    for kind in ({"strategy.data.kind": "local_sgd"}, {"strategy.data.kind": "diloco", **averaging}):
-        folder = tmp_path / kind["strategy.data.kind"]
-        run_ranks(2, train, folder, {**exact, **same_rounds, **kind}, source)
-        ends.append(read_whole(folder / "checkpoints" / f"step_{STEPS}"))
-    assert all(torch.allclose(ends[1][key], value, rtol=1e-9, atol=1e-12) for key, value in ends[0].items())
+    for kind, outer in (("local_sgd", {}), ("diloco", half_way)):
+        outer = {f"strategy.data.{key}": value for key, value in outer.items()}
+        run_ranks(2, train, tmp_path / kind, {**exact, "strategy.data.kind": kind, **outer}, source)
+        ends.append(read_whole(tmp_path / kind / "checkpoints" / f"step_{STEPS}"))
+    averaged, moved = ends
+    for key, begun in read_whole(source).items():
+        assert torch.allclose(moved[key], (begun + averaged[key]) / 2, rtol=1e-9, atol=1e-12), key
 
 
 def test_another_global_batch_is_refused(tmp_path, run_ranks):
