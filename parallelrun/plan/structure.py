@@ -202,6 +202,12 @@ class Plan:
         return tuple(stage for stage in self.stages if stage.position == position)
 
     @property
+    def counts_right_answers(self) -> bool:
+        """Does evaluation count them (top-1)? Of classifiers whose last stage has every class's logit on each rank."""
+        splits_classes = self.mesh.size("tp") > 1 and any(layer.layer_role == "head" for layer in self.spec.layers())
+        return self.spec.kind != "tokens" and not splits_classes
+
+    @property
     def last_stage_position(self) -> int:
         """pp coordinate that computes the loss."""
         return self.stages[-1].position

@@ -123,7 +123,7 @@ def train_step(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean validation loss; of image classifiers the part of the images put in the right class, else None."""
+    """Mean validation loss; of classifiers the part of the samples put in the right class, else None."""
 
     loss: float
     top1: float | None
@@ -144,7 +144,7 @@ def measure(training: Training) -> Evaluation:
             totals[2] += num_valid
     comm.all_reduce(totals, training.mesh.group(WORLD), "control")
     loss_sum, num_right, num_valid = totals.tolist()
-    top1 = num_right / num_valid if training.plan.spec.kind == "images" else None
+    top1 = num_right / num_valid if training.plan.counts_right_answers else None
     return Evaluation(loss_sum / num_valid if num_valid else float("nan"), top1)
 
 

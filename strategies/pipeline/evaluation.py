@@ -35,6 +35,7 @@ class ForwardPass:
         stages = plan.stages_of(self._group.index)
         self._part_of = {stage.index: part for stage, part in zip(stages, parts, strict=True)}
         self._steps = self._plan_steps()
+        self._counts_right = plan.counts_right_answers
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The loss summed over the batch (fp64 scalar) on the last stage's rank, 0 elsewhere. Dropout is off."""
@@ -42,8 +43,8 @@ class ForwardPass:
 
     @torch.no_grad()
     def totals(self, batch: Batch) -> Tensor:
-        """fp64 (2,): the loss summed over the batch, and how many images were put in the right class (0 for other
-        models); on the last stage's rank, 0 elsewhere. Dropout is off."""
+        """fp64 (2,): the loss summed over the batch, and how many samples were put in the right class (0 for other
+        models than classifiers); on the last stage's rank, 0 elsewhere. Dropout is off."""
         was_training = {part: part.training for part in self._part_of.values()}
         for part in was_training:
             part.eval()
@@ -75,7 +76,7 @@ class ForwardPass:
                 output = part(x, samples.sample_ids)
                 if step.stage == last:
                     total[0] += part.loss(output, samples.targets).double()
-                    if self._plan.spec.kind == "images":
+                    if self._counts_right:
                         total[1] += (output.argmax(-1) == samples.targets).sum()
                 elif step.stage + 1 in self._part_of:
                     arrived[step.stage + 1, step.microbatch] = (output, None)

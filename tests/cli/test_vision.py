@@ -16,6 +16,8 @@ from parallelrun.config.overrides import read
 from parallelrun.config.schema import Config
 from parallelrun.report import run as report
 from parallelrun.report.progress import Progress
+from tests.plans import tiny_plan
+from tests.vision import ALEXNET
 
 
 def composed(*overrides: str) -> Config:
@@ -85,6 +87,13 @@ def test_accuracy_is_on_the_screen(
     report.show(directory)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "val_top1" in line]
     assert line.count("%") == 2
+
+
+@pytest.mark.parametrize(("tp", "counts"), [(1, True), (2, False)])
+def test_any_classifier_has_an_accuracy_where_its_classes_are_not_split(tp: int, counts: bool) -> None:
+    mlp = {"model.name": "mlp", "model.preset": "mlp", "tp": tp}
+    assert tiny_plan(mlp).counts_right_answers is counts  # on synthetic features
+    assert not tiny_plan().counts_right_answers and tiny_plan({**ALEXNET, "tp": tp}).counts_right_answers
 
 
 def test_other_models_show_no_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
