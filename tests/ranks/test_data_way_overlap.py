@@ -25,7 +25,7 @@ def events(overrides: dict[str, Any]) -> list[str]:
     for bucket in training.data._reducer.buckets:
         bucket.launch = _noted(bucket.launch, "launch", seen)
     training.parts[0].register_forward_pre_hook(_noted(lambda *_: None, "microbatch", seen))
-    training.data.finish_gradients = _noted(training.data.finish_gradients, "finish", seen)
+    training.data.launch_gradients = _noted(training.data.launch_gradients, "finish", seen)
     train_step(training, 1, 0.1, LossScaler(training.config.precision, False))
     return seen
 
