@@ -43,6 +43,12 @@ class HostRanks:
     first_rank: int
     num_ranks: int
 
+    @property
+    def ranks(self) -> str:
+        """In words."""
+        last = self.first_rank + self.num_ranks - 1
+        return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
+
 
 def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
     """The ranks of `-np ranks -H hosts`, () where neither is given. Without -np all slots are used; without -H all
@@ -122,11 +128,11 @@ def start(placed: Sequence[HostRanks], words: Sequence[str]) -> int:
     here = next((number for number, one in enumerate(placed) if one.host.is_this_one), None)
     for one, command in zip(placed, commands(placed, own_words, port, os.getcwd())):
         if not one.host.is_this_one or here is None:
-            print(f"on {one.host.name} (ranks {one.first_rank} to {one.first_rank + one.num_ranks - 1}):\n  {command}")
+            print(f"on {one.host.name} ({one.ranks}):\n  {command}")
     if here is None:
         what = f"none of the hosts of -H is this one ({socket.gethostname()}): nothing was started"
         raise EnvironmentProblem(Problem(what, COMMAND_LINE, "run the commands above, each on its host"))
-    print(f"here: {placed[here].num_ranks} ranks, which wait for the others", flush=True)
+    print(f"here: {placed[here].ranks}, waiting for the others", flush=True)
     program = [sys.executable, "-m", "torch.distributed.run", *_torchrun(placed, here, port)]
     os.execv(sys.executable, [*program, "-m", "parallelrun", *own_words])
 

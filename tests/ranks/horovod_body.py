@@ -126,3 +126,17 @@ def combined(vectors: list[Tensor], lengths: list[int]) -> Tensor:
     ranks = tuple(range(dist.get_world_size()))
     all_combine(mine, lengths, Group("dp", ranks, dist.get_rank(), dist.group.WORLD))
     return mine
+
+
+def optimizer_state(directory: str) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's AdamW state and weights in a run that goes on from step 2, of which worker 1 has read nonsense."""
+    training = start({"dp": 2, "optimizer.name": "adamw"})
+    step(training, 1)
+    tensors = [value for p in training.parameters for _, value in sorted(training.optimizer.state(p.name).items())]
+    weights = [p.tensor.detach() for p in training.parameters]
+    if dist.get_rank():
+        for value in [*tensors, *weights]:
+            value.add_(1)
+    training.data.begin_run(training, context(directory), 1)
+    training.data.end_run()
+    return tensors, weights

@@ -102,6 +102,13 @@ def test_ranks_that_draw_different_weights_start_from_those_of_worker_0():
     assert not torch.equal(without[0][0], without[1][0])
 
 
+def test_a_run_that_goes_on_takes_worker_0s_optimizer_state(tmp_path):
+    (states, weights), (other_states, other_weights) = run_ranks(2, body.optimizer_state, str(tmp_path))
+    assert len(states) == 3 * len(weights), "two moments and a step count per weight"
+    assert all(torch.equal(*pair) for pair in zip(states, other_states))
+    assert all(torch.equal(*pair) for pair in zip(weights, other_weights))
+
+
 # -- join
 
 

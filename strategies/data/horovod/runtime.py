@@ -85,9 +85,13 @@ class HorovodRuntime(DdpRuntime):
         self._submissions.begin_step()
         super().begin_step()
 
+    def launch_gradients(self) -> None:
+        """Send what backward has not."""
+        self._submissions.backward_over()
+        super().launch_gradients()
+
     def finish_gradients(self) -> None:
         """Every weight's gradient is the sum over dp, or the mean over its process set."""
-        self._submissions.backward_over()
         super().finish_gradients()
         if self._plan.data.independent:
             torch_private.multiply(list(self.flat_gradients), 1 / self._group.size)

@@ -1,0 +1,67 @@
+"""horovodrun's words and strategy=horovod as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.test_program import TINY, run
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_the_printed_command_brings_the_other_hosts_ranks(tmp_path):
+    """Two "hosts" on loopback: this one starts its slots and waits, the other's command is run by hand."""
+    words = ["-np", "2", "-H", "127.0.0.1:1,elsewhere:4", "strategy=horovod", "device=cpu", *TINY]
+    command = [sys.executable, "-m", "parallelrun", *words]
+    environ = {**os.environ, **ENVIRONMENT}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as here:
+        assert here.stdout is not None
+        assert here.stdout.readline() == "on elsewhere (rank 1):\n"
+        printed = shlex.split(here.stdout.readline().partition("&&")[2])
+        assert printed[0] == "torchrun" and "--nproc-per-node=1" in printed and "-np" not in printed
+        there = [sys.executable, "-m", "torch.distributed.run", *printed[1:]]
+        done = subprocess.run(there, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        said = here.stdout.read()
+        assert here.wait(timeout=60) == 0, said
+    assert "here: rank 0, waiting for the others" in said
+    (summary,) = Path(tmp_path).glob("runs/*/*/summary.json")
+    assert json.loads(summary.read_text())["world"] == 2
+
+
+def test_more_processes_than_slots_and_hosts_elsewhere_start_nothing(tmp_path):
+    done = run("-np", "5", "-H", "localhost:4", *TINY, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Requested more processes (5) than there are available slots (4)" in done.stderr
+    done = run("-np", "2", "-H", "elsewhere:2", "strategy=horovod", *TINY, cwd=tmp_path)
+    assert done.returncode == 3 and "on elsewhere (ranks 0 to 1)" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_with_everything_leaves_a_timeline_and_counts_what_it_sent(tmp_path):
+    words = ["strategy=horovod", "dp=2", "strategy.data.timeline=true", "strategy.data.compression=fp16"]
+    words += ["strategy.data.worker_batches=[3,2]", "optimizer.lr_scale=linear", *TINY, "steps=3"]
+    words.remove("steps=1")
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    directory = next(Path(tmp_path).glob("runs/*/*/timeline.json")).parent
+    events = [event["name"] for event in json.loads((directory / "timeline.json").read_text())]
+    assert "JOIN: worker 1 has no batch after step 2" in events and "STEP 3" in events and events[-1] == "END"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["communication_as_predicted"] and summary["equivalence"] == "replay"
+    rates = [json.loads(line)["lr"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert len(rates) == 3 and max(rates) <= 2 * 3e-3 and max(rates) > 3e-3 * 0.5
+
+
+def test_verify_holds_compressed_gradients_against_their_own_rule(tmp_path):
+    words = ["verify", "strategy=horovod", "dp=2", "strategy.data.compression=powersgd", *TINY]
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (verdict,) = Path(tmp_path).glob("runs/*/*/verify.json")
+    document = json.loads(verdict.read_text())
+    assert document["passed"] and "PowerSGD of rank 4" in document["equivalence_detail"]
