@@ -155,6 +155,13 @@ def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> 
     if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in earlier.values()):
         return {"state": "skipped", "exit_code": EXIT_OK, "reason": "an earlier point failed (sweep.fail_fast)"}
     plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
+    row["run_sha256"] = identity(composed.config, plan)
+    twin = next((old for old in earlier.values() if old.get("run_sha256") == row["run_sha256"]), None)
+    if twin and twin["state"] != "failed" and twin["point"] != row["point"]:
+        # only a key that nobody reads makes two points one
+        reason = "; ".join((f"the same run as point {twin['point']}", *plan.warnings))
+        _say(sweep, f"point {row['point']}: skipped: {reason}")
+        return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
     if sweep.line.verb == "plan":
         from parallelrun.cli.compute import show_plan, write_plot
         from parallelrun.plan.compare import compare

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from parallelrun import registry
 from parallelrun.config.schema import Config, DataWayConfig, TensorWayConfig
 from parallelrun.errors import ConfigError, Problem
 
@@ -45,9 +46,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def identity(config: Config) -> str:
-    """sha256 of what a run computes: its config without names, places and the sweep it belongs to."""
-    values = dataclasses.asdict(config)
+def identity(config: Config, plan: Plan | None = None) -> str:
+    """sha256 of what a run computes: its config without names, places and the sweep it belongs to.
+
+    plan: then also with what was filled in and without what nobody reads: two ways to ask for one run are alike.
+    """
+    values = dataclasses.asdict(config if plan is None else _filled(config, plan))
     for key in _VOLATILE:
         values.pop(key)
     return digest(yaml.safe_dump(values, sort_keys=True))
@@ -81,8 +85,11 @@ def _filled(config: Config, plan: Plan) -> Config:
 
 
 def _filled_data(config: Config, plan: Plan) -> DataWayConfig:
-    """The data way with the number of its servers, where it has any."""
-    return replace(config.strategy.data, servers=plan.servers or None)
+    """The data way with the number of its servers, where it has any, and without what it does not read."""
+    data = config.strategy.data
+    reads = registry.load("strategies", f"data.{data.kind}", "plan").Way.reads
+    read = {key: getattr(data, key) for key in (*reads, "kind")}
+    return replace(DataWayConfig(**read), servers=plan.servers or None)
 
 
 def _filled_tensor(config: Config, plan: Plan) -> TensorWayConfig:

@@ -71,6 +71,15 @@ def test_illegal_points_are_skipped_and_failing_ones_do_not_stop_it(launcher, ca
         assert text in out
 
 
+def test_a_point_that_differs_only_in_a_key_that_nobody_reads_is_run_once(launcher, capsys):
+    assert sweep("strategy=ddp,ps world=4 consistency=sync,async") == 0
+    assert launcher.started == ["ddp", "ps", "ps"]
+    rows = report.read(only_directory())
+    assert [row["state"] for row in rows] == ["done", "skipped", "done", "done"]
+    assert rows[1]["reason"].startswith("the same run as point 0; consistency=async is read by none")
+    assert "skipped: the same run as point 0" in capsys.readouterr().out
+
+
 def test_the_csv_has_the_same_rows(launcher):
     sweep("strategy=ddp,single world=2")
     with open(only_directory() / "results.csv", newline="") as file:
