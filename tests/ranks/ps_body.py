@@ -1,0 +1,123 @@
+"""Ranks of a parameter server for tests: the real loops of workers and servers, in a directory of the test's own."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelrun.config.schema import Config
+from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+from parallelrun.strategies.data.ps import log, runtime, worker
+from parallelrun.strategies.data.ps.buffers import Buffers
+from parallelrun.strategies.data.ps.store import ShardStore
+from tests.plans import tiny_config
+from tests.pool import run_ranks
+
+PS = {
+    "strategy.data.kind": "ps",
+    "strategy.name": "ps",
+    "dp": 3,
+    "strategy.data.shard_min_kb": 0.1,
+    "eval.every": 0,
+    "global_batch": 12,
+}
+
+
+def ps_config(overrides: dict[str, Any], verb: str = "run") -> Config:
+    """The tiny config under a parameter server."""
+    config = tiny_config({**PS, **overrides})
+    config.verb = verb
+    return config
+
+
+def ps_plan(overrides: dict[str, Any]) -> Plan:
+    return resolve(ps_config(overrides))
+
+
+def run(directory: Path, overrides: dict[str, Any], verb: str = "run", change: str = "", timeout: float = 60.0) -> None:
+    """Run the plan's ranks to their end. change: a function of this module, called on every rank first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = ps_plan(overrides)
+    run_ranks(plan.world, body, str(directory), overrides, verb, change, timeout=timeout)
+
+
+def body(directory: str, overrides: dict[str, Any], verb: str, change: str) -> int:
+    """One rank."""
+    torch.set_num_threads(1)
+    config = ps_config(overrides, verb)
+    if change:
+        globals()[change](config)
+    rank = dist.get_rank()
+    context = WorkerContext(
+        rank, dist.get_world_size(), rank, torch.device("cpu"), Path(directory), lambda step, phase: None,
+        lambda: False, lambda step: None, False,
+    )  # fmt: skip
+    return runtime.run(config, resolve(config), context)
+
+
+# changes
+
+
+def add_instead_of_mean(config: Config) -> None:
+    """Planted: servers sum what they should average."""
+    original = ShardStore.mean
+
+    def mean(self, gradients, weights) -> None:
+        original(self, gradients, weights)
+        self.gradient.mul_(len(gradients))
+
+    ShardStore.mean = mean
+
+
+def worker_1_keeps_its_weights(config: Config) -> None:
+    """Planted: what worker 1 pulls never reaches its module."""
+    if dist.get_rank() == 1:
+        calls = []
+
+        def unpack(self) -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                original(self)
+
+        original, Buffers.unpack = Buffers.unpack, unpack
+
+
+def worker_2_ends_early(config: Config) -> None:
+    if dist.get_rank() == 2:
+        config.steps //= 4
+
+
+def worker_2_stalls_once(config: Config) -> None:
+    """All take 15 ms a step; worker 2 stands still once."""
+    worker.pause_before_push = lambda way, index, clock: time.sleep(0.2 if (index, clock) == (2, 6) else 0.015)
+
+
+def worker_2_is_slow(config: Config) -> None:
+    """All take 15 ms a step; worker 2 four times as long."""
+    worker.pause_before_push = lambda way, index, clock: time.sleep(0.06 if index == 2 else 0.015)
+
+
+# what a run has left
+
+
+def updates(directory: Path, server: int = 0) -> list[log.Applied]:
+    return [row for row in log.read(directory) if isinstance(row, log.Applied) and row.server == server]
+
+
+def drops(directory: Path) -> list[log.Dropped]:
+    return [row for row in log.read(directory) if isinstance(row, log.Dropped)]
+
+
+def document(directory: Path, name: str) -> dict[str, Any]:
+    return json.loads((directory / name).read_text())
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,330 @@
+"""The parameter server on real ranks: the rows `PS sync`, `PS async`, `SSP` and `backup workers` of the reference's
+section 7. Sync is proved against one device; the others by their apply log, twice: by the way's own replay, bit for
+bit, and by plain arithmetic written here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallelrun.data.order import Sampler
+from parallelrun.strategies.data.ps import log
+from parallelrun.strategies.data.ps.rerun import Rerun
+from parallelrun.train import schedule
+from parallelrun.train.build import build
+from parallelrun.train.reader import Reader
+from parallelrun.verify.alone import one_device
+from parallelrun.verify.run import checked_config
+from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
+
+TWO_SERVERS = {"strategy.data.servers": 2}
+ASYNC = {"strategy.data.consistency": "async"}
+SSP = {"strategy.data.consistency": "ssp"}
+BACKUP = {"strategy.data.backup_workers": 1}
+SGD64 = {"optimizer.name": "sgd", "precision.name": "fp64", "optimizer.schedule": "constant"}
+
+
+def delays(*seconds: float) -> dict:
+    return {"strategy.data.delays": list(seconds)}
+
+
+def final_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights of the run's last checkpoint, whole, by name."""
+    from safetensors.torch import load_file
+
+    folder = directory / "checkpoints" / f"step_{last_step(directory)}"
+    tensors, files = document(folder, "index.json")["tensors"], {}
+    whole: dict[str, torch.Tensor] = {}
+    for key, stored in tensors.items():
+        if not key.startswith("model/"):
+            continue
+        target = whole[key.removeprefix("model/")] = torch.empty(stored["shape"], dtype=getattr(torch, stored["dtype"]))
+        for part in stored["parts"]:
+            if part["file"] not in files:
+                files[part["file"]] = load_file(folder / part["file"])
+            place = tuple(slice(o, o + s) for o, s in zip(part["offsets"], part["sizes"]))
+            target[place] = files[part["file"]][key]
+    return whole
+
+
+def last_step(directory: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (directory / "checkpoints").glob("step_*"))
+
+
+def by_plain_arithmetic(directory: Path, overrides: dict) -> dict[str, torch.Tensor]:
+    """The apply log of one server again: plain tensors, plain SGD, the mean of whole gradients."""
+    config, plan = ps_config(overrides), ps_plan(overrides)
+    alone, alone_plan = one_device(config, plan)
+    training = build(alone, replace(alone_plan, batch=plan.batch), torch.device("cpu"))
+    split = training.dataset.train
+    sampler = Sampler(len(split), plan.batch.global_batch, config.seed)
+    names = [p.name for p in training.parameters]
+    history = [[p.tensor.detach().clone() for p in training.parameters]]
+
+    def gradient(push: log.Push) -> list[torch.Tensor]:
+        for parameter, value in zip(training.parameters, history[push.pulled]):
+            parameter.tensor.data.copy_(value)
+            parameter.tensor.grad = None
+        batch = Reader(split, sampler, training.plan, training.mesh, push.worker).batch(push.clock)
+        training.engine.train(batch, 1 / (batch.targets >= 0).sum().item())
+        return clipped([p.tensor.grad for p in training.parameters]) if len(row.pushes) == 1 else [
+            p.tensor.grad.clone() for p in training.parameters
+        ]  # fmt: skip
+
+    def clipped(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        return [g * min(1.0, config.optimizer.clip / (float(norm) + 1e-6)) for g in gradients]
+
+    for row in updates(directory):
+        parts = [gradient(push) for push in row.pushes]
+        mean = [torch.stack(of_one).mean(0) for of_one in zip(*parts)]
+        mean = clipped(mean) if len(parts) > 1 else mean
+        lr = schedule.learning_rate(config.optimizer, row.clock, config.steps)
+        decay = [config.optimizer.weight_decay if value.dim() >= 2 else 0.0 for value in history[-1]]
+        history.append([w - lr * (g + d * w) for w, g, d in zip(history[-1], mean, decay)])
+    return dict(zip(names, history[-1]))
+
+
+def assert_same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], bound: float) -> None:
+    worst = {name: float((ours[name] - value).abs().max()) for name, value in reference.items()}
+    assert max(worst.values()) <= bound, max(worst.items(), key=lambda item: item[1])
+
+
+# sync
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        TWO_SERVERS,
+        {**TWO_SERVERS, "dp": 2, "micro_batch": 2},
+        {**SSP, "strategy.data.staleness": 0},
+        {"model.name": "bert", "dp": 2, **TWO_SERVERS},
+    ],
+    ids=["one server", "two servers", "microbatches", "ssp 0", "ignored targets"],
+)
+def test_in_step_it_equals_one_device(tmp_path, overrides) -> None:
+    run(tmp_path, {**overrides}, "verify")
+    found = document(tmp_path, "verify.json")
+    assert found["passed"] and found["against"] == "one device", found["max_error"]
+    assert found["max_error"]["params"] <= 1e-12
+    assert all(set(row.staleness) == {0} for row in updates(tmp_path))
+
+
+def test_servers_that_add_instead_of_average_are_caught(tmp_path) -> None:
+    run(tmp_path, {}, "verify", "add_instead_of_mean")
+    assert not document(tmp_path, "verify.json")["passed"]
+
+
+def test_one_or_two_servers_give_the_same_weights_and_send_twice_the_model_per_worker(tmp_path) -> None:
+    settings = {"optimizer.clip": 0.0, "checkpoint.last": True}
+    for servers in (1, 2):
+        run(tmp_path / str(servers), {**settings, "strategy.data.servers": servers})
+    one, two = final_weights(tmp_path / "1"), final_weights(tmp_path / "2")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    for servers in (1, 2):
+        rows = document(tmp_path / str(servers), "comm.json")["rows"]
+        payload = sum(row["payload_bytes"] for row in rows if row["purpose"] in ("push", "pull"))
+        assert payload == 2 * 3 * 4 * ps_plan(settings).spec.num_parameters  # 2 x workers x bytes of the model
+    assert document(tmp_path / "2", "servers.json")["shard_imbalance"] < 1.05
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [TWO_SERVERS, {**TWO_SERVERS, **ASYNC}, {**SSP, "strategy.data.staleness": 1}, {**TWO_SERVERS, **BACKUP}],
+    ids=["sync", "async", "ssp", "backup"],
+)
+def test_what_is_sent_is_what_was_predicted(tmp_path, overrides) -> None:
+    run(tmp_path, {"steps": 4, **overrides})
+    rows = document(tmp_path, "comm.json")["rows"]
+    assert {row["rank"] for row in rows} == set(range(ps_plan(overrides).world))
+    wrong = [row for row in rows if (row["calls"], row["payload_bytes"]) != (
+        row["predicted_calls"], row["predicted_payload_bytes"])]  # fmt: skip
+    assert not wrong
+    assert document(tmp_path, "summary.json")["communication_as_predicted"]
+
+
+# async
+
+
+def test_async_applies_every_push_on_arrival_and_its_log_tells_the_run(tmp_path) -> None:
+    settings = {"steps": 8, "checkpoint.last": True, **SGD64, **ASYNC}
+    run(tmp_path, settings)
+    rows, servers = updates(tmp_path), document(tmp_path, "servers.json")
+    assert [row.version for row in rows] == list(range(1, 25))
+    assert sorted((row.pushes[0].worker, row.clock) for row in rows) == [(w, c) for w in range(3) for c in range(1, 9)]
+    assert sum(servers["staleness"].values()) == 24 == servers["updates"]
+    assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
+    again = Rerun(ps_config(settings), ps_plan(settings), torch.device("cpu"))
+    again.run(log.read(tmp_path))
+    final = final_weights(tmp_path)
+    assert all(torch.equal(value, final[name]) for name, value in again.weights().items())
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert all(line["staleness"] == row.staleness[0] for line, row in zip(lines, rows))
+    assert [line["worker"] for line in lines] == [row.pushes[0].worker for row in rows]
+    assert lines[-1]["samples"] == 8 * 12 and "val_loss" in lines[-1]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_one_async_worker_is_plain_sgd(tmp_path) -> None:
+    settings = {"dp": 1, "checkpoint.last": True, "steps": 4, **ASYNC}
+    run(tmp_path, settings)
+    assert all(row.staleness == (0,) for row in updates(tmp_path))
+    config, plan = one_device(ps_config(settings), ps_plan(settings))
+    training = build(config, plan, torch.device("cpu"))
+    from parallelrun.train.scaler import LossScaler
+    from parallelrun.train.step import train_step
+
+    scaler = LossScaler(config.precision, scaled=False)
+    for step in range(1, 5):
+        train_step(training, step, schedule.learning_rate(config.optimizer, step, 4), scaler)
+    assert_same(final_weights(tmp_path), {p.name: p.tensor.detach() for p in training.parameters}, 1e-6)
+
+
+def test_equal_workers_are_as_stale_as_the_theory_says_and_a_delayed_one_is_staler(tmp_path) -> None:
+    equal = {"steps": 16, **ASYNC, **delays(0.04, 0.04, 0.04)}
+    run(tmp_path / "equal", equal)
+    assert document(tmp_path / "equal", "servers.json")["staleness_mean"] == pytest.approx(2.0, abs=0.35)
+    run(tmp_path / "delayed", {**equal, **delays(0.02, 0.02, 0.1)})
+    of_worker = document(tmp_path / "delayed", "servers.json")["staleness_of_worker"]
+    most = {worker: max(map(int, histogram)) for worker, histogram in of_worker.items()}
+    assert most["2"] > max(most["0"], most["1"])  # the mean says less: it ends alone, when the others are through
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{**ASYNC, **TWO_SERVERS}, {**SSP, "strategy.data.staleness": 1}, {**BACKUP, **delays(0, 0, 0.1)}],
+    ids=["async", "ssp", "backup"],
+)
+def test_verify_replays_the_apply_log_bit_for_bit(tmp_path, overrides) -> None:
+    run(tmp_path, {**overrides}, "verify")
+    found = document(tmp_path, "verify.json")
+    assert found["passed"] and found["bit_for_bit"], found["max_error"]
+    assert set(found["max_error"].values()) == {0.0}
+
+
+def test_a_worker_that_computes_with_other_weights_than_it_says_is_caught(tmp_path) -> None:
+    run(tmp_path, {**ASYNC}, "verify", "worker_1_keeps_its_weights")
+    assert not document(tmp_path, "verify.json")["passed"]
+
+
+# ssp
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_nobody_is_further_ahead_than_the_bound(tmp_path, staleness) -> None:
+    settings = {"steps": 12, **SSP, "strategy.data.staleness": staleness, **delays(0, 0, 0.06)}
+    run(tmp_path, settings)
+    servers = document(tmp_path, "servers.json")
+    assert 1 < servers["clock_gap_max"] <= staleness + 1  # without a bound the delayed worker falls back by more
+    assert servers["blocked_s_of_worker"]["0"] > servers["blocked_s_of_worker"]["2"]
+
+
+def test_staleness_0_is_sync_bit_for_bit(tmp_path) -> None:
+    settings = {"checkpoint.last": True, **delays(0, 0, 0.02)}
+    run(tmp_path / "sync", settings)
+    run(tmp_path / "ssp", {**settings, **SSP, "strategy.data.staleness": 0})
+    sync, ssp = final_weights(tmp_path / "sync"), final_weights(tmp_path / "ssp")
+    assert all(torch.equal(sync[name], ssp[name]) for name in sync)
+
+
+def test_a_passing_stall_is_hidden_and_a_permanent_one_is_not(tmp_path) -> None:
+    """Four workers' worth of slack: the others use it up once, or again and again (reference, section 1)."""
+    settings = {"steps": 16, **SSP, "strategy.data.staleness": 12}
+    run(tmp_path / "once", settings, change="worker_2_stalls_once")
+    run(tmp_path / "always", {**settings, "strategy.data.staleness": 3}, change="worker_2_is_slow")
+    once = document(tmp_path / "once", "servers.json")["blocked_s_of_worker"]
+    always = document(tmp_path / "always", "servers.json")["blocked_s_of_worker"]
+    assert max(once["0"], once["1"]) < 0.1  # of a stall of 0.2 s
+    assert min(always["0"], always["1"]) > 0.2  # 16 steps of 45 ms more, less what the bound hides
+
+
+def test_a_worker_that_ends_early_holds_nobody_back(tmp_path) -> None:
+    settings = {"steps": 12, **SSP, "strategy.data.staleness": 1}
+    run(tmp_path, settings, change="worker_2_ends_early")
+    clocks = [(row.pushes[0].worker, row.clock) for row in updates(tmp_path)]
+    assert max(clock for worker, clock in clocks if worker == 2) == 3
+    assert {max(clock for worker, clock in clocks if worker == w) for w in (0, 1)} == {12}
+
+
+# backup workers
+
+
+def test_a_step_takes_the_first_gradients_and_drops_the_late_worker_by_name(tmp_path) -> None:
+    settings = {"steps": 8, "checkpoint.last": True, **SGD64, **BACKUP, **delays(0, 0, 0.15)}
+    run(tmp_path, settings)
+    rows, servers = updates(tmp_path), document(tmp_path, "servers.json")
+    assert [row.version for row in rows] == list(range(1, 9))
+    assert all(len(row.pushes) == 2 for row in rows)
+    assert rows[-1].time_s < 8 * 0.15  # the fastest two's pace, not the delayed one's
+    assert servers["dropped_gradients"] == len(drops(tmp_path)) > 0
+    assert set(servers["dropped_of_worker"]) == {"2"}
+    assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize("overrides", [TWO_SERVERS, {"dp": 1, **ASYNC}], ids=["sync", "async"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, overrides) -> None:
+    settings = {"steps": 4, "checkpoint.every": 2, "checkpoint.keep": 5, **overrides}
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "rest", {**settings, "resume": str(tmp_path / "whole" / "checkpoints" / "step_2")})
+    whole, rest = final_weights(tmp_path / "whole"), final_weights(tmp_path / "rest")
+    assert all(torch.equal(whole[name], rest[name]) for name in whole)
+    assert [line["step"] for line in metrics(tmp_path / "rest")][-1] == (4 if overrides is TWO_SERVERS else 2)
+
+
+def test_each_async_worker_goes_on_from_its_own_clock(tmp_path) -> None:
+    settings = {
+        "global_batch": 12,
+        "steps": 6,
+        "checkpoint.every": 3,
+        "checkpoint.keep": 5,
+        **ASYNC,
+        **delays(0, 0, 0.02),
+    }
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "rest", {**settings, "resume": str(tmp_path / "whole" / "checkpoints" / "step_3")})
+    pushed = sorted((row.pushes[0].worker, row.clock) for row in updates(tmp_path / "rest"))
+    assert pushed == [(worker, clock) for worker in range(3) for clock in (4, 5, 6)]
+
+
+def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
+    from parallelrun import checkpoint
+    from parallelrun.train.scaler import LossScaler
+    from parallelrun.train.step import train_step
+
+    settings = {"steps": 2, "checkpoint.last": True, **TWO_SERVERS}
+    run(tmp_path / "servers", settings)
+    config, plan = one_device(ps_config({**settings, "steps": 4}), ps_plan(settings))
+    training = build(config, plan, torch.device("cpu"))
+    path = tmp_path / "servers" / "checkpoints" / "step_2"
+    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh)
+    saved = final_weights(tmp_path / "servers")
+    assert all(torch.equal(p.tensor, saved[p.name]) for p in training.held)
+    assert training.optimizer.state(training.parameters[0].name)["exp_avg"].abs().sum() > 0
+    scaler = LossScaler(config.precision, scaled=False)
+    for step in (3, 4):
+        train_step(training, step, schedule.learning_rate(config.optimizer, step, 4), scaler)
+    aside = tmp_path / "alone" / "checkpoints"
+    checkpoint.save(aside, 2, training.held, training.optimizer, {**extra, "step": 2}, plan, training.mesh)
+    run(tmp_path / "back", {**settings, "steps": 3, "resume": str(aside / "step_2")})
+    run(tmp_path / "straight", {**settings, "steps": 4, "resume": str(path)})
+    straight = final_weights(tmp_path / "straight")
+    assert_same({p.name: p.tensor.detach() for p in training.parameters}, straight, 2e-6)
+    assert updates(tmp_path / "back")[0].clock == 3
+
+
+def test_checked_config_is_what_both_roles_verify() -> None:
+    """Servers and workers derive the same from the frozen file: nobody is told."""
+    from parallelrun.strategies.data.ps.verify import checked
+
+    config, plan = checked(ps_config({}, "verify"), ps_plan({}))
+    assert (config.steps, config.optimizer.name, plan.precision.name) == (3, "sgd", "fp64")
+    assert checked_config(config).optimizer == config.optimizer
