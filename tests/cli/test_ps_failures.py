@@ -1,0 +1,104 @@
+"""A parameter server that loses a rank: async, ssp and backup workers go on where they can, everything else ends by
+name, nothing hangs. Real launchers, real workers and servers (reference, section 7, row `failure`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.launcher import Launched, read, run_launcher, survivors, wait_for
+
+PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "dp": 3, "global_batch": 12, "eval.every": 0}
+ENDLESS = {"steps": 100_000}
+SERVER = 3
+
+
+def launch(folder: Path, **overrides) -> Launched:
+    wanted = {**PS, **{key.replace("__", "."): value for key, value in overrides.items()}}
+    run = run_launcher(folder, overrides=wanted, worker="tests.cli.ps_worker:run")
+    return replace(run, world=wanted["dp"] + wanted.get("strategy.data.servers", 1))
+
+
+def all_reach(run: Launched, step: int) -> None:
+    for rank in range(run.world):
+        note = run.directory / f"at_{rank}"
+        wait_for(lambda note=note: int(read(note) or 0) >= step, f"step {step} of {note.name}\n{run.stderr}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"strategy__data__consistency": "async"},
+        {"strategy__data__consistency": "ssp", "strategy__data__staleness": 1, "strategy__data__servers": 2},
+        {"strategy__data__backup_workers": 1},
+    ],
+    ids=["async", "ssp", "backup"],
+)
+def test_a_killed_worker_is_done_without(tmp_path, overrides):
+    run = launch(tmp_path, steps=60, strategy__data__delays=[0.02, 0.02, 0.02], checkpoint__last=True, **overrides)
+    all_reach(run, 4)
+    os.kill(run.rank_pids()[2], signal.SIGKILL)
+    assert run.wait() == 0, run.stderr
+    assert "warning: rank 2 died: SIGKILL" in run.stderr and "going on with 2 workers" in run.stderr
+    assert run.status["state"] == "done"
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert (summary["lost_workers"], summary["steps"]) == (1, 60)
+    assert (run.directory / "checkpoints" / "step_60" / "index.json").exists()
+    log = [json.loads(line) for line in (run.directory / "apply_log.jsonl").read_text().splitlines()]
+    last = {push["worker"]: push["clock"] for row in log if row["kind"] == "update" for push in row["pushes"]}
+    assert last[0] == last[1] == 60 and last[2] < 60
+    assert not survivors(run.rank_pids(), 5)
+
+
+@pytest.mark.parametrize(
+    ("victim", "overrides"),
+    [
+        (2, {}),
+        (0, {"strategy__data__consistency": "async"}),  # worker 0 speaks for the run
+        (SERVER, {}),
+        (SERVER, {"strategy__data__consistency": "async"}),
+        (SERVER + 1, {"strategy__data__servers": 2}),
+    ],
+    ids=["a worker of sync", "worker 0 of async", "the server of sync", "the server of async", "the second server"],
+)
+def test_whoever_is_missed_ends_the_run_by_name(tmp_path, victim, overrides):
+    run = launch(tmp_path, **ENDLESS, **overrides)
+    all_reach(run, 3)
+    pids = run.rank_pids()
+    os.kill(pids[victim], signal.SIGKILL)
+    assert run.wait() == 6, run.stderr
+    assert (run.status["state"], run.status["failed_rank"]) == ("failed", victim)
+    role = "server" if victim >= SERVER else f"dp={victim} tp=0 pp=0"
+    assert f"error: rank {victim} ({role}" in run.stderr and "died: SIGKILL" in run.stderr
+    assert not survivors([*pids, run.pid], 5)
+
+
+def test_one_worker_more_than_can_be_spared_ends_the_run(tmp_path):
+    run = launch(tmp_path, **ENDLESS, strategy__data__backup_workers=1)
+    all_reach(run, 3)
+    os.kill(run.rank_pids()[1], signal.SIGKILL)
+    wait_for(lambda: "going on" in run.stderr, "the warning")
+    os.kill(run.rank_pids()[2], signal.SIGKILL)
+    assert run.wait() == 6, run.stderr
+    assert run.status["failed_rank"] == 2
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_run_that_is_asked_to_stop_saves_and_can_go_on(tmp_path, consistency):
+    run = launch(tmp_path, **ENDLESS, strategy__data__consistency=consistency)
+    all_reach(run, 3)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 75, run.stderr
+    assert run.status["state"] == "preempted"
+    (saved,) = (run.directory / "checkpoints").glob("step_*")
+    extra = json.loads((saved / "index.json").read_text())["extra"]
+    assert extra["step"] == min(extra["clocks"]) >= 3
+    again = launch(
+        tmp_path / "again", steps=extra["step"] + 3, resume=str(saved), strategy__data__consistency=consistency
+    )
+    assert again.wait() == 0, again.stderr
