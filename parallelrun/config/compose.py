@@ -131,7 +131,7 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
     recipe = HydraConfig.get().runtime.choices.get("recipe")
     given |= prepared.recipe_keys.get(str(recipe), frozenset())
-    config, given = _fold_path(_with_own_dataset(config, given), given)
+    config, given = _fold_path(_with_own_choices(config, given), given)
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
 
 
@@ -164,12 +164,16 @@ def _as_typed(text: str, shown: Mapping[str, str]) -> str:
     return f"{key.removeprefix('++')}={unquoted(value)}"
 
 
-def _with_own_dataset(config: Config, given: Set[str]) -> Config:
-    """The dataset that the model's preset names, where neither the user nor a recipe has chosen one."""
-    name = config.model.dataset
-    if name is None or "dataset" in given or "dataset.name" in given:
+def _with_own_choices(config: Config, given: Set[str]) -> Config:
+    """The dataset and the learning rate that the model's preset names, where neither the user nor a recipe chose."""
+    model = config.model
+    if model.lr is not None and not given & {"optimizer", "optimizer.name", "optimizer.lr"}:
+        config = replace(config, optimizer=replace(config.optimizer, lr=model.lr))
+    if model.dataset is None or given & {"dataset", "dataset.name"}:
         return config
-    own = {key: value for key, value in presets.values("dataset", name).items() if f"dataset.{key}" not in given}
+    own = {
+        key: value for key, value in presets.values("dataset", model.dataset).items() if f"dataset.{key}" not in given
+    }
     kept = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
     asked = {key: getattr(config.dataset, key) for key in kept}
     return replace(config, dataset=replace(DatasetConfig(), **own, **asked))

@@ -40,6 +40,12 @@ def test_what_the_user_says_of_the_dataset_stands() -> None:
     assert (kept.name, kept.val_fraction, kept.flip) == ("digits", 0.4, True)
 
 
+def test_large_models_bring_a_learning_rate_that_suits_them() -> None:
+    assert composed("model=vgg16").optimizer.lr == 1e-4 and composed("model=resnet").optimizer.lr == 3e-3
+    assert composed("model=vgg16", "optimizer.lr=0.5").optimizer.lr == 0.5
+    assert composed("model=vgg16", "optimizer=sgd").optimizer.lr == composed("optimizer=sgd").optimizer.lr
+
+
 def test_a_recipe_may_choose_the_dataset(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     text = "# mine\n# @package _global_\ndefaults:\n  - override /model: resnet\n{}dp: 2\n"
