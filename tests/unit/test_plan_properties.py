@@ -73,7 +73,10 @@ def anything(draw) -> dict:
         "model.kv_heads": draw(st.sampled_from([None, 2, 3, 4])),
         "model.ffn": draw(st.sampled_from([None, 30, 64])),
         "strategy.tensor.sequence_parallel": draw(st.booleans()),
-        "strategy.data.kind": draw(st.sampled_from(["ddp", "ring", "zero1", "fsdp", "diloco", "zero9", "ps"])),
+        "strategy.data.kind": draw(
+            st.sampled_from(["ddp", "ring", "horovod", "zero1", "fsdp", "diloco", "zero9", "ps"])
+        ),
+        "strategy.data.compression": draw(st.sampled_from(["none", "none", "none", "fp16", "powersgd"])),
         "servers": draw(st.sampled_from([None, None, None, 1, 2, 0, 50])),
         "consistency": draw(st.sampled_from([None, None, "sync", "async", "ssp", "eventual"])),
         "staleness": draw(st.sampled_from([None, None, None, 0, 2, -1])),
