@@ -21,8 +21,11 @@ from .worker import Worker
 COUNTED_STEP = 2  # of this process: the first has set-up traffic
 
 
-def train(training: Training, context: WorkerContext) -> int:
-    """Train until `config.steps`, or until somebody is asked to stop; the exit code. Raises NumericsError."""
+def train(training: Training, context: WorkerContext, step_times: list[float] | None = None) -> int:
+    """Train until `config.steps`, or until somebody is asked to stop; the exit code. Raises NumericsError.
+
+    step_times: filled with the seconds of each of this worker's steps (bench).
+    """
     config = training.config
     worker = Worker(training, context, Links(training.plan, training.data.parameters, training.data.frozen))
     start = clock = worker.begin()
@@ -38,6 +41,8 @@ def train(training: Training, context: WorkerContext) -> int:
         with counter or nullcontext(), clocked:
             stride = worker.step(clock + 1, context.stop_requested())
         counted = counter.rows() if counter else counted
+        if step_times is not None:
+            step_times.append(clocked.seconds)
         before, clock, stopped = clock, stride.clock, stride.reply.stop > 0
         evaluation = _evaluate(worker, scribe, before, clock)
         scribe.step(clock, stride.reply, clocked, evaluation, worker.scaler.scale)
