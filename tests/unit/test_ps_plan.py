@@ -127,7 +127,6 @@ class TestWaysToBeConsistent:
             ({"strategy.data.delays": [0, -1.0]}, "are not seconds, each at least 0"),
             ({"tp": 2}, "strategy.data.kind=ps with tp=2: a worker is one rank, it pushes whole gradients (not_built"),
             ({"pp": 2}, "strategy.data.kind=ps with pp=2"),
-            ({"precision.name": "fp16"}, "precision=fp16 with strategy.data.kind=ps"),
             ({"servers": 500}, "servers=500: the model has only"),
         ],
     )

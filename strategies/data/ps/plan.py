@@ -36,7 +36,7 @@ class Way:
             return found
         return [
             problem
-            for check in (_check_staleness, _check_backup, _check_delays, _check_run, _check_shares)
+            for check in (_check_staleness, _check_backup, _check_delays, _check_shares)
             for problem in check(request)
         ]
 
@@ -170,12 +170,3 @@ def _check_shares(request: Request) -> list[Problem]:
         f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or parts of at least {least} bytes"
     )
     return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
-
-
-def _check_run(request: Request) -> list[Problem]:
-    """What the servers' own update does not do."""
-    found = []
-    if request.config.precision.name == "fp16":
-        what = "precision=fp16 with strategy.data.kind=ps: the loss scale is agreed on by all ranks, which never meet"
-        found.append(Problem(what, "precision", "precision=bf16", kind="not_built"))
-    return found
