@@ -47,7 +47,11 @@ def wire_bytes(row: Collective, size: int) -> int:
 
 
 def group_size(plan: Plan, axis: str) -> int:
-    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (servers too), or `embedding`."""
+    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (servers too), `embedding`, or one of the
+    data way's own."""
+    own = plan.data.group_size(axis)
+    if own is not None:
+        return own
     if axis in (WORLD, EMBEDDING):
         return plan.world if axis == WORLD else 2
     return prod(plan.mesh.size(part) for part in axis.split("+"))
@@ -316,6 +320,7 @@ def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
         return True
     if axis in (WORLD, EMBEDDING, "pp"):
         return False
+    axis = axis if plan.data.group_size(axis) is None else "dp"
     span, inner = 1, 1  # ranks from a group's first to its last, for a group aligned to its span
     varying = {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
     for name, degree in reversed(plan.mesh.leaves):

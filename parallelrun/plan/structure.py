@@ -72,6 +72,10 @@ class DataWay:
         """Every how many steps the collectives of purpose SYNC are sent."""
         return 1
 
+    def group_size(self, axis: str) -> int | None:
+        """Ranks in the groups that the way makes itself and names `axis`; None where it makes none of that name."""
+        return None
+
     def has_batch(self, step: int, worker: int) -> bool:
         """False where dp coordinate `worker` has run out of data before step `step`: its gradient is then zero."""
         return True

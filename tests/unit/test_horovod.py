@@ -190,3 +190,18 @@ def test_only_the_group_that_waits_is_told_of():
     said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 1), 2: progress(3, 2, 1, 1.0), 3: progress(2, 0, 0)}
     (stall,) = find_stalls([(0, 1), (2, 3)], said, NAMES, 60.0)
     assert [rank for rank, _ in stall.missing] == [1]
+
+
+# -- process sets
+
+
+@pytest.mark.parametrize("settings", [{}, {"algorithm": "ring"}, {"reduction": "adasum"}])
+def test_a_process_set_sends_as_many_bytes_as_a_data_axis_of_its_size(settings):
+    """Wire bytes are those of a group of two, not of the four workers."""
+
+    def wire(dp, **more):
+        plan = tiny_plan({"dp": dp, **HOROVOD, **data(**settings, **more)})
+        _, rows = account.traffic(plan)
+        return {row.group_size: row.wire_bytes for row in rows if row.purpose in ("gradients", "parameters")}[2]
+
+    assert wire(4, process_sets=((0, 3), (1, 2))) == wire(2)

@@ -86,11 +86,12 @@ class Way(ring.Way):
         members = way.process_set(worker, plan.mesh.size("dp"))
         if len(members) == 1:
             return []
-        if way.algorithm.name == NATIVE:
-            return ddp.Way.rows_of_sum(self, message, coordinate, plan)
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
         index = members.index(worker)
-        return counts.rows(way.algorithm, len(members), index, message.numel, message.element_bytes, limit)
+        rows = ddp.Way.rows_of_sum(self, message, coordinate, plan)
+        if way.algorithm.name != NATIVE:
+            rows = counts.rows(way.algorithm, len(members), index, message.numel, message.element_bytes, limit)
+        return [replace(row, axis=way.axis) for row in rows]
 
     def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""
@@ -134,4 +135,4 @@ def _combining(position: int, coordinate: dict[str, int], plan: Plan) -> list[Co
     contents = buckets.contents(position, coordinate, plan)
     vectors = [(sum(prod(shape) for _, shape in bucket), len(bucket)) for bucket in contents]
     size = HALF_BYTES if way.compression.kind == "fp16" else buckets.reduce_bytes(plan)
-    return halving.rows(vectors, len(members), members.index(coordinate["dp"]), size, "dp")
+    return halving.rows(vectors, len(members), members.index(coordinate["dp"]), size, way.axis)

@@ -12,6 +12,7 @@ from parallelrun.plan.ways import Request
 from ..ring.settings import RingWay
 
 ADASUM = "adasum"
+PROCESS_SET = "process_set"  # the name of their groups among the axes
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class HorovodWay(RingWay):
     def in_step(self) -> bool:
         """A worker that has joined takes part in gradients only."""
         return not self.independent and not self.worker_batches
+
+    @property
+    def axis(self) -> str:
+        """Over which groups workers reduce."""
+        return PROCESS_SET if self.process_sets else "dp"
+
+    def group_size(self, axis: str) -> int | None:
+        """The workers of a process set."""
+        return len(self.process_sets[0]) if self.process_sets and axis == PROCESS_SET else None
 
     def has_batch(self, step: int, worker: int) -> bool:
         """False for a worker that has joined."""
