@@ -11,6 +11,8 @@ from parallelrun.strategies.data.ps.clocks import Clocks
 from parallelrun.strategies.data.ps.figures import Figures
 from parallelrun.strategies.data.ps.log import Applied, Dropped, LogReader, Push, ServerLog
 from parallelrun.strategies.data.ps.meeting import Meeting
+from parallelrun.strategies.data.ps.shards import assign
+from tests.ranks.ps_body import ps_plan
 
 
 def clocks(*completed: int) -> Clocks:
@@ -121,3 +123,12 @@ def test_figures_add_up_the_first_servers_rows() -> None:
     assert (found["updates"], found["skipped_updates"], found["updates_per_s"]) == (3, 1, 0.75)
     assert found["dropped_of_worker"] == {2: 1} and found["dropped_gradients"] == 1
     assert found["server_queue"] == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize("servers", [2, 3, 5, 7])
+@pytest.mark.parametrize("min_kb", [0.1, 1, 4])
+def test_a_server_holds_at_most_one_part_of_a_tensor(servers, min_kb) -> None:
+    """A checkpoint file has one entry a tensor."""
+    plan = ps_plan({"strategy.data.servers": servers, "strategy.data.shard_min_kb": min_kb, "model.hidden": 32})
+    held = [(shard.server, shard.name) for shard in assign(plan)]
+    assert len(set(held)) == len(held)

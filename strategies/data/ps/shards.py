@@ -6,10 +6,9 @@ MinSizePartitioner does, and the pieces go to the least loaded server, the large
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from math import prod
 from typing import NamedTuple
 
@@ -49,7 +48,7 @@ def num_rows(parameter: ParameterSpec) -> int:
 def assign(plan: Plan) -> tuple[Shard, ...]:
     """The shards of all trained parameters, in the plan's order of parameters and rows: each row on one server.
 
-    What is frozen is on no server. No two shards of a server are neighbours of one parameter.
+    What is frozen is on no server. No two shards of a server are of one parameter.
     """
     return _assign(*_case(plan))
 
@@ -97,11 +96,18 @@ def _assign(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> tuple[S
     loads = [(0, server) for server in range(servers)]
     heapify(loads)
     placed: list[tuple[_Piece, int]] = []
+    holders: dict[int, set[int]] = {}  # of each parameter: a server saves at most one part of a tensor
     for piece in sorted(_pieces(spec, servers, min_bytes, size), key=lambda piece: (-piece.numel, piece)):
+        passed = []
+        while loads[0][1] in holders.setdefault(piece.order, set()):
+            passed.append(heappop(loads))
         load, server = loads[0]
         heapreplace(loads, (load + piece.numel, server))
+        for other in passed:
+            heappush(loads, other)
+        holders[piece.order].add(server)
         placed.append((piece, server))
-    return _merged([Shard(server, piece.name, piece.start, piece.stop) for piece, server in sorted(placed)])
+    return tuple(Shard(server, piece.name, piece.start, piece.stop) for piece, server in sorted(placed))
 
 
 @lru_cache(maxsize=4)
@@ -126,15 +132,3 @@ def _pieces(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> list[_P
                 numel = parameter.numel // rows * (stop - start)
                 found.append(_Piece(order, start, stop, parameter.name, numel))
     return found
-
-
-def _merged(shards: Sequence[Shard]) -> tuple[Shard, ...]:
-    """Neighbouring rows on one server as one shard."""
-    out: list[Shard] = []
-    for shard in shards:
-        last = out[-1] if out else None
-        if last and (last.name, last.server, last.stop) == (shard.name, shard.server, shard.start):
-            out[-1] = Shard(last.server, last.name, last.start, shard.stop)
-        else:
-            out.append(shard)
-    return tuple(out)
