@@ -102,6 +102,8 @@ def _own(case: Case) -> list[Candidate]:
     if compression == "none" and every == 1:
         return []
     size = case.size if compression == "none" else _compressed_bytes(plan)
+    if not size:  # what is sent is no sum over all of dp: Adasum's updates, sums within process sets
+        return []
     algorithm = _algorithm(plan)
     base = next((candidate for candidate in _reductions(case, size) if candidate.name == algorithm), None)
     if base is None:

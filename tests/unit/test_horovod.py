@@ -205,3 +205,19 @@ def test_a_process_set_sends_as_many_bytes_as_a_data_axis_of_its_size(settings):
         return {row.group_size: row.wire_bytes for row in rows if row.purpose in ("gradients", "parameters")}[2]
 
     assert wire(4, process_sets=((0, 3), (1, 2))) == wire(2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reduction": "adasum", "compression": "fp16"},
+        {"process_sets": ((0, 1), (2, 3)), "compression": "fp16"},
+        {"process_sets": ((0,), (1,), (2,), (3,))},
+        {"worker_batches": (3, 3, 1, 2)},
+    ],
+)
+def test_plan_can_show_it(settings):
+    from parallelrun.plan.document import facts
+
+    config = tiny_config({"dp": 4, "cluster.inter_gb_s": 3.0, "cluster.intra_gb_s": 3.0, **HOROVOD, **data(**settings)})
+    assert facts(resolve(config), config)
