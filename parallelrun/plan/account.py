@@ -15,7 +15,7 @@ from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec
 from parallelrun.plan import sample_sets
-from parallelrun.plan.resolve import Ways, ways_of
+from parallelrun.plan.resolve import Ways, server_way_of, ways_of
 from parallelrun.plan.structure import CONTROL_ELEMENTS, SYNC, Collective, Memory, Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
@@ -70,9 +70,9 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     The ways' own rows (the data way's include the sums over partial axes and of tied copies, which are sized by its
     shards) and one all-reduce of the control numbers. Where there are servers, these agree with each worker instead.
     """
-    ways = ways_of(plan)
     if plan.role(rank) == "server":
-        return merge(ways.data.server_collectives(rank - plan.num_workers, plan))
+        return merge(server_way_of(plan).server_collectives(rank - plan.num_workers, plan))
+    ways = ways_of(plan)
     place = plan.mesh.coordinate(rank)
     position = place["pp"]
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(position) for name in stage.blocks)
@@ -109,9 +109,9 @@ def _numel(held: HeldParameter, layout: Layout, plan: Plan, place: Mapping[str, 
 
 def memory(plan: Plan, rank: int) -> Memory:
     """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers keep the optimizer's state."""
-    ways = ways_of(plan)
     if plan.role(rank) == "server":
-        return ways.data.server_memory(rank - plan.num_workers, plan)
+        return server_way_of(plan).server_memory(rank - plan.num_workers, plan)
+    ways = ways_of(plan)
     place = plan.mesh.coordinate(rank)
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = plan.optimizer_states + getattr(ways.data, "kept_states", 0)  # diloco: its outer optimizer's

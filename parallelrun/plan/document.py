@@ -11,7 +11,7 @@ from parallelrun.plan import account, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, costs
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.resolve import server_way_of, ways_of
 from parallelrun.plan.structure import Plan
 
 LINKED_RANKS = 64  # more are not listed link by link
@@ -101,7 +101,7 @@ def server_rows(plan: Plan) -> list[dict[str, Any]]:
     """Every server: its rank, how much it owns and holds, and the largest share over the mean (1.0: even)."""
     if not plan.servers:
         return []
-    way = ways_of(plan).data
+    way = server_way_of(plan)
     memories = [way.server_memory(server, plan) for server in range(plan.servers)]
     mean = sum(memory.weights for memory in memories) / plan.servers
     return [

@@ -18,7 +18,7 @@ from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.names import did_you_mean, either
 from parallelrun.plan.structure import Batch, Equivalence, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
-from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, TensorWayPlan
+from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, ServerWayPlan, TensorWayPlan
 from parallelrun.precision import TABLE
 
 
@@ -41,6 +41,12 @@ def ways_of(plan: Plan) -> Ways:
     return Ways(
         load_way("data", plan.data.kind), load_way("tensor", plan.tensor.kind), load_way("pipeline", plan.pipeline.kind)
     )
+
+
+def server_way_of(plan: Plan) -> ServerWayPlan:
+    """The data way of a plan with servers."""
+    assert plan.servers, f"{plan.data.kind} has no servers"
+    return load_way("data", plan.data.kind)
 
 
 def resolve(

@@ -14,7 +14,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
-from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Plan, TensorWay
+from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Memory, Plan, TensorWay
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class DataWayPlan(Protocol):
     """Optional beside these: `gathered_bytes` (weights held gathered at the peak, and what else the way keeps),
     `filled` (what the way filled in), `links` (bytes from rank to rank, where the way itself decides who sends to
     whom), `sending_classes` (where members of dp send different things: (the first of those alike, how many)
-    each), and of a way with server ranks `num_servers`, `server_collectives`, `server_memory`
-    (`strategies/data/ps`)."""
+    each), and of a way with server ranks what `ServerWayPlan` adds."""
 
     reads: tuple[str, ...]  # the keys of `strategy.data` beside `kind` that this way reads; others given are violations
 
@@ -120,6 +119,22 @@ class DataWayPlan(Protocol):
         """
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
+
+
+class ServerWayPlan(Protocol):
+    """What a data way with server ranks answers beside `DataWayPlan` (`strategies/data/ps`)."""
+
+    def num_servers(self, asked: int | None) -> int:
+        """Ranks that are no workers. asked: `strategy.data.servers`."""
+
+    def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
+        """One server's part in a step of every worker."""
+
+    def server_memory(self, server: int, plan: Plan) -> Memory:
+        """Bytes of one server."""
+
+    def num_shards(self, server: int, plan: Plan) -> int:
+        """Tensors, or parts of them, that one server owns."""
 
 
 class Action(NamedTuple):
