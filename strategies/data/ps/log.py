@@ -118,7 +118,10 @@ def _row(fields: dict[str, Any]) -> Applied | Dropped:
     kind = Dropped if fields["kind"] == "dropped" else Applied
     values = {name: fields[name] for name in kind.__dataclass_fields__}
     if kind is Applied:
-        nan = float("nan")
-        values["pushes"] = tuple(Push(**{k: nan if v is None else v for k, v in p.items()}) for p in values["pushes"])
-        values = {name: nan if value is None else value for name, value in values.items()}
-    return kind(**values)
+        values["pushes"] = tuple(Push(**_numbers(push)) for push in values["pushes"])
+    return kind(**_numbers(values))
+
+
+def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    """What was not finite is null in JSON."""
+    return {name: float("nan") if value is None else value for name, value in fields.items()}

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from parallelrun.plan.structure import DataWay
+
 from .settings import ParameterServerWay
 
 AXIS = "world"
@@ -73,6 +75,7 @@ class Reply(NamedTuple):
 assert len(Request._fields) == len(Reply._fields) == HEADER_ELEMENTS
 
 
-def has_barrier(way: ParameterServerWay) -> bool:
+def has_barrier(way: DataWay) -> bool:
     """Is one update made of several workers' gradients? With staleness 0 a clock's pushes are one, as in sync."""
+    assert isinstance(way, ParameterServerWay), f"{way.kind} has no servers"
     return way.consistency == "sync" or (way.consistency == "ssp" and way.staleness == 0)

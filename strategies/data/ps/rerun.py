@@ -6,7 +6,7 @@ the log says. Servers are replayed as what they are, stores of shards; a version
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,7 @@ class Rerun:
             store.initialise()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self._squares: Counter[int] = Counter()
+        self._squares: dict[int, float] = defaultdict(float)
         self._keeps = keep_gradients
         self._kept: dict[int, list[Tensor]] = {}
 

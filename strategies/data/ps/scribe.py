@@ -49,7 +49,7 @@ class Scribe:
         lr = schedule.learning_rate(self._training.config.optimizer, clock, self._training.config.steps)
         record = StepRecord(
             clock, reply.loss, reply.norm, lr, reply.applied > 0, clocked.seconds, time.perf_counter() - self._began,
-            evaluation and evaluation.loss, scale, clocked.times, evaluation and evaluation.top1,
+            evaluation.loss if evaluation else None, scale, clocked.times, evaluation.top1 if evaluation else None,
         )  # fmt: skip
         if not self.by_log:
             self.recorder.step(record)
