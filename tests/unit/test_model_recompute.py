@@ -141,6 +141,6 @@ def test_a_block_traces_in_one_piece(mode: str) -> None:
 def test_compile_blocks_compiles_every_block_and_keeps_names(monkeypatch: pytest.MonkeyPatch) -> None:
     gpt = built("none", {"model.layers": 2})
     compiled: list[torch.nn.Module] = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, backend: compiled.append(module))
     compile_blocks(gpt)
     assert compiled == [gpt.block(name) for name in ("embedding", "layers.0", "layers.1", "head")]

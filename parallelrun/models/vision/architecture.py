@@ -134,7 +134,7 @@ class Linear(Operation):
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, inputs = f"{block}.{self.name}", shape[0]
         # the last layer is followed by no ReLU, and small logits start the loss at log(classes)
-        std = sqrt(2 / inputs) if self.role != "linear" else 0.1 / sqrt(inputs)
+        std = (1 / sqrt(3) if self.role != "linear" else 0.1) / sqrt(inputs)
         weight = ParameterSpec(f"{name}.weight", (self.outputs, inputs), Initialiser("normal", std), self.role)
         bias = ParameterSpec(f"{name}.bias", (self.outputs,), ZEROS, self.role)
         return LayerSpec(name, self.role, inputs, self.outputs, (weight, bias))
