@@ -41,7 +41,7 @@ def test_what_the_user_says_of_the_dataset_stands() -> None:
 
 
 def test_large_models_bring_a_learning_rate_that_suits_them() -> None:
-    assert composed("model=vgg16").optimizer.lr == 1e-4 and composed("model=resnet").optimizer.lr == 3e-3
+    assert composed("model=vgg16").optimizer.lr == 3e-5 and composed("model=resnet").optimizer.lr == 3e-3
     assert composed("model=vgg16", "optimizer.lr=0.5").optimizer.lr == 0.5
     assert composed("model=vgg16", "optimizer=sgd").optimizer.lr == composed("optimizer=sgd").optimizer.lr
 
