@@ -156,8 +156,9 @@ def test_a_sweep_without_a_legal_point_is_a_mistake(run):
 def test_unread_keys_are_notes_in_a_sweep(run):
     code, out, _ = run("plan", "-m", "--json", "strategy=ddp", "dp=2", "staleness=1,2")
     points = json.loads(out)["points"]
-    assert code == 0 and {point["state"] for point in points} == {"planned"}
+    assert code == 0 and [point["state"] for point in points] == ["planned", "skipped"]
     assert "staleness=1" in json.dumps(points[0]["warnings"])
+    assert points[1]["reason"].startswith("the same run as point 0; staleness=2 is read by none")
 
 
 def test_a_recipe_file_is_composed_and_the_command_line_beats_it(run, tmp_path):
