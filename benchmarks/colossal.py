@@ -152,7 +152,7 @@ class Side:
 def ours(case: Case) -> Side:
     """Our product as the layers use it."""
     shape = MeshShape(tuple(case.sizes.items()))
-    plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=())
+    plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=(), servers=0)
     mesh, product = build_mesh(plan, torch.device("cpu")), case.product
     part = Part(
         activation(product.x), product.weight, product.bias_layout, activation(product.y), case.sizes, mesh.coordinate

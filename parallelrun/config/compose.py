@@ -167,8 +167,8 @@ def _as_typed(text: str, shown: Mapping[str, str]) -> str:
 def _with_own_choices(config: Config, given: Set[str]) -> Config:
     """The dataset and the learning rate that the model's preset names, where neither the user nor a recipe chose."""
     model = config.model
-    if model.lr is not None and not given & {"optimizer", "optimizer.name", "optimizer.lr"}:
-        config = replace(config, optimizer=replace(config.optimizer, lr=model.lr))
+    if model.suited_lr is not None and not given & {"optimizer", "optimizer.name", "optimizer.lr"}:
+        config = replace(config, optimizer=replace(config.optimizer, lr=model.suited_lr))
     if model.dataset is None or given & {"dataset", "dataset.name"}:
         return config
     own = {

@@ -49,7 +49,7 @@ class ModelConfig:
     norm_samples: str | None = None  # samples that share BatchNorm statistics: a number | local; None: the global batch
     norm_momentum: float = 0.1  # how far a step moves the running statistics
     dataset: str | None = None  # what it is trained on when no dataset is chosen; None: the configuration's
-    lr: float | None = None  # of adamw, when neither optimizer nor optimizer.lr is chosen; None: the optimizer's
+    suited_lr: float | None = None  # of adamw, when neither optimizer nor optimizer.lr is chosen; None: the optimizer's
     # a user's own module: source=./net.py:build, roles and blocks by module name (fnmatch patterns)
     source: str | None = None
     roles: dict[str, str] = field(default_factory=dict)

@@ -90,7 +90,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "model.attention_dropout": (0, True, 1, False),
     "model.rope_theta": (0, False, None, False),
     "model.norm_momentum": (0, False, 1, True),
-    "model.lr": (0, True, None, False),
+    "model.suited_lr": (0, True, None, False),
     "cluster.memory_gb": (0, False, None, False),
     "cluster.peak_tflops": (0, False, None, False),
     "cluster.intra_gb_s": (0, False, None, False),

@@ -110,7 +110,7 @@ def test_a_sweep_with_real_ranks(tmp_path):
     for row in rows[1:]:
         assert json.loads((directory / row["directory"] / "status.json").read_text())["state"] == "done"
     assert {path.name for path in directory.iterdir()} == {
-        "results.jsonl", "results.csv", rows[1]["directory"], rows[2]["directory"],
+        "results.jsonl", "results.csv", "comparison.svg", "comparison.csv", rows[1]["directory"], rows[2]["directory"],
     }  # fmt: skip
     assert "strategy=tp" in done.stdout and "results.csv" in done.stdout
 

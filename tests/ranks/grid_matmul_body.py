@@ -97,7 +97,7 @@ class Found:
 def mesh_of(sizes: dict[str, int]) -> Mesh:
     """A mesh of these leaf axes; nothing else of a plan is needed."""
     shape = MeshShape(tuple(sizes.items()))
-    plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=())
+    plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=(), servers=0)
     return build_mesh(plan, torch.device("cpu"))
 
 
