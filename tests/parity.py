@@ -96,7 +96,7 @@ def _cell(
 
         getattr(grid_mutants if hasattr(grid_mutants, mutant) else mutants, mutant)()
     if config.compile:  # what the compiler makes graphs of, without its code generation, which takes minutes
-        train_build.compile_blocks = partial(compile_blocks, backend="eager")
+        train_build.compile_blocks = partial(compile_blocks, backend="aot_eager")
     training = build(config, plan, torch.device("cpu"))
     if fault:
         fault(training)

@@ -57,7 +57,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "2.5d dropout": {**DEEP, **DROPS, "recompute": "full"},
     "3d dropout": {**CUBE, **DROPS},
     "3d llama lean": {**CUBE, **llama(), **LEAN, "recompute": "full"},
-    "2d compiled": {**SQUARE, **ONE_LAYER, "compile": True, "dropout": 0.1},
+    "1x2 compiled": {**SQUARE, "tp": 2, "grid": "1x2", **ONE_LAYER, "compile": True, "dropout": 0.1},
     "3d mlp on features": {**CUBE, "model.name": "mlp"},
     "2d stationary_w, user's module, one dropout inside and one behind": {
         **SQUARE, **form("stationary_w"), **PLACED, "model.source": f"{NET}:build_sliceable",
