@@ -75,8 +75,8 @@ CELLS: dict[str, dict[str, Any]] = {
 # What differs from other cells in one way that is proved elsewhere too; compiling takes half a minute.
 RARE = (
     "hsdp, four replicas", "zero1, two sets a microbatch", "fsdp, kept", "recompute=selective",
-    "interleaved, recomputed", "zero bubble", "interleaved under fsdp", "alexnet in a pipeline", "a user's BatchNorms, zero1, recomputed",
-    "zero2", "local sgd", "vgg with dropout under fsdp",
+    "interleaved, recomputed", "zero bubble", "interleaved under fsdp", "alexnet in a pipeline",
+    "a user's BatchNorms, zero1, recomputed", "zero2", "local sgd", "vgg with dropout under fsdp",
 )  # fmt: skip
 if os.environ.get("PARALLELRUN_FULL_MATRIX") == "1":
     CELLS["compiled"] = {**RESNET, "dp": 2, "compile": True}
