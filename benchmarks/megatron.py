@@ -23,7 +23,7 @@ from benchmarks.plain_gpt import SIZES, Sizes
 from parallelrun.models.initialise import logical
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
-from parallelrun.train.step import forward_backward
+from parallelrun.train.step import finish_gradients, forward_backward
 from tests.plans import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "strategy.pipeline.kind": "1f1b"}}
@@ -202,6 +202,7 @@ def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     def ours() -> None:
         state["step"] += 1
         state["loss"], _ = forward_backward(training, state["step"])
+        finish_gradients(training)
 
     ours()
     peer.step()

@@ -200,7 +200,7 @@ def _as_set(plan: Plan) -> str | None:
         return GATHERED_AGAIN if way.reshard_after_forward else SHARDED
     if way.kind == "ps":
         return SERVERS if plan.servers > 1 else ONE_SERVER
-    if way.kind == "zero2" and plan.batch.microbatches > 1 and plan.pipeline.kind not in ("zero_bubble", "zbv"):
+    if way.kind == "zero2" and plan.batch.microbatches > 1 and not plan.pipeline.splits_backward:
         return SCATTERED_AGAIN  # in every backward pass, unless gradients come after all of them
     return SHARDED if way.kind in ("zero1", "zero2") else _algorithm(plan)
 

@@ -109,12 +109,21 @@ class TensorWay:
     save_gathered: bool = True
 
 
+# Schedules that compute the gradients of weights apart from backward: a parameter's hook fires for half of them.
+SPLIT_BACKWARD = ("zero_bubble", "zbv")
+
+
 @dataclass(frozen=True)
 class PipelineWay:
     """kind: none (pp=1) | naive | gpipe | 1f1b | interleaved | zero_bubble | zbv. chunks: stages per rank."""
 
     kind: str
     chunks: int = 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return self.kind in SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from parallelrun import checkpoint
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, Problem, SaveFailed
 from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
 from parallelrun.train.scaler import LossScaler
 
@@ -94,15 +96,8 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
     checkpoint.keep_last(directory, config.checkpoint.keep, training.mesh)
 
 
-def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
-    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError."""
-    config, plan = training.config, training.plan
-    if not config.resume:
-        return {}
-    path = checkpoint.resolve_resume(config.resume, config.runs)
-    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
-    training.data.finish_update()  # zero1: the loaded shards go back into the weights
-    training.data.after_load(extra.get("kept", ()))
+def check_batch(extra: Mapping[str, Any], plan: Plan, path: Path) -> None:
+    """Raises CheckpointError if the checkpoint was trained with another global batch."""
     if extra["global_batch"] != plan.batch.global_batch:
         raise CheckpointError(
             Problem(
@@ -112,5 +107,17 @@ def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
                 suggestion=f"global_batch={extra['global_batch']}",
             )
         )
+
+
+def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
+    """Load `config.resume` if given; return its `extra`, else nothing. Raises CheckpointError."""
+    config, plan = training.config, training.plan
+    if not config.resume:
+        return {}
+    path = checkpoint.resolve_resume(config.resume, config.runs)
+    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
+    training.data.finish_update()  # zero1: the loaded shards go back into the weights
+    training.data.after_load(extra.get("kept", ()))
+    check_batch(extra, plan, path)
     scaler.load_state(extra["scaler"])
     return extra

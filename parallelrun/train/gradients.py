@@ -65,8 +65,8 @@ class Gradients:
 
         Each logical element is counted once over the world, or once over each independent replica: by the owner of its
         part (replicas with flat buffers share the work: each owns a part of those), and by the original of a tied pair.
-        The sum over the world is not finite
-        exactly if some gradient element is not (or its square sum overflows fp32).
+        The sum over the world is not finite exactly if some gradient element is not (or its square sum overflows
+        fp32).
         """
         norms = _norms(self._measured or [_gradient(p) for p in self._counted])
         if not norms:

@@ -54,17 +54,11 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
     return max(int(everyone) * num_counted // num_active, 1), int(mine)
 
 
-def forward_backward(
-    training: Training,
-    step: int,
-    loss_scale: float = 1.0,
-    meanwhile: Callable[[Tensor, int], None] = lambda loss_sum, num_valid: None,
-) -> tuple[Tensor, int]:
-    """Leave the global gradient (times loss_scale) in the parameters; return (local loss sum, local valid targets).
+def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
+    """Put the global gradient (times loss_scale) on its way; return (local loss sum, local valid targets).
 
-    meanwhile: called with both while the last gradients are on their way.
-
-    An independent replica's gradient is dp times its part of the global one, so that their mean is the global one.
+    `finish_gradients` waits for it. An independent replica's gradient is dp times its part of the global one, so that
+    their mean is the global one.
     """
     has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
     batch = training.reader.batch(step) if has_batch else None
@@ -75,10 +69,13 @@ def forward_backward(
     else:
         loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
     training.data.launch_gradients()
-    meanwhile(loss_sum, mine)
+    return loss_sum, mine
+
+
+def finish_gradients(training: Training) -> None:
+    """Wait until the parameters have the final gradients."""
     training.data.finish_gradients()
     training.gradients.finalise()
-    return loss_sum, mine
 
 
 def train_step(
@@ -93,21 +90,14 @@ def train_step(
 
     observe: called between backward and clipping, with the final gradients in place (`verify` reads them there).
     """
-    agreements: list[control.Agreement] = []
-
-    def agree_early(loss_sum: Tensor, num_valid: int) -> None:
-        """Where the norm need not be exchanged, the ranks wait for each other once a step instead of twice."""
-        if training.gradients.measured_alone:
-            agreements.append(_agree(training, loss_sum, num_valid, 0.0, stop))
-
-    loss_sum, num_valid = forward_backward(training, step, scaler.scale, agree_early)
+    loss_sum, num_valid = forward_backward(training, step, scaler.scale)
+    # Where the norm need not be exchanged, the ranks wait for each other once a step instead of twice.
+    early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.measured_alone else None
+    finish_gradients(training)
     if observe:
         observe(training)
     squares = training.gradients.squared_norm()
-    if agreements:
-        totals = agreements[0].totals(squares)
-    else:
-        totals = _agree(training, loss_sum, num_valid, squares, stop).totals()
+    totals = early.totals(squares) if early else _agree(training, loss_sum, num_valid, squares, stop).totals()
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:

@@ -17,10 +17,6 @@ from parallelrun.plan.structure import Plan
 
 from .compression.runtime import Waitable
 
-# Under these schedules torch computes weight gradients apart from the backward pass, and a parameter's hook fires for
-# half of them: their gradients are taken when the schedule is done.
-WITHOUT_HOOKS = ("zero_bubble", "zbv")
-
 
 @dataclass(eq=False)
 class Slot:
@@ -88,7 +84,7 @@ class Reducer:
         self._num_passes = plan.batch.microbatches
         self._num_launched = 0
         self._armed = False
-        if plan.pipeline.kind not in WITHOUT_HOOKS:
+        if not plan.pipeline.splits_backward:  # then hooks fire for half of the parameters: `launch_rest` takes all
             for bucket in self.buckets:
                 hook = self._hook(bucket)
                 for slot in bucket.slots:

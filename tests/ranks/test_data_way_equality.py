@@ -13,7 +13,7 @@ from torch import Tensor
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.bucketed import Bucket
 from parallelrun.train.build import Training
-from parallelrun.train.step import forward_backward
+from parallelrun.train.step import finish_gradients, forward_backward
 from parallelrun.verify.measure import BOUNDS, tensor_errors
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -217,6 +217,7 @@ def gradient_bytes(overrides: dict[str, Any]) -> tuple[int, int, int]:
 
         under_way.start = watched
     forward_backward(training, 1)
+    finish_gradients(training)
     weights = [weight for part in training.parts for weight in part.parameters()]
     held = {
         w.grad.untyped_storage().data_ptr(): w.grad.untyped_storage().nbytes() for w in weights if w.grad is not None

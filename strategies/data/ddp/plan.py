@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from parallelrun.errors import Problem
-from parallelrun.layout import Layout
 from parallelrun.plan.account import merge
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
@@ -12,9 +11,10 @@ from parallelrun.train.parameters import held_parameters
 from .. import buckets
 from ..compression import settings as compression
 from ..compression.settings import CompressedWay, Message
+from ..replicated import Replicated
 
 
-class Way:
+class Way(Replicated):
     """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
 
     reads: tuple[str, ...] = ("bucket_mb", *compression.KEYS)
@@ -24,18 +24,6 @@ class Way:
 
     def settle(self, request: Request) -> CompressedWay:
         return compression.settle(request)
-
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        return (("dp", request.dp),), ()
-
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The sums of every bucket, then what the final gradients need (partial axes, tied copies)."""

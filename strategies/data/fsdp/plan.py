@@ -12,7 +12,7 @@ from dataclasses import replace
 from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
+from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
@@ -21,7 +21,6 @@ from .. import buckets
 from ..sharding import check_splits
 from .units import Unit, shard_axis, units
 
-ZERO_BUBBLE = ("zero_bubble", "zbv")
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
 
@@ -145,7 +144,7 @@ def _smallest_part(request: Request) -> int:
 
 def _check_reshard(request: Request) -> list[Problem]:
     way, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
-    if not (way.reshard_after_forward and kind in ZERO_BUBBLE and request.pp > 1):
+    if not (way.reshard_after_forward and kind in SPLIT_BACKWARD and request.pp > 1):
         return []
     return [
         Problem(

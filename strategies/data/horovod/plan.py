@@ -93,6 +93,10 @@ class Way(ring.Way):
             rows = counts.rows(way.algorithm, len(members), index, message.numel, message.element_bytes, limit)
         return [replace(row, axis=way.axis) for row in rows]
 
+    def links(self, plan: Plan) -> dict[tuple[int, int], int]:
+        """Not told: process sets and Adasum send over links of their own."""
+        return {}
+
     def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""
         if not _is_adasum(plan):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from parallelrun.plan.structure import Plan
 
-from ..bucketed import WITHOUT_HOOKS
 from .settings import HorovodWay
 
 STEPS_ROW = 0
@@ -54,7 +53,7 @@ class Timeline:
 
     def watch(self, weights: Mapping[str, nn.Parameter], plan: Plan) -> None:
         """Note when gradients are ready, where the schedule tells."""
-        if plan.pipeline.kind in WITHOUT_HOOKS:
+        if plan.pipeline.splits_backward:
             return
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(lambda _, name=name: self._ready.update({name: self._now()}))

@@ -10,19 +10,19 @@ from __future__ import annotations
 from math import prod
 
 from parallelrun.errors import Problem
-from parallelrun.layout import Layout
 from parallelrun.plan.structure import SYNC, Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
+from ..replicated import Replicated
 from .settings import IndependentWay
 
 DEFAULT_SYNC_EVERY = 8
 
 
-class Way:
+class Way(Replicated):
     """Every rank of dp holds weights, gradients and optimizer state of its own replica, whole."""
 
     reads: tuple[str, ...] = ("bucket_mb", "sync_every")
@@ -38,18 +38,6 @@ class Way:
             sync_every=data.sync_every or DEFAULT_SYNC_EVERY,
             steps=request.config.steps,
         )
-
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        return (("dp", request.dp),), ()
-
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Of a step that synchronises: one all-reduce per bucket of weights; of every step: what gradients need."""

@@ -6,12 +6,12 @@ The servers are the last ranks and no part of the mesh: dp counts the workers.
 from __future__ import annotations
 
 from parallelrun.errors import Problem
-from parallelrun.layout import Layout
 from parallelrun.plan.names import counted, one_of
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
 
+from ..replicated import Replicated
 from . import shards, traffic
 from .protocol import has_barrier
 from .settings import CONSISTENCIES, SSP, SYNC, ParameterServerWay
@@ -19,7 +19,7 @@ from .settings import CONSISTENCIES, SSP, SYNC, ParameterServerWay
 DEFAULT_STALENESS = 2
 
 
-class Way:
+class Way(Replicated):
     """Workers hold a copy of the weights, which the servers own, with the optimizer's state."""
 
     reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
@@ -58,18 +58,6 @@ class Way:
         if _consistency(request) != SSP or request.config.strategy.data.staleness is not None:
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
-
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        return (("dp", request.dp),), ()
-
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's pull and push of a step."""

@@ -19,10 +19,10 @@ from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.checkpoint.store import one_process_is_fine, raise_for_user
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
-from parallelrun.errors import CheckpointError, Problem, SaveFailed
+from parallelrun.errors import SaveFailed
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
-from parallelrun.train.checkpointing import MAX_FAILED_SAVES
+from parallelrun.train.checkpointing import MAX_FAILED_SAVES, check_batch
 from parallelrun.train.scaler import LossScaler
 
 from .store import ShardStore
@@ -111,15 +111,7 @@ def load(store: ShardStore, config: Config, plan: Plan, together: bool) -> dict[
         if state:
             store.optimizer.load_state(name, state)
     extra = dict(reader.index.extra)
-    if extra["global_batch"] != plan.batch.global_batch:
-        raise CheckpointError(
-            Problem(
-                f"global_batch={plan.batch.global_batch}, but {path} was trained with {extra['global_batch']}: "
-                "the order of samples would change",
-                where="global_batch",
-                suggestion=f"global_batch={extra['global_batch']}",
-            )
-        )
+    check_batch(extra, plan, path)
     step, clocks = int(extra["step"]), extra.get("clocks", [])
     store.version = step if together else 0
     return dict(enumerate(clocks)) if len(clocks) == len(workers) and not together else dict.fromkeys(workers, step)

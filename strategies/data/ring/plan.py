@@ -54,12 +54,12 @@ class Way(ddp.Way):
         return [(same[0], len(same)) for same in alike.values()]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend, or
-        a way made from this one, decides who sends to whom."""
+        """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
+        decides who sends to whom."""
         data, size = plan.data, plan.mesh.size("dp")
         assert isinstance(data, RingWay)
         found: Counter[tuple[int, int]] = Counter()
-        if data.kind != "ring" or data.algorithm.name == NATIVE:
+        if data.algorithm.name == NATIVE:
             return found
         for ranks in plan.mesh.groups("dp"):
             place = plan.mesh.coordinate(ranks[0])

@@ -13,10 +13,11 @@ from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
+from ..replicated import Replicated
 from ..sharding import check_splits
 
 
-class Way:
+class Way(Replicated):
     """Weights and gradients are whole on every rank of dp; optimizer state and the update are split."""
 
     reads = ("bucket_mb",)
@@ -27,17 +28,8 @@ class Way:
     def settle(self, request: Request) -> DataWay:
         return buckets.settle(request)
 
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        return (("dp", request.dp),), ()
-
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
-
     def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
         return tensor_layout.split(0, "dp") if plan.mesh.size("dp") > 1 else tensor_layout
-
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter of gradients and an all-gather of updated parameters, then the final sums."""

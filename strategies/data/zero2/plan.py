@@ -17,7 +17,6 @@ from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .. import buckets
-from ..fsdp.plan import ZERO_BUBBLE
 from ..sharding import check_splits
 from ..zero1 import plan as zero1
 
@@ -30,7 +29,7 @@ class Way(zero1.Way):
 
     def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
         """Shards; whole under schedules whose gradients come after them."""
-        return tensor_layout if plan.pipeline.kind in ZERO_BUBBLE else self.state_layout(tensor_layout, plan)
+        return tensor_layout if plan.pipeline.splits_backward else self.state_layout(tensor_layout, plan)
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""
@@ -51,7 +50,7 @@ class Way(zero1.Way):
 
 def reductions(plan: Plan) -> int:
     """How often a step reduces every bucket of gradients."""
-    return 1 if plan.pipeline.kind in ZERO_BUBBLE else plan.batch.microbatches
+    return 1 if plan.pipeline.splits_backward else plan.batch.microbatches
 
 
 def stage_buckets(

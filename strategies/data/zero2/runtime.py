@@ -18,7 +18,6 @@ from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.parameters import LocalParameter
 
-from ..fsdp.plan import ZERO_BUBBLE
 from ..local import LocalRuntime, Pair, frozen, match, trained
 from ..zero1.runtime import Chunk, shard
 from .plan import reductions, stage_buckets
@@ -133,7 +132,7 @@ class StageReducer:
         self._num_reductions = reductions(plan) * len(self.buckets)
         self._num_started = 0
         self._armed = False
-        if plan.pipeline.kind not in ZERO_BUBBLE:
+        if not plan.pipeline.splits_backward:
             for bucket in self.buckets:
                 hook = self._hook(bucket)
                 for weight in bucket.weights:

@@ -12,13 +12,13 @@ from math import lcm, prod
 from parallelrun.errors import Problem
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.structure import SPLIT_BACKWARD
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
 
 from . import axes, choose, shapes
 from .choose import Misfit
 
-SPLIT_BACKWARD = ("zero_bubble", "zbv")
 ROLES = ("columns", "row", "linear", "embedding", "position", "norm", "head")  # of layers that may have parameters
 LESSON = "matmul"  # it shows uneven parts on purpose
 

@@ -25,7 +25,6 @@ from parallelrun.product import Transfer, transfers
 from .products import lies, product_of
 
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # of operands; whatever else moves is an activation
-SPLIT_BACKWARD = ("zero_bubble", "zbv")
 
 
 class Call(NamedTuple):
@@ -43,7 +42,7 @@ def overlaps(plan: Plan) -> bool:
 
     Only such a node can gather again in backward: asked for that, it is taken without `overlap` too.
     """
-    return (plan.tensor.overlap or not plan.tensor.save_gathered) and plan.pipeline.kind not in SPLIT_BACKWARD
+    return (plan.tensor.overlap or not plan.tensor.save_gathered) and not plan.pipeline.splits_backward
 
 
 def rows(plan: Plan) -> int:

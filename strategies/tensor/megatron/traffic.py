@@ -21,12 +21,11 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
 Call = tuple[str, str, int]  # operation, purpose, payload bytes
-SPLIT_BACKWARD = ("zero_bubble", "zbv")
 
 
 def overlaps(plan: Plan) -> bool:
     """Does the input-gradient reduction share a node with the weight gradients? Never under a split backward."""
-    return plan.tensor.overlap and plan.pipeline.kind not in SPLIT_BACKWARD
+    return plan.tensor.overlap and not plan.pipeline.splits_backward
 
 
 def rows(plan: Plan) -> int:
