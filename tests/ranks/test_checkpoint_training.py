@@ -12,6 +12,7 @@ from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.checkpoints import read_whole, same
 from tests.plans import tiny_config, tiny_plan
+from tests.vision import RESNET
 
 STEPS, SAVED = 6, 3
 BASE = {"model.layers": 2, "model.vocab": 33, "dataset.vocab": 33, "dropout": 0.1, "steps": STEPS}
@@ -22,6 +23,7 @@ LOCAL_SGD = {"dp": 2, "tp": 2, "strategy.data.kind": "local_sgd", "strategy.data
 DILOCO = {"dp": 2, "pp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
 FSDP = {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"}
 PIPELINE = {"pp": 2, "tp": 2}
+IMAGES = {**RESNET, "dp": 2, "dropout": 0.0}  # running statistics change without a gradient
 
 
 def train(folder, overrides, resume):
@@ -44,8 +46,8 @@ def world(overrides):
 
 @pytest.mark.parametrize(
     "plan",
-    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO],
-    ids=["one", "zero1", "zero2", "fsdp_tp2", "tp2_pp2", "local_sgd_tp2", "diloco_pp2"],
+    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES],
+    ids=["one", "zero1", "zero2", "fsdp_tp2", "tp2_pp2", "local_sgd_tp2", "diloco_pp2", "batch_norm"],
 )
 def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
     whole = run_ranks(world(plan), train, tmp_path / "whole", plan, None)[0]
