@@ -12,6 +12,31 @@ from typing import Any
 
 
 @dataclass
+class RouterConfig:
+    """How the layers with experts choose them (`model.router.*`): part of the model, which every plan must keep.
+
+    An expert preset of `strategy` fills these in (`strategy.router`); the user's own keys beat it. A routing group is
+    `group_samples` consecutive samples of the global batch, whatever the plan.
+    """
+
+    kind: str = "top_k"  # top_k | gshard | switch | expert_choice
+    top_k: int = 2  # experts of a token (gshard 2, switch 1); expert_choice: experts of a token on average
+    score: str = "softmax"  # softmax | sigmoid (DeepSeek-V3)
+    renormalise: str = "before"  # the chosen weights are made to sum to 1: none | before | after some are dropped
+    scaling: float = 1.0  # the weights are multiplied by it
+    capacity_factor: float | None = None  # tokens an expert takes of a group, over its even share; None: all that come
+    eval_capacity_factor: float | None = None  # the same in evaluation; None: as in training
+    min_capacity: int = 4
+    drop_policy: str = "position"  # who stays where more come: position (in token order) | probability
+    second_expert: str = "all"  # gshard: random (kept with probability 2 g2) | all
+    group_samples: int = 1
+    aux_coefficient: float = 0.01  # of the load-balancing loss, whose balanced value is 1
+    z_coefficient: float = 0.0  # of the mean squared log-sum-exp of the logits (ST-MoE)
+    jitter: float = 0.0  # the router's input is multiplied by uniform(1 - jitter, 1 + jitter) in training
+    bias_rate: float = 0.0  # DeepSeek's balancing without a loss: how far a step moves an expert's selection bias
+
+
+@dataclass
 class ModelConfig:
     """What is trained. `name` is the registry key (gpt, resnet, module, ...); a size preset fills the rest."""
 
@@ -35,6 +60,13 @@ class ModelConfig:
     init_std: float = 0.02
     label_smoothing: float = 0.0
     attention_dropout: float = 0.0
+    # experts (gpt): a layer with experts has them in the place of its MLP
+    experts: int = 0  # of a layer; 0: the model has none
+    expert_ffn: int | None = None  # width of one expert's inside; None: as the MLP's
+    expert_period: int = 2  # one of so many layers has experts: the last
+    dense_layers: int = 0  # the first layers, which have none
+    shared_experts: int = 0  # an MLP of so many expert_ffn beside the experts, for every token
+    router: RouterConfig = field(default_factory=RouterConfig)
     # matmul: the product X (rows x inner) by W (inner x columns) of the lesson
     rows: int = 4
     inner: int = 5
@@ -133,6 +165,17 @@ class PipelineWayConfig:
 
 
 @dataclass
+class ExpertWayConfig:
+    """The way of the expert axis: capacity | dropless."""
+
+    kind: str | None = None  # None: capacity where the router has one, else dropless
+    fills: bool = False  # unset ep takes as much of dp as divides the experts
+    chunks: int = 1  # a microbatch's groups in so many parts: one is on its way while another computes
+    group_size: int | None = None  # hierarchical: ranks of ep in an inner group; None: one all-to-all over all of ep
+    overlap: bool = True  # the shared expert computes while rows are on their way
+
+
+@dataclass
 class StrategyConfig:
     """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given."""
 
@@ -143,6 +186,8 @@ class StrategyConfig:
     data: DataWayConfig = field(default_factory=DataWayConfig)
     tensor: TensorWayConfig = field(default_factory=TensorWayConfig)
     pipeline: PipelineWayConfig = field(default_factory=PipelineWayConfig)
+    expert: ExpertWayConfig = field(default_factory=ExpertWayConfig)
+    router: dict[str, Any] = field(default_factory=dict)  # what the preset fills into model.router
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
 from parallelrun.errors import Problem
 
@@ -57,7 +57,9 @@ class LayerSpec:
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
     by a tensor way), `row`, `linear` (between two layers that see the whole hidden size: nothing is split in between),
-    `embedding`, `position`, `head`, `norm`, `dropout`; empty for what has none (a user's own layer).
+    `embedding`, `position`, `head`, `norm`, `dropout`; `enter` and `leave` (no parameters: around what reads the whole
+    sequence and hidden size and gives a sum over split features), `router` and `expert` between them; empty for what
+    has none (a user's own layer).
     in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
     weight, `parameters` is empty and `tied` names the parameter it reads.
     """
@@ -115,6 +117,47 @@ class BlockSpec:
 
 
 @dataclass(frozen=True)
+class RouterSpec:
+    """How every layer with experts chooses them: `config.schema.RouterConfig`, settled (see there)."""
+
+    kind: str
+    top_k: int
+    score: str
+    renormalise: str
+    scaling: float
+    capacity_factor: float | None
+    eval_capacity_factor: float | None
+    min_capacity: int
+    drop_policy: str
+    second_expert: str
+    group_samples: int
+    aux_coefficient: float
+    z_coefficient: float
+    jitter: float
+    bias_rate: float
+
+    @property
+    def limited(self) -> bool:
+        """Has an expert a capacity? Expert choice has by its nature."""
+        return self.capacity_factor is not None or self.kind == "expert_choice"
+
+    def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
+        """Tokens that an expert takes of a routing group of `num_tokens` at most; all of them without a limit.
+
+        GShard's 2 S / E x factor, rounded up, for any top_k; at least min_capacity, never more than the group.
+        """
+        factor = self.capacity_factor
+        if not training and self.eval_capacity_factor is not None:
+            factor = self.eval_capacity_factor
+        if factor is None and self.kind == "expert_choice":
+            factor = 1.0
+        if factor is None:
+            return num_tokens
+        share = ceil(num_tokens * self.top_k * factor / num_experts)
+        return min(num_tokens, max(share, self.min_capacity))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models), `features` or `images`.
 
@@ -142,6 +185,8 @@ class ModelSpec:
     attention_dropout: float = 0.0
     tied: tuple[tuple[str, str], ...] = ()
     mask_token: int | None = None
+    experts: int = 0
+    router: RouterSpec | None = None  # None: no layer has experts
     notes: tuple[str, ...] = field(default=())
 
     @cached_property

@@ -127,6 +127,20 @@ class PipelineWay:
 
 
 @dataclass(frozen=True)
+class ExpertWay:
+    """kind: none (ep=1: every rank has all experts) | capacity | dropless.
+
+    chunks: parts of a microbatch's groups that go one after the other. group_size: ranks of an inner group of the
+    two-level all-to-all, 1 where there is one level. overlap: start sending, compute what does not wait for it.
+    """
+
+    kind: str = "none"
+    chunks: int = 1
+    group_size: int = 1
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
 class Stage:
     """One pipeline stage: its index along the model, the pp coordinate that runs it, and the blocks it holds."""
 
@@ -189,6 +203,7 @@ class Plan:
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
+    expert: ExpertWay = ExpertWay()
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -240,6 +255,8 @@ class Collective:
     operation: all_reduce | all_gather | reduce_scatter | broadcast | reduce | all_to_all | send | recv. payload_bytes:
     the sum over calls of the buffer (all-reduce, broadcast, reduce: the tensor; all-gather, reduce-scatter, all-to-all:
     the full-size buffer; point to point: counted at the sender, `recv` rows carry 0).
+    most_bytes: where payload depends on the data (dropless experts), payload_bytes is that of an even load and no step
+    can send more than this; else None.
     """
 
     axis: str
@@ -247,6 +264,7 @@ class Collective:
     purpose: str
     calls: int
     payload_bytes: int
+    most_bytes: int | None = None
 
 
 @dataclass(frozen=True)

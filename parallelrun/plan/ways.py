@@ -14,7 +14,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
-from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Memory, Plan, TensorWay
+from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, ExpertWay, Memory, Plan, TensorWay
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Request:
     chunks: int
     batch: Batch | None
     servers: int = 0
+    ep: int = 1
 
 
 class TensorWayPlan(Protocol):
@@ -117,6 +118,26 @@ class DataWayPlan(Protocol):
 
         the sums over partial axes and of tied copies, which are sized by this way's shards.
         """
+
+    def equivalence(self, plan: Plan) -> Equivalence: ...
+
+
+class ExpertWayPlan(Protocol):
+    """Of the ways to bring tokens to experts that lie on other ranks of dp (`strategies/expert`)."""
+
+    def check(self, request: Request) -> list[Problem]: ...
+
+    def settle(self, request: Request) -> ExpertWay:
+        """The plan's ExpertWay, everything chosen. Asked of a request without violations."""
+
+    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        """(leaf axes that make up ep, major first; factors): (("ep", 4),), () or two levels and how they make ep."""
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """One rank's all-to-alls of one training step (all microbatches) for those blocks."""
+
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Bytes that one microbatch of `block` keeps for backward because rows go to experts and back."""
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 
