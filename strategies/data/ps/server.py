@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
@@ -22,6 +21,7 @@ from . import protocol
 from .channel import Channel, PeerGone
 from .clocks import Clocks
 from .count import StepCounter
+from .desk import Aborted, Desk, Figures
 from .log import Applied, Dropped, Push, ServerLog
 from .meeting import Meeting
 from .protocol import AXIS, CONTROL, PULL, PUSH, UPDATE, Reply, Request, has_barrier
@@ -30,15 +30,6 @@ from .store import ShardStore
 
 ASK_AGAIN_S = 1.0  # how long a server lets a worker wait in a meeting before it answers "not yet"
 BEAT_S = 0.2
-
-
-@dataclass
-class Figures:
-    """What a server measures beside its log: seconds for which answers were held back, by worker; payload both ways."""
-
-    blocked_s: dict[int, float] = field(default_factory=dict)
-    pushed_bytes: int = 0
-    pulled_bytes: int = 0
 
 
 class Server:
@@ -101,7 +92,7 @@ class Server:
     # one thread per worker
 
     def _attend(self, worker: int) -> None:
-        desk = _Desk(worker, self.store)
+        desk = Desk(worker, self.store)
         try:
             while self._answer(desk):
                 pass
@@ -128,7 +119,7 @@ class Server:
                 self._error = self._error or error
             self._changed.notify_all()
 
-    def _answer(self, desk: _Desk) -> bool:
+    def _answer(self, desk: Desk) -> bool:
         """Receive one request and answer it; False after the last."""
         request = desk.channel.receive_request()
         if request.operation == UPDATE:
@@ -142,7 +133,7 @@ class Server:
             self.counter.exchanged(desk.worker, passed)
         return True
 
-    def _reply(self, desk: _Desk, request: Request) -> None:
+    def _reply(self, desk: Desk, request: Request) -> None:
         if request.operation in (protocol.READ, UPDATE):
             reply, weights = self._update(desk, request) if request.operation == UPDATE else self._read(desk)
             desk.channel.send_header(reply)
@@ -157,12 +148,12 @@ class Server:
             flat = self._kept[request.clock] if request.operation == protocol.READ_GRADIENT else self._frozen()
             desk.channel.send(flat, PULL)
 
-    def _read(self, desk: _Desk) -> tuple[Reply, Tensor]:
+    def _read(self, desk: Desk) -> tuple[Reply, Tensor]:
         with self._changed:
             reply = Reply(1, self.store.version, self.clocks.completed[desk.worker], stop=float(self._stop))
             return reply, desk.pull.copy_(self.store.weights)
 
-    def _update(self, desk: _Desk, request: Request) -> tuple[Reply, Tensor]:
+    def _update(self, desk: Desk, request: Request) -> tuple[Reply, Tensor]:
         """Take in one push; the answer, and the weights that go with it."""
         with self._changed:
             arrived = time.perf_counter()
@@ -183,7 +174,7 @@ class Server:
 
     # one push, one update (async, ssp)
 
-    def _alone(self, desk: _Desk, request: Request, step_time: float) -> Reply:
+    def _alone(self, desk: Desk, request: Request, step_time: float) -> Reply:
         worker, clock = desk.worker, request.clock
         self.clocks.tick(worker, clock)
         finite = request.finite > 0
@@ -207,7 +198,7 @@ class Server:
 
     # one update of several pushes (sync, backup workers)
 
-    def _together(self, desk: _Desk, request: Request) -> Reply:
+    def _together(self, desk: Desk, request: Request) -> Reply:
         clock = request.clock
         if clock <= self.store.version:
             self._log.add(Dropped(self.index, desk.worker, clock, request.pulled, self.store.version, self._now()))
@@ -314,21 +305,7 @@ class Server:
         """Let others work until `condition` holds, or somebody has failed."""
         self._changed.wait_for(lambda: self._error is not None or condition(), timeout)
         if self._error is not None:
-            raise _Aborted
+            raise Aborted
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
-
-
-class _Aborted(Exception):
-    """Another thread has failed; this one only stops."""
-
-
-class _Desk:
-    """What one thread has for its worker: the channel and a buffer each way."""
-
-    def __init__(self, worker: int, store: ShardStore):
-        self.worker = worker
-        self.channel = Channel(worker)
-        self.push = torch.zeros_like(store.weights)
-        self.pull = torch.zeros_like(store.weights)
