@@ -49,14 +49,29 @@ def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate:
     that the caller holds: any slice of them gives the same slice of the mask.
     """
     assert 0.0 <= rate < 1.0, f"dropout rate {rate} is outside [0, 1)"
+    # signed 32 bits are uniform over [-2^31, 2^31)
+    return _bits(key, sample_ids, rows, columns) >= round(rate * 2**32) - 2**31
+
+
+def uniform(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor | None = None) -> Tensor:
+    """fp32 (samples, rows[, columns]) in [0, 1), by the hash that `keep_mask` drops by; arguments as there.
+
+    Multiples of 2^-24, so that they are the same numbers in fp32 and fp64. Without columns: those of column 0.
+    """
+    if columns is None:
+        return uniform(key, sample_ids, rows, torch.zeros_like(rows[:1])).squeeze(2)
+    return _shifted(_bits(key, sample_ids, rows, columns), 8).to(torch.float32) * 2.0**-24
+
+
+def _bits(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """int32 (samples, rows, columns), all 32 bits random."""
     row_keys = _mix64(_mix64(sample_ids + key).unsqueeze(1) + rows)
     first, second = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
     mixed = first.unsqueeze(2) + (columns * 0x9E3779B1).to(torch.int32)
     mixed = (mixed ^ _shifted(mixed, 16)) * 0x7FEB352D
     mixed = mixed ^ second.unsqueeze(2)
     mixed = (mixed ^ _shifted(mixed, 15)) * (0x846CA68B - 2**32)
-    mixed = mixed ^ _shifted(mixed, 16)
-    return mixed >= round(rate * 2**32) - 2**31  # signed 32 bits are uniform over [-2^31, 2^31)
+    return mixed ^ _shifted(mixed, 16)
 
 
 def _mix64(bits: Tensor) -> Tensor:

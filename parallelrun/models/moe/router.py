@@ -1,0 +1,81 @@
+"""The router of a layer with experts: logits in at least fp32, random choices by hash, statistics by microbatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallelrun.models import dropout
+from parallelrun.models.functions import accurate_dtype
+from parallelrun.models.layers import RoleLayer
+from parallelrun.models.moe.routing import Routing, route
+from parallelrun.models.spec import RouterSpec
+
+
+class Router(RoleLayer):
+    """x (batch, seq, hidden), whole -> Routing of its batch x seq tokens, in groups of spec.group_samples samples.
+
+    Parameters `weight` (num_experts, hidden) and, if spec.bias_rate > 0, the frozen `selection_bias` (num_experts,).
+    The weight is not rounded to the compute dtype: a router in low precision is unstable (Fedus et al. 2021, 2.4).
+    seed, site: with the sample ids of `dropout.scope` and the position, what jitter and the second expert are drawn by.
+    """
+
+    layer_role = "router"
+
+    def __init__(
+        self, hidden: int, num_experts: int, spec: RouterSpec, seed: int, site: str, compute_dtype: torch.dtype
+    ):
+        super().__init__(compute_dtype)
+        self.spec, self.site = spec, site
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        if spec.bias_rate > 0.0:
+            self.selection_bias: nn.Parameter | None = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+        else:
+            self.selection_bias = None
+        self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
+        self._second_key = dropout.site_key(seed, f"{site}.second")
+        self._seen: dict[int, Tensor] = {}  # by microbatch: what is computed again overwrites itself
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Routing:
+        spec, (batch, seq, _) = self.spec, x.shape
+        assert batch % spec.group_samples == 0, f"{batch} samples in groups of {spec.group_samples} at {self.site}"
+        wide = accurate_dtype(self.compute_dtype)
+        x = self._jittered(x.to(wide)) if self.training and spec.jitter > 0.0 else x.to(wide)
+        logits = functional.linear(x, self.weight.to(wide))
+        groups = (batch // spec.group_samples, spec.group_samples * seq)
+        uniform = None
+        if self.training and spec.kind == "gshard" and spec.second_expert == "random":
+            uniform = dropout.uniform(self._second_key, self._sample_ids(batch), _positions(seq, x)).view(groups)
+        routing = route(
+            logits.view(*groups, -1), spec, training=self.training, selection_bias=self.selection_bias, uniform=uniform
+        )
+        if self.training:
+            ids = dropout.current_sample_ids()
+            self._seen[0 if ids is None else ids.data_ptr()] = routing.statistics
+        return routing
+
+    def take_statistics(self) -> Tensor | None:
+        """The statistics (fp64, see `statistics`) of all microbatches trained on since this was last asked, summed;
+        None if there were none. A microbatch that was computed again counts once."""
+        seen = list(self._seen.values())
+        self._seen.clear()
+        return torch.stack(seen).sum(0) if seen else None
+
+    def _jittered(self, x: Tensor) -> Tensor:
+        """x times uniform(1 - jitter, 1 + jitter), by element (Fedus et al. 2021)."""
+        rows, columns = _positions(x.size(1), x), _positions(x.size(2), x)
+        draws = dropout.uniform(self._jitter_key, self._sample_ids(x.size(0)), rows, columns)
+        return x * (1.0 - self.spec.jitter + 2.0 * self.spec.jitter * draws.to(x.dtype))
+
+    def _sample_ids(self, batch: int) -> Tensor:
+        ids = dropout.current_sample_ids()
+        if ids is None:
+            raise ValueError(f"the router at {self.site} needs sample ids: call the network with sample_ids=...")
+        assert ids.numel() == batch, f"{ids.numel()} ids, {batch} samples at {self.site}"
+        return ids
+
+
+def _positions(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
