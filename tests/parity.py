@@ -22,6 +22,7 @@ from parallelrun.exchange import gather_json
 from parallelrun.models.network import compile_blocks
 from parallelrun.plan import account
 from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Collective
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
@@ -113,12 +114,19 @@ def _cell(
 
 
 def _surprises(training: Training) -> list[str]:
-    """Where what this rank sends in a steady step differs from the plan's prediction, in calls or to the byte."""
+    """Where what this rank sends in a steady step differs from the plan's prediction, in calls or to the byte (beyond
+    the bound, where bytes depend on the data)."""
     config, plan, mesh = training.config, training.plan, training.mesh
     step = plan.data.full_step(config.verify.steps + 1)
     with CommunicationCounter(mesh) as counter:
         train_step(training, step, 0.0, LossScaler(config.precision, scaled=False))
-    counted, said = set(counter.rows()), set(account.collectives(plan, mesh.rank))
-    return [f"rank {mesh.rank} sent {row}" for row in counted - said] + [
-        f"rank {mesh.rank} was to send {row}" for row in said - counted
+    counted = {_key(row): row for row in counter.rows()}
+    said = {_key(row): row for row in account.collectives(plan, mesh.rank)}
+    agreed = {key for key, row in counted.items() if key in said and said[key].allows(row.calls, row.payload_bytes)}
+    return [f"rank {mesh.rank} sent {row}" for key, row in counted.items() if key not in agreed] + [
+        f"rank {mesh.rank} was to send {row}" for key, row in said.items() if key not in agreed
     ]
+
+
+def _key(row: Collective) -> tuple[str, str, str]:
+    return row.axis, row.operation, row.purpose

@@ -6,10 +6,10 @@ blocks, so each class of ranks is computed once: 16,384 ranks take no longer tha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
@@ -94,13 +94,30 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
 
 def merge(rows: list[Collective]) -> list[Collective]:
     """One row per axis, operation and purpose of which there are calls, sorted."""
-    calls: Counter[tuple[str, str, str]] = Counter()
-    payload: Counter[tuple[str, str, str]] = Counter()
+    merged: dict[tuple[str, str, str], Collective] = {}
     for row in rows:
         key = row.axis, row.operation, row.purpose
-        calls[key] += row.calls
-        payload[key] += row.payload_bytes
-    return [Collective(*key, calls=calls[key], payload_bytes=payload[key]) for key in sorted(calls) if calls[key]]
+        before = merged.get(key, Collective(*key, calls=0, payload_bytes=0))
+        merged[key] = replace(
+            before,
+            calls=before.calls + row.calls,
+            payload_bytes=before.payload_bytes + row.payload_bytes,
+            most_bytes=_most(before, row),
+        )
+    return [merged[key] for key in sorted(merged) if merged[key].calls]
+
+
+def _most(a: Collective, b: Collective) -> int | None:
+    """The bound of two rows together; None where both are exact."""
+    if a.most_bytes is None and b.most_bytes is None:
+        return None
+    return sum(row.payload_bytes if row.most_bytes is None else row.most_bytes for row in (a, b))
+
+
+def as_predicted(row: Mapping[str, Any]) -> bool:
+    """Does a row of comm.json agree with its prediction (`Collective.allows`)?"""
+    said = row["predicted_calls"], row["predicted_payload_bytes"], row.get("predicted_most_bytes")
+    return Collective("", "", "", *said).allows(row["calls"], row["payload_bytes"])
 
 
 def _numel(held: HeldParameter, layout: Layout, plan: Plan, place: Mapping[str, int]) -> int:
@@ -211,7 +228,10 @@ def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[i
 
 @dataclass(frozen=True)
 class Traffic:
-    """One row of the account: what the busiest rank sends and what all ranks together send, in one step of `every`."""
+    """One row of the account: what the busiest rank sends and what all ranks together send, in one step of `every`.
+
+    most_bytes: the busiest rank's bound on payload_bytes, where that depends on the data.
+    """
 
     axis: str
     operation: str
@@ -224,6 +244,7 @@ class Traffic:
     total_payload_bytes: int
     total_wire_bytes: int
     every: int = 1
+    most_bytes: int | None = None
 
 
 def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
@@ -248,7 +269,8 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
         size = group_size(plan, row.axis)
         sent = row.calls, row.payload_bytes, wire_bytes(row, size)
         calls, payload, wire = totals[key]
-        table.append(Traffic(*key, size, *sent, calls, payload, wire, steps_between(plan, row.purpose)))
+        every = steps_between(plan, row.purpose)
+        table.append(Traffic(*key, size, *sent, calls, payload, wire, every, row.most_bytes))
     return busiest, tuple(table)
 
 

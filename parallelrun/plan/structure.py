@@ -266,6 +266,12 @@ class Collective:
     payload_bytes: int
     most_bytes: int | None = None
 
+    def allows(self, calls: int, payload_bytes: int) -> bool:
+        """Is what was counted what this row foretells? Calls are exact, and so are bytes, but where they depend on the
+        data: there they must not exceed the bound."""
+        within = payload_bytes == self.payload_bytes if self.most_bytes is None else payload_bytes <= self.most_bytes
+        return calls == self.calls and within
+
 
 @dataclass(frozen=True)
 class Memory:

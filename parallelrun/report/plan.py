@@ -241,7 +241,7 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
             row.operation,
             row.purpose if row.every == 1 else f"{row.purpose} (every {row.every} steps)",
             f"{row.calls:,}",
-            bytes_text(row.payload_bytes),
+            bytes_text(row.payload_bytes) + (f" (<= {bytes_text(row.most_bytes)})" if row.most_bytes else ""),
             bytes_text(row.wire_bytes),
             bytes_text(row.total_wire_bytes),
         )
@@ -262,6 +262,7 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
         f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
         f"algorithms; all send: all ranks together; apart from that, {sent} of "
         f"{sum(row.payload_bytes for row in control)} bytes of control a step"
+        + ("; <=: the most, where bytes depend on the data" if any(row.most_bytes for row in rows) else "")
     )
     return Group(table, Text(note, "dim"), *_links(plan))
 

@@ -185,7 +185,7 @@ class Recorder:
             "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
             "payload_bytes_per_step": self._per_step("payload_bytes", rows),
             "wire_bytes_per_step": self._per_step("wire_bytes", rows),
-            "communication_as_predicted": all(_as_predicted(row) for row in rows) if rows else None,
+            "communication_as_predicted": all(account.as_predicted(row) for row in rows) if rows else None,
             "bubble_predicted": simulate.of_plan(plan, ways_of(plan).pipeline).bubble_of_total,
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
@@ -247,13 +247,10 @@ def communication_rows(measured: Mapping[int, list[dict]], training: Training) -
                     "every": account.steps_between(plan, purpose),
                     "predicted_calls": said.calls if said else 0,
                     "predicted_payload_bytes": said.payload_bytes if said else 0,
+                    "predicted_most_bytes": said.most_bytes if said else None,
                 }
             )
     return rows
-
-
-def _as_predicted(row: dict[str, Any]) -> bool:
-    return row["calls"] == row["predicted_calls"] and row["payload_bytes"] == row["predicted_payload_bytes"]
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -234,3 +234,20 @@ def test_classes_of_ranks_count_every_rank_once():
     for overrides in PLANS:
         plan = tiny_plan(overrides)
         assert sum(count for _, count in account.rank_classes(plan)) == plan.world
+
+
+def test_rows_with_and_without_a_bound_are_added_and_held_to_it() -> None:
+    exact = Collective("ep", "all_to_all", "experts", 2, 100)
+    bounded = Collective("ep", "all_to_all", "experts", 2, 60, most_bytes=240)
+    (row,) = account.merge([exact, bounded, bounded])
+    assert row == Collective("ep", "all_to_all", "experts", 6, 220, most_bytes=580)
+    assert row.allows(6, 580) and row.allows(6, 0) and not row.allows(6, 581) and not row.allows(5, 220)
+    (plain,) = account.merge([exact, exact])
+    assert plain.most_bytes is None and plain.allows(4, 200) and not plain.allows(4, 199)
+
+
+def test_a_row_of_a_run_is_judged_as_its_prediction_says() -> None:
+    row = {"calls": 1, "payload_bytes": 90, "predicted_calls": 1, "predicted_payload_bytes": 80}
+    assert not account.as_predicted(row)
+    assert account.as_predicted({**row, "predicted_most_bytes": 90})
+    assert not account.as_predicted({**row, "predicted_most_bytes": 89})

@@ -42,6 +42,21 @@ def test_a_count_that_was_not_predicted_is_shown() -> None:
     assert "NOT as predicted" in surprising and "3" in surprising
 
 
+def test_what_depends_on_the_data_is_held_to_its_bound() -> None:
+    within = communication_row(payload_bytes=1500, predicted_most_bytes=4096)
+    assert "within the predicted bounds" in text_of(communication_table([within, communication_row(purpose="other")]))
+    for wrong in ({"payload_bytes": 5000}, {"calls": 2}):
+        told = text_of(communication_table([{**within, **wrong}]))
+        assert "NOT as predicted" in told and "predicted  " in told, wrong
+    beside = communication_row(purpose="other", payload_bytes=2047)  # another row's bound is none of its business
+    assert "NOT as predicted" in text_of(communication_table([within, beside]))
+
+
+def test_one_rank_that_sends_too_much_is_not_made_up_for_by_another() -> None:
+    rows = [communication_row(payload_bytes=1024), communication_row(rank=1, payload_bytes=3072)]
+    assert "NOT as predicted" in text_of(communication_table(rows))
+
+
 def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Path) -> None:
     summary = {"model": "gpt", "strategy": "ptdp", "dp": 1, "tp": 2, "pp": 2, "state": "done", "steps": 2, "world": 4}
     summary |= {"global_batch": 48, "parameters": 1234, "step_time_median_s": 0.05, "tokens_per_s": 100.0}
