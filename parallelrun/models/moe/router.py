@@ -9,7 +9,7 @@ from torch.nn import functional
 from parallelrun.models import dropout
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.layers import RoleLayer
-from parallelrun.models.moe.routing import Routing, route
+from parallelrun.models.moe.routing import Routing, draws_second, route
 from parallelrun.models.spec import RouterSpec
 
 
@@ -46,7 +46,7 @@ class Router(RoleLayer):
         logits = functional.linear(x, self.weight.to(wide))
         groups = (batch // spec.group_samples, spec.group_samples * seq)
         uniform = None
-        if self.training and spec.kind == "gshard" and spec.second_expert == "random":
+        if draws_second(spec, self.training):
             uniform = dropout.uniform(self._second_key, self._sample_ids(batch), _positions(seq, x)).view(groups)
         routing = route(
             logits.view(*groups, -1), spec, training=self.training, selection_bias=self.selection_bias, uniform=uniform
