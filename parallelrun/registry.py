@@ -31,6 +31,8 @@ STRATEGIES = {
     "pipeline.interleaved": "parallelrun.strategies.pipeline.interleaved",
     "pipeline.zero_bubble": "parallelrun.strategies.pipeline.zero_bubble",
     "pipeline.zbv": "parallelrun.strategies.pipeline.zbv",
+    "expert.capacity": "parallelrun.strategies.expert.capacity",
+    "expert.dropless": "parallelrun.strategies.expert.dropless",
 }
 MODELS = {
     "gpt": "parallelrun.models.gpt",

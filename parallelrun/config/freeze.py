@@ -58,9 +58,9 @@ def identity(config: Config, plan: Plan | None = None) -> str:
 
 
 def _filled(config: Config, plan: Plan) -> Config:
-    from parallelrun.plan import lr_scale, sample_sets, shorthands
+    from parallelrun.plan import lr_scale, routing, sample_sets, shorthands
 
-    folded, problems = shorthands.fold(lr_scale.numbered(config, plan), frozenset())
+    folded, problems = shorthands.fold(routing.frozen(lr_scale.numbered(config, plan), plan), frozenset())
     assert not problems, "only a config that was resolved is frozen with its plan"
     # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}

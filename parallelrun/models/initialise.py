@@ -24,6 +24,7 @@ from parallelrun.mesh.runtime import Mesh
 from parallelrun.models.network import Network
 from parallelrun.models.spec import Initialiser, ParameterSpec
 from parallelrun.plan.structure import Plan
+from parallelrun.train.parameters import module_layout
 
 BLOCK_BYTES = 16 * 2**20
 Ranges = tuple[tuple[int, int], ...]
@@ -36,7 +37,6 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
     local shard only. A tied copy gets its original's values. Buffers that are still on meta have no values to be given:
     modules compute what they need in forward or hold it on a real device.
     """
-    tensor_way = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
     data_way = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     originals = dict(plan.spec.tied)
     own: dict[str, Tensor] = {}
@@ -50,7 +50,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
                 continue
             filled.add(id(parameter))
             spec = plan.spec.parameters[originals.get(name, name)]
-            layout: Layout = data_way.weight_layout(tensor_way.layout(spec, plan), plan)
+            layout: Layout = data_way.weight_layout(module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
             fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)

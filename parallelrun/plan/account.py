@@ -14,7 +14,7 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec
-from parallelrun.plan import sample_sets
+from parallelrun.plan import routing, sample_sets
 from parallelrun.plan.resolve import Ways, server_way_of, ways_of
 from parallelrun.plan.structure import CONTROL_ELEMENTS, SYNC, Collective, Memory, Plan
 from parallelrun.precision import BYTES
@@ -81,9 +81,11 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         *ways.pipeline.collectives(position, plan),
         *ways.data.collectives(position, place, plan),
         *sample_sets.collectives(blocks, plan),
+        *(ways.expert.collectives(blocks, plan) if ways.expert else []),
     ]
     if plan.servers:
         return merge(rows)
+    rows += routing.collectives(plan)
     if plan.world > 1:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
@@ -152,7 +154,9 @@ def _activation_bytes(plan: Plan, position: int, ways: Ways) -> int:
     in_flight = ways.pipeline.in_flight(plan, position)
     total = 0
     for stage in plan.stages_of(position):
-        kept = sum(ways.tensor.saved_bytes(plan.spec.block(name), plan) for name in stage.blocks)
+        blocks = [plan.spec.block(name) for name in stage.blocks]
+        kept = sum(ways.tensor.saved_bytes(block, plan) for block in blocks)
+        kept += sum(ways.expert.saved_bytes(block, plan) for block in blocks) if ways.expert else 0
         total += in_flight.get(stage.index, 0) * kept
     return total
 

@@ -21,6 +21,7 @@ from parallelrun.plan.structure import Batch, Collective, Plan, TensorWay
 from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES, Precision
 from parallelrun.product import Transfer
+from parallelrun.train.parameters import module_layout
 
 NODE = 8  # devices of a host, where the cluster does not say
 MOVED_WEIGHTS = ("weights", "weight_gradients")
@@ -144,7 +145,7 @@ def _axes(plan: Plan) -> list[tuple[str, int]]:
 def _figures(plan: Plan, block: BlockSpec) -> Figures:
     way = load_way("tensor", plan.tensor.kind)
     rows = _collectives(plan, block)
-    held = [(parameter, way.layout(parameter, plan)) for parameter in block.parameters]
+    held = [(parameter, module_layout(parameter, plan)) for parameter in block.parameters]
     numels = [layout.local_numel(parameter.shape, plan.mesh.sizes, {}) for parameter, layout in held]
     summed = [
         Collective(axis, "all_reduce", "partial", 1, numel * BYTES[plan.precision.reduce])

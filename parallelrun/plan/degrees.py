@@ -1,4 +1,7 @@
-"""The degrees: what is given, what is filled from the world, and whether they multiply to it (design, section 5)."""
+"""The degrees: what is given, what is filled from the world, and whether they multiply to it (design, section 5).
+
+ep is none of the factors: it divides dp, whose ranks also hold the experts (`expert_axes`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
+from parallelrun.plan import expert_axes
 from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.names import counted, did_you_mean, divisors, nearest
@@ -17,7 +21,7 @@ LARGEST = 2**20
 
 @dataclass
 class Degrees:
-    """pp, dp, tp, the servers beside them, and the world they make.
+    """pp, dp, tp, the ep that divides dp, the servers beside them, and the world they make.
 
     filled: what was filled in and why. sound: they can be planned with. demonstrated: nothing was given, so they are
     the preset's demonstrating plan.
@@ -26,6 +30,7 @@ class Degrees:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     servers: int = 0
     device: str = "cpu"
     filled: list[str] = field(default_factory=list)
@@ -53,6 +58,7 @@ def fill(
     problems: list[Problem],
     servers: int = 0,
     cluster: ClusterSpec | None = None,
+    experts: int = 0,
 ) -> Degrees:
     """The degrees of a run, appending every violation to `problems`.
 
@@ -60,7 +66,7 @@ def fill(
     servers: ranks of the world that are no workers. cluster: the tasks that a TensorFlow user names, one rank each. The
     preset's own axis, if not given, takes what the other degrees and the servers leave of the world, or what the
     degrees leave of the GPUs (servers need none); with neither degrees nor world on CPU the preset's demonstrating plan
-    is used.
+    is used. experts: of a layer of the model; ep divides them and dp, and where only ep is given dp is as large.
     """
     before = len(problems)
     degrees = Degrees(servers=servers, device=_device(config, gpus, problems))
@@ -71,19 +77,21 @@ def fill(
                 Problem(f"{key}={value} is not a whole number from 1 to {LARGEST}", key, f"{key}=1", kind="arithmetic")
             )
             asked[key] = None
-    if asked["ep"] is not None and asked["ep"] > 1:
-        what = f"ep={asked['ep']}: expert parallelism has no way yet"
-        problems.append(Problem(what, "ep", "ep=1", kind="not_built"))
     if cluster is None:
         degrees.servers = servers = _enough_servers(config, asked, world, servers, degrees.filled)
     target, source = _target(asked["world"], world, servers, cluster, problems)
     given = {axis: asked[axis] for axis in AXES if asked[axis] is not None}
     degrees.sound = len(problems) == before
     if config.strategy.name == "single":
-        _single(given, target, degrees, problems)
+        _single({**given, **({"ep": asked["ep"]} if asked["ep"] else {})}, target, degrees, problems)
         return degrees
+    ep = asked["ep"] or 1
+    says_dp = config.strategy.own_axis == "dp" and (target is not None or (degrees.device == "cuda" and gpus))
+    if ep > 1 and "dp" not in given and not says_dp:
+        given["dp"] = ep
+        degrees.filled.append(f"dp={ep} (filled: ep, which divides it)")
     if target is None and degrees.device == "cuda" and gpus:
-        _fill_gpus(config, given, gpus, degrees)
+        _fill_gpus(config, given, gpus, ep, degrees)
     elif target is None:
         _fill_freely(config, given, degrees)
     elif degrees.sound:
@@ -94,6 +102,8 @@ def fill(
         what = f"{_product(degrees)} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
         problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
     degrees.sound = degrees.sound and degrees.world <= LARGEST
+    if degrees.sound:
+        degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, experts, degrees.filled, problems)
     return degrees
 
 
@@ -161,17 +171,18 @@ def _single(given: dict[str, int], target: int | None, degrees: Degrees, problem
         problems.append(Problem(what, axis, f"{axis}=1", command, kind="contradiction"))
 
 
-def _fill_gpus(config: Config, given: dict[str, int], gpus: int, degrees: Degrees) -> None:
-    """The own axis takes the GPUs that are left; they are no contract, so some may stay idle."""
+def _fill_gpus(config: Config, given: dict[str, int], gpus: int, ep: int, degrees: Degrees) -> None:
+    """The own axis takes the GPUs that are left, as many as ep divides; they are no contract, so some may stay idle."""
     own, others = config.strategy.own_axis, dict(given)
     if own in others:
         return
     rest = prod(others.values())
-    setattr(degrees, own, max(1, gpus // rest))
+    step = ep if own == "dp" else 1
+    setattr(degrees, own, max(step, gpus // rest // step * step))
     degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {gpus} GPU{'s' * (gpus > 1)}{_others(others)})")
     idle = gpus - rest * getattr(degrees, own)
     if idle > 0:
-        degrees.warnings.append(f"{idle} of {gpus} GPUs stay idle: {rest} does not divide {gpus}")
+        degrees.warnings.append(f"{idle} of {gpus} GPUs stay idle: {rest * step} does not divide {gpus}")
 
 
 def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> None:

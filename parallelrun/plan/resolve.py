@@ -11,35 +11,49 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, images, lr_scale, partition, rules, sample_sets, shorthands
+from parallelrun.plan import (
+    cluster_spec,
+    expert_axes,
+    images,
+    lr_scale,
+    partition,
+    routing,
+    rules,
+    sample_sets,
+    shorthands,
+)
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.names import did_you_mean, either
-from parallelrun.plan.structure import Batch, Equivalence, PipelineWay, Plan, Stage
+from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
-from parallelrun.plan.ways import DataWayPlan, PipelineWayPlan, Request, ServerWayPlan, TensorWayPlan
+from parallelrun.plan.ways import DataWayPlan, ExpertWayPlan, PipelineWayPlan, Request, ServerWayPlan, TensorWayPlan
 from parallelrun.precision import TABLE
 
 
 @dataclass(frozen=True)
 class Ways:
-    """The chosen ways' torch-free halves."""
+    """The chosen ways' torch-free halves. expert: None where every rank has all experts (ep=1)."""
 
     data: DataWayPlan
     tensor: TensorWayPlan
     pipeline: PipelineWayPlan
+    expert: ExpertWayPlan | None = None
 
 
 def load_way(axis: str, kind: str) -> Any:
-    """The `Way` of one axis (`data` | `tensor` | `pipeline`) and kind. Raises KeyError for an unknown kind."""
+    """The `Way` of an axis (`data` | `tensor` | `pipeline` | `expert`) and kind. KeyError for an unknown kind."""
     return registry.load("strategies", f"{axis}.{kind}", "plan").Way()
 
 
 def ways_of(plan: Plan) -> Ways:
     """The torch-free halves of a plan's ways."""
     return Ways(
-        load_way("data", plan.data.kind), load_way("tensor", plan.tensor.kind), load_way("pipeline", plan.pipeline.kind)
+        load_way("data", plan.data.kind),
+        load_way("tensor", plan.tensor.kind),
+        load_way("pipeline", plan.pipeline.kind),
+        load_way("expert", plan.expert.kind) if plan.expert.kind != routing.NO_WAY else None,
     )
 
 
@@ -67,8 +81,8 @@ def resolve(
     if isinstance(solved, Plan):
         return solved
 
-    def violations(changed: Config) -> list[Problem]:
-        outcome = _solve(changed, given, world, gpus, sweep)
+    def violations(changed: Config, key: str) -> list[Problem]:
+        outcome = _solve(changed, given | {key}, world, gpus, sweep)
         return [] if isinstance(outcome, Plan) else outcome
 
     raise ConfigError(*keep_helpful(solved, config, violations))
@@ -82,11 +96,15 @@ def _solve(
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
     cluster = cluster_spec.read(config, problems)
-    degrees = degree_rules.fill(config, world, gpus, problems, _servers(config, cluster, problems), cluster)
-    spec = _spec(config, problems)
+    of_spec: list[Problem] = []
+    spec = _spec(config, of_spec)
+    experts = spec.experts if spec is not None else config.model.experts
+    servers = _servers(config, cluster, problems)
+    degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts)
+    problems += of_spec
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
-    unread = shorthands.unread(config, given, degrees.pp)
+    unread = shorthands.unread(config, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
     if not sweep:
         problems += unread
     unsplit = images.check(spec, config, degrees.tp) if spec is not None else []
@@ -99,6 +117,7 @@ def _solve(
         load_way("data", config.strategy.data.kind),
         load_way("tensor", config.strategy.tensor.kind),
         load_way("pipeline", _pipeline_kind(config, degrees)),
+        load_way("expert", routing.way_kind(config, spec)) if degrees.ep > 1 else None,
     )
     request = _request(config, spec, degrees, ways, problems)
     if problems:
@@ -159,21 +178,24 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
 def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, problems: list[Problem]) -> Request:
     """The filled request, with the ways' violations appended."""
     chunks = _chunks(config, spec, degrees)
-    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None, degrees.servers)
+    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None, degrees.servers, degrees.ep)
     standing = ways.pipeline.check(request)
     problems += ways.tensor.check(request) + ways.data.check(request) + standing
     problems += _depth(request)
+    if ways.expert:
+        problems += ways.expert.check(request) + expert_axes.check(request, ways.data.leaves(request)[0])
 
     def violations(batch: Batch) -> list[Problem]:
         return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]
 
-    parts = ways.tensor.sample_parts(request)
+    parts = routing.sample_parts(spec, ways.tensor.sample_parts(request))
     batch = batches.fill(config, degrees.dp, degrees.pp, parts, violations, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
         problems += violations(batch)
-        for way in (ways.tensor, ways.data):
+        for way in (ways.tensor, ways.data, *([ways.expert] if ways.expert else [])):
             problems += way.check(request)
+        problems += routing.check(request, parts)
     return request
 
 
@@ -214,7 +236,8 @@ def _stages(config: Config, spec: ModelSpec, request: Request, ways: Ways) -> tu
 def _plan(
     config: Config, request: Request, ways: Ways, degrees: Degrees, stages: tuple[Stage, ...], notes: tuple[str, ...]
 ) -> Plan:
-    data_leaves, data_factors = ways.data.leaves(request)
+    ep_axes = ways.expert.leaves(request) if ways.expert else ((), ())
+    data_leaves, data_factors = expert_axes.split(*ways.data.leaves(request), *ep_axes)
     tensor_leaves, tensor_factors = ways.tensor.leaves(request)
     assert request.batch is not None
     fill = getattr(ways.data, "filled", None)  # only ways that fill anything in
@@ -238,9 +261,10 @@ def _plan(
         equivalence=Equivalence("exact"),
         servers=degrees.servers,
         filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled, *lr_scale.filled(config, request.dp)),
-        warnings=(*degrees.warnings, *notes),
+        warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
+        expert=ways.expert.settle(request) if ways.expert else ExpertWay(routing.NO_WAY),
     )
-    promises = [ways.data.equivalence(plan), ways.tensor.equivalence(plan)]
+    promises = [way.equivalence(plan) for way in (ways.data, ways.tensor, ways.expert) if way]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from parallelrun.config.schema import Config, DataWayConfig
 from parallelrun.errors import Problem
+from parallelrun.plan import routing
 from parallelrun.plan.names import did_you_mean, one_of
 from parallelrun.registry import has, load, names
 
@@ -18,14 +19,15 @@ CHUNKED = ("interleaved", "zero_bubble", "zbv")
 
 
 def kinds(axis: str) -> list[str]:
-    """The names of the ways of one axis (`data`, `tensor`, `pipeline`), without `none`."""
+    """The names of the ways of one axis (`data`, `tensor`, `pipeline`, `expert`), without `none`."""
     return [
         name.partition(".")[2] for name in names("strategies") if name.startswith(f"{axis}.") and name[-5:] != ".none"
     ]
 
 
 def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
-    """(a copy of `config` whose strategy section says everything, the shorthands' violations).
+    """(a copy of `config` whose strategy section says everything, and whose model.router has what a preset of experts
+    fills in; the shorthands' violations).
 
     An explicit key beats the preset; two explicit keys that say different things are a contradiction. A kind that is
     unknown keeps the preset's, so that the other checks can go on.
@@ -57,10 +59,15 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
     if config.chunks is not None:
         problems += _contradiction("chunks", config.chunks, "strategy.pipeline.chunks", pipeline.chunks, given)
         pipeline = replace(pipeline, chunks=config.chunks)
+    model, found = routing.fold(config, given)
+    problems += found
+    if config.strategy.expert.kind is not None:
+        problems += one_of("strategy.expert.kind", config.strategy.expert.kind, kinds("expert"))
     for axis, way in (("data", data), ("tensor", tensor), ("pipeline", pipeline)):
         if not (has("strategies", f"{axis}.{way.kind}") and (axis == "pipeline" or way.kind != "none")):
             problems += one_of(f"strategy.{axis}.kind", way.kind, kinds(axis))
-    return replace(config, strategy=replace(config.strategy, data=data, tensor=tensor, pipeline=pipeline)), problems
+    strategy = replace(config.strategy, data=data, tensor=tensor, pipeline=pipeline, router={})
+    return replace(config, model=model, strategy=strategy), problems
 
 
 def _layout(layout: str) -> tuple[str | None, list[Problem]]:

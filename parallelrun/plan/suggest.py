@@ -16,14 +16,14 @@ _PAIR = re.compile(r"([a-z_][a-z_.]*)=([\w.+-]+)")
 _SEPARATOR = re.compile(r",? or ")
 
 
-Solve = Callable[[Config], list[Problem]]
+Solve = Callable[[Config, str], list[Problem]]
 
 
 def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[Problem]:
     """The problems with only those suggestions that help; if none of them does, with the nearest values that do.
 
-    solve: the violations of a config. What is no `key=value` of the schema (a preset's name, "leave it out") is kept
-    untried, and so is all that comes after MOST_TRIALS trials.
+    solve: the violations of a config in which a user has set that key. What is no `key=value` of the schema (a preset's
+    name, "leave it out") is kept untried, and so is all that comes after MOST_TRIALS trials.
     """
     trials = 0
     out = []
@@ -32,9 +32,9 @@ def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[
         for alternative in _SEPARATOR.split(problem.suggestion):
             match = _PAIR.fullmatch(alternative)
             changed = _changed(config, match[1], _value(match[2])) if match else None
-            if changed is not None and trials < MOST_TRIALS:
+            if match and changed is not None and trials < MOST_TRIALS:
                 trials += 1
-                if not _helps(problem, problems, solve(changed)):
+                if not _helps(problem, problems, solve(changed, match[1])):
                     continue
             kept.append(alternative)
         if not kept and len(problems) == 1:
@@ -64,7 +64,7 @@ def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
             trials += 1
             if changed is None or trials > MOST_SEARCHED:
                 break
-            if not solve(changed):
+            if not solve(changed, key):
                 found.append(f"{key}={candidate}")
                 break
     return found

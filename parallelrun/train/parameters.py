@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from parallelrun import registry
@@ -21,7 +21,7 @@ class HeldParameter:
     """One parameter that a pp coordinate holds, as its stage's module stores it before any data way.
 
     name: its name in the module (a tied copy's own name). spec: its logical parameter. stage: index into plan.stages.
-    layout: the tensor way's layout. shared: a tied copy on another coordinate than its original, counted by that one.
+    layout: its module_layout. shared: a tied copy on another coordinate than its original, counted by that one.
     """
 
     name: str
@@ -47,23 +47,31 @@ class LocalParameter:
     shared: bool = False
 
 
+def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
+    """How the modules of a stage store a parameter, before any data way: as the tensor way lays it on its axes, and of
+    layers of experts, which are spread over ep, only this rank's experts (dim 0)."""
+    layout: Layout = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().layout(spec, plan)
+    if spec.layer_role != "expert" or plan.mesh.size("ep") == 1:
+        return layout
+    return replace(layout, dims=(("ep", *layout.dims[0]), *layout.dims[1:]))
+
+
 def held_parameters(plan: Plan, position: int) -> tuple[HeldParameter, ...]:
     """The parameters of pp coordinate `position`, in the order of stages, blocks and layers.
 
     A tied copy follows its block's own parameters; where its original lies on the same coordinate it is the same
     tensor and is not listed.
     """
-    way = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
     copies = {original: copy for copy, original in plan.tied_copies}
     held = []
     for stage in plan.stages_of(position):
         for name in stage.blocks:
             block = plan.spec.block(name)
             for spec in block.parameters:
-                held.append(HeldParameter(spec.name, spec, stage.index, name, way.layout(spec, plan)))
+                held.append(HeldParameter(spec.name, spec, stage.index, name, module_layout(spec, plan)))
             for original in (layer.tied for layer in block.layers if layer.tied in copies):
                 spec = plan.spec.parameters[original]
-                layout = way.layout(spec, plan)
+                layout = module_layout(spec, plan)
                 held.append(HeldParameter(copies[original], spec, stage.index, name, layout, shared=True))
     return tuple(held)
 

@@ -119,8 +119,9 @@ def test_single_is_one_device():
     assert problems_of({"strategy.name": "single"}, world=4)[0].where == "world"
 
 
-def test_expert_parallelism_is_not_built_and_says_so():
-    assert only_problem({"ep": 2}).kind == "not_built"
+def test_ep_of_a_model_without_experts_has_no_meaning():
+    problem = only_problem({"ep": 2, "dp": 2})
+    assert problem.kind == "undefined" and problem.suggestion.startswith("model=moe_gpt")
     assert tiny_plan(ep=1).degrees["ep"] == 1
 
 

@@ -1,0 +1,102 @@
+"""ep among the axes: a degree that divides dp, and the leaves that dp is then made of. Torch-free.
+
+The experts of a layer are spread over ep ranks, which also are data replicas: ep borrows ranks of dp and adds none. The
+copies of an expert lie on `expert_dp`, the part of dp that ep leaves; every other parameter has copies on all of dp
+(GShard, Lepikhin et al. 2020; the "expert data parallel" groups of DeepSpeed-MoE and Megatron).
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.ways import Request
+
+EP, DP, EXPERT = "ep", "dp", "expert_"
+Leaves = tuple[tuple[str, int], ...]
+Factors = tuple[tuple[str, tuple[str, ...]], ...]
+MODEL = "model=moe_gpt"  # what has experts
+
+
+def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
+    """ep of a run at that dp: as asked, or filled by a preset of experts; 1, with the violations appended, if illegal.
+
+    experts: of a layer of the model, 0 if it has none. A preset fills an unset ep with the largest divisor of dp that
+    also divides the experts.
+    """
+    preset = config.strategy.name
+    if experts < 1:
+        if config.strategy.expert.fills or (asked or 1) > 1:
+            said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={preset}"
+            what = f"{said} spreads the experts of a layer over ranks, and model={config.model.preset} has none"
+            fix = f"{MODEL} or model.experts=8" if config.model.name == "gpt" else MODEL
+            problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))
+        return 1
+    if asked is None:
+        if not config.strategy.expert.fills:
+            return 1
+        largest = gcd(dp, experts)
+        filled.append(f"ep={largest} (filled: the largest that divides dp {dp} and {experts} experts)")
+        return largest
+    legal = nearest(asked, [n for n in divisors(gcd(dp, experts)) if n > 1] or [1])
+    before = len(problems)
+    if experts % asked:
+        around = sorted({max(1, experts // asked) * asked, -(-experts // asked) * asked})
+        what = f"{experts} experts of a layer do not divide by ep={asked}; divisors: {_listed(experts)}"
+        fix = f"{either('ep', legal)} or {either('model.experts', around)}"
+        problems.append(Problem(what, "ep", fix, kind="arithmetic"))
+    if dp % asked:
+        around = sorted({max(1, dp // asked) * asked, -(-dp // asked) * asked})
+        what = f"ep={asked} does not divide dp={dp}, whose ranks hold the experts; divisors: {_listed(dp)}"
+        problems.append(Problem(what, "ep", f"{either('ep', legal)} or {either('dp', around)}", kind="arithmetic"))
+    return asked if len(problems) == before else 1
+
+
+def _listed(number: int) -> str:
+    found = divisors(number)
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:6], "...", *found[-3:]]))
+
+
+def check(request: Request, data_leaves: Leaves) -> list[Problem]:
+    """ep lies inside the minor-most axis of dp: it must divide that too (HSDP: the ranks that share one copy)."""
+    axis, size = data_leaves[-1]
+    if axis == DP or size % request.ep == 0:
+        return []
+    shard = "strategy.data.shard"
+    legal = [n for n in divisors(request.dp) if n % request.ep == 0]
+    fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
+    what = f"ep={request.ep} does not divide {shard}={size}, the inner part of dp={request.dp}, in which it lies"
+    return [Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic")]
+
+
+def split(data_leaves: Leaves, data_factors: Factors, ep_leaves: Leaves, ep_factors: Factors) -> tuple[Leaves, Factors]:
+    """(leaves, factors) of dp with ep in it: the data way's minor-most leaf becomes `expert_<leaf>` x ep.
+
+    data_leaves, data_factors: as the data way lays out dp; ep_leaves, ep_factors: as the expert way lays out ep (one
+    level or two). Without ep_leaves nothing changes. `expert_dp` is dp without ep, whatever it is made of.
+    """
+    if not ep_leaves:
+        return data_leaves, data_factors
+    *outer, (minor, size) = data_leaves
+    inner = 1
+    for _, part in ep_leaves:
+        inner *= part
+    assert size % inner == 0, f"ep={inner} does not divide {minor}={size}"
+    rest, names = EXPERT + minor, tuple(name for name, _ in ep_leaves)
+    leaves = (*outer, (rest, size // inner), *ep_leaves)
+    made = {minor: (rest, *names)}
+    for axis, parts in data_factors:
+        made[axis] = tuple(leaf for part in parts for leaf in made.get(part, (part,)))
+    if minor != DP:
+        made[EXPERT + DP] = tuple(leaf for leaf in made[DP] if leaf not in names)
+    return leaves, (*ep_factors, *made.items())
+
+
+def replica_axis(layout: Layout, plan: Plan) -> str:
+    """The axis over which the copies of a parameter lie, and its gradients are summed: `expert_dp` of experts that are
+    spread over ep, else `dp`. No division goes with it: losses are sums, scaled by the global count beforehand."""
+    return EXPERT + DP if EP in layout.axes and plan.mesh.size(EP) > 1 else DP

@@ -1,0 +1,137 @@
+"""The router among the settings: what presets fill in, what is legal, what its statistics cost. Torch-free.
+
+How tokens are routed is part of the model (`model.router`): a routing group is a fixed number of consecutive samples of
+the global batch, so every microbatch must hold whole groups. How rows travel is the expert way's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from math import lcm
+
+from parallelrun.config.schema import Config, ExpertWayConfig, ModelConfig, RouterConfig
+from parallelrun.errors import Problem
+from parallelrun.models.moe import statistics
+from parallelrun.models.spec import ModelSpec
+from parallelrun.plan.names import did_you_mean, divisors, either, nearest
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.ways import Request
+from parallelrun.precision import BYTES
+
+NO_WAY = "none"  # the expert way's kind where every rank has all experts
+PURPOSE, WORLD = "routing", "world"
+KEY = "model.router."
+CHOICES_OF = {"gshard": 2, "switch": 1}  # experts of a token, where the kind says it
+
+
+def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Problem]]:
+    """(the model with the router that the preset of `strategy` and the user made together, violations).
+
+    The user's own keys beat the preset's. A kind that has a number of experts a token by its nature sets it, unless
+    somebody said another.
+    """
+    known = [field.name for field in fields(RouterConfig)]
+    problems = []
+    for key in config.strategy.router:
+        if key not in known:
+            what = f"strategy.router.{key} is no setting of a router; they are {', '.join(known)}"
+            problems.append(Problem(what, f"strategy.router.{key}", f"strategy.router.{did_you_mean(key, known)}"))
+    preset = {key: value for key, value in config.strategy.router.items() if key in known and KEY + key not in given}
+    router = replace(config.model.router, **preset)
+    if "top_k" not in preset and KEY + "top_k" not in given:
+        router = replace(router, top_k=CHOICES_OF.get(str(router.kind), router.top_k))
+    return replace(config.model, router=router), problems
+
+
+def way_kind(config: Config, spec: ModelSpec) -> str:
+    """The expert way of a plan with ep > 1: as asked, else capacity where experts have one."""
+    assert spec.router is not None
+    return config.strategy.expert.kind or ("capacity" if spec.router.limited else "dropless")
+
+
+def sample_parts(spec: ModelSpec, parts: int) -> int:
+    """What micro_batch must be a multiple of: parts of equally many whole routing groups. parts: the tensor way's."""
+    return parts * spec.router.group_samples if spec.router else parts
+
+
+def check(request: Request, parts: int) -> list[Problem]:
+    """Every violation of a router by a plan. parts: of `sample_parts`."""
+    router, batch = request.spec.router, request.batch
+    if router is None:
+        return []
+    problems = []
+    if request.config.strategy.expert.kind == "capacity" and not router.limited:
+        what = (
+            f"strategy.expert.kind=capacity sends equally many rows to every expert, and with model.router.kind="
+            f"{router.kind} and no model.router.capacity_factor an expert takes all that come"
+        )
+        fix = f"strategy.expert.kind=dropless or {KEY}capacity_factor=1.25"
+        problems.append(Problem(what, "strategy.expert.kind", fix, kind="undefined"))
+    if batch is not None and batch.micro_batch % parts:
+        problems.append(_cut_groups(request, parts))
+    return problems
+
+
+def _cut_groups(request: Request, parts: int) -> Problem:
+    """A microbatch that does not hold whole groups."""
+    batch, router = request.batch, request.spec.router
+    assert batch is not None and router is not None
+    of, group = f"micro_batch={batch.micro_batch}", router.group_samples
+    whole = parts // group
+    spread = f", in {whole} equal parts" if whole > 1 else ""
+    what = f"{of} does not hold whole routing groups of {KEY}group_samples={group} samples{spread}"
+    fixes = []
+    if batch.replica_batch % parts == 0:
+        legal = [n for n in divisors(batch.replica_batch) if n % parts == 0]
+        fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
+    else:
+        what += f"; a data replica has {batch.replica_batch} samples"
+        step = lcm(request.dp * parts, request.dp * parts * (batch.microbatches if whole > 1 else 1))
+        least = -(-batch.global_batch // step) * step
+        fixes.append(f"global_batch={least}")
+    if batch.micro_batch % whole == 0:
+        fixes.append(either(f"{KEY}group_samples", nearest(group, divisors(batch.micro_batch // whole))))
+    return Problem(what, f"{KEY}group_samples", " or ".join(fixes), kind="arithmetic")
+
+
+def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list[Problem]:
+    """Settings of experts and routers that were given although nothing reads them (`config` is folded)."""
+    return []
+
+
+def warnings(spec: ModelSpec) -> tuple[str, ...]:
+    """What a user of this router should know."""
+    if spec.router is None or spec.router.kind != "expert_choice":
+        return ()
+    return (
+        f"{KEY}kind=expert_choice: an expert compares all tokens of a group, so a token's output depends on later "
+        "ones; the loss of a causal model is no measure of what it can do when it generates",
+    )
+
+
+def collectives(plan: Plan) -> list[Collective]:
+    """One all-reduce a step over all ranks: the statistics of every layer with experts of the whole model, in fp64."""
+    if plan.spec.router is None or plan.world == 1 or plan.servers:
+        return []
+    layers = sum(1 for layer in plan.spec.layers() if layer.layer_role == "router")
+    elements = statistics.exchanged(layers, plan.spec.experts)
+    return [Collective(WORLD, "all_reduce", PURPOSE, 1, elements * BYTES["float64"])]
+
+
+def frozen(config: Config, plan: Plan) -> Config:
+    """`config` with the plan's router as the model's own and nothing left to fill in; with its ep and expert way."""
+    router = RouterConfig(**asdict(plan.spec.router)) if plan.spec.router else config.model.router
+    ways = replace(config.strategy, router={}, expert=_frozen_way(config, plan))
+    return replace(config, model=replace(config.model, router=router), strategy=ways, ep=plan.mesh.size("ep"))
+
+
+def _frozen_way(config: Config, plan: Plan) -> ExpertWayConfig:
+    if plan.expert.kind == NO_WAY:
+        return ExpertWayConfig()
+    return replace(config.strategy.expert, kind=plan.expert.kind, fills=False)
+
+
+def alone(config: Config, plan: Plan) -> Config:
+    """`config` for the one-device reference: the router is the model's, and stays; every expert is at home."""
+    kept = frozen(config, plan)
+    return replace(kept, strategy=replace(kept.strategy, expert=ExpertWayConfig()), ep=None)
