@@ -141,3 +141,19 @@ def current_dispatch_modes() -> list[Any]:
 def default_store() -> dist.Store:
     """The store by which the ranks met. Small facts go through it where a collective might pair with a wrong one."""
     return dist.distributed_c10d._get_default_store()
+
+
+def has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
+    """Can `grouped_product` take them? Not fp64, nothing without rows, and lines of memory must be of 16 bytes."""
+    line = 16 // rows.element_size()
+    aligned = rows.size(-1) % line == 0 and weights.size(1) % line == 0
+    return rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned and rows.size(0) > 0
+
+
+def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows (n, in), sorted by group, times weights (groups, out, in), counts (groups,) rows each: (n, out).
+
+    Public since torch 2.10 or so as `functional.grouped_mm`; before that under a private name.
+    """
+    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    return grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))

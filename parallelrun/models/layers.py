@@ -153,6 +153,27 @@ class Norm(RoleLayer):
         return normalise(self.kind, x, self.weight, self.bias, self.eps)
 
 
+class Enter(RoleLayer):
+    """In front of what reads whole rows and gives a sum over split features: x (batch, seq, hidden) as it is.
+
+    A tensor way that cuts the sequence makes it whole here, and sums the gradients of what was split behind it.
+    """
+
+    layer_role = "enter"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
+
+
+class Leave(RoleLayer):
+    """Behind it: rows (tokens, hidden), a fresh tensor -> (batch, seq, hidden). A tensor way sums them here."""
+
+    layer_role = "leave"
+
+    def forward(self, x: Tensor, num_samples: int) -> Tensor:
+        return x.unflatten(0, (num_samples, -1))
+
+
 class Activation(nn.Module):
     """The MLP's elementwise middle; splits with its inputs, so no tensor way replaces it. kind: gelu | swiglu."""
 

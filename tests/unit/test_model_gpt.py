@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, RouterConfig
 from parallelrun.errors import ConfigError
 from parallelrun.models import initialise
 from parallelrun.models.gpt import network, spec
@@ -32,6 +32,8 @@ LLAMA = {
     "bias": False,
     "tied_embeddings": False,
 }
+EXPERTS = {"experts": 5, "expert_ffn": 12}
+AUX_FREE = {"score": "sigmoid", "scaling": 2.5, "bias_rate": 1e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": LLAMA,
@@ -39,13 +41,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rotary positions, untied": {"position": "rope", "tied_embeddings": False},
     "rmsnorm and swiglu with biases": {"norm": "rmsnorm", "activation": "swiglu"},
     "layernorm without biases": {"bias": False},
+    "experts": EXPERTS,
+    "gated experts, a shared one, balanced by bias": {**LLAMA, **EXPERTS, "shared_experts": 2, "router": AUX_FREE},
+    "shared expert with biases": {**EXPERTS, "shared_experts": 1},
 }
 
 
 def make_config(values: dict[str, Any], **run_keys: Any) -> Config:
     config = Config(**run_keys)
     for key, value in values.items():
-        setattr(config.model, key, value)
+        setattr(config.model, key, RouterConfig(**value) if key == "router" else value)
     return config
 
 
@@ -73,10 +78,24 @@ def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) ->
         ("llama2_13b", 13_015_864_320),
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
+        ("mixtral_8x7b", 46_702_792_704),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, parameters: int) -> None:
     assert make_spec(GPT_PRESETS[preset]).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "preset, published, unlike",
+    [
+        ("gshard_600b", 600e9, 25e9),
+        ("switch_base", 7.4e9, 0.05e9),
+        # MLA's four matrices and its two norms (DeepSeek-V3, section 4.2) against four of hidden x hidden
+        ("deepseek_v3", 671.026e9 + 61 * (4 * 7168**2 - 187_107_328), 0.01e9),
+    ],
+)
+def test_presets_with_experts_have_the_published_size(preset: str, published: float, unlike: float) -> None:
+    assert make_spec(GPT_PRESETS[preset]).num_parameters == pytest.approx(published, abs=unlike)
 
 
 # Narayanan et al., SC21, table 1: billions of parameters, heads, hidden, layers. Vocab 51200, sequence 2048.
@@ -184,7 +203,11 @@ def reference(gpt: Network, config: Config, tokens: Tensor) -> Tensor:
         x = x + reference_attention(
             weights, f"{name}.attention", model, reference_norm(weights, name + ".attention_norm", model, x)
         )
-        x = x + reference_mlp(weights, f"{name}.mlp", model, reference_norm(weights, name + ".mlp_norm", model, x))
+        inside = reference_norm(weights, name + ".mlp_norm", model, x)
+        if f"{name}.moe.router.weight" in weights:
+            x = x + reference_experts(weights, f"{name}.moe", model, inside)
+        else:
+            x = x + reference_mlp(weights, f"{name}.mlp", model, inside)
     return reference_norm(weights, "head.norm", model, x) @ weights["head.head.weight"].T
 
 
@@ -226,13 +249,34 @@ def reference_rotation(x: Tensor, theta: float) -> Tensor:
 
 
 def reference_mlp(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
-    up = affine(weights, f"{name}.up.up", x)
-    if model.activation == "swiglu":
-        gate = affine(weights, f"{name}.up.gate", x)
-        inside = gate * torch.sigmoid(gate) * up
-    else:
-        inside = 0.5 * up * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
-    return affine(weights, f"{name}.down", inside)
+    gate = affine(weights, f"{name}.up.gate", x) if model.activation == "swiglu" else None
+    return affine(weights, f"{name}.down", reference_activation(gate, affine(weights, f"{name}.up.up", x)))
+
+
+def reference_activation(gate: Tensor | None, up: Tensor) -> Tensor:
+    if gate is not None:
+        return gate * torch.sigmoid(gate) * up
+    return 0.5 * up * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
+
+
+def reference_experts(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
+    """The best top_k of all experts for every token, one token after the other; none is dropped."""
+    rows = []
+    for row in x.flatten(0, 1):
+        logits = row @ weights[f"{name}.router.weight"].T
+        scores = torch.sigmoid(logits) if model.router.score == "sigmoid" else logits.softmax(-1)
+        ranking = scores + weights.get(f"{name}.router.selection_bias", 0.0)
+        best = sorted(range(model.experts), key=lambda e: -float(ranking[e].detach()))[: model.router.top_k]
+        out = torch.zeros_like(row)
+        for expert in best:
+            one = {part: weights[f"{name}.experts.{part}"][expert] for part in ("up", "down")}
+            gate = weights[f"{name}.experts.gate"][expert] @ row if model.activation == "swiglu" else None
+            inside = reference_activation(gate, one["up"] @ row)
+            share = scores[expert] / sum(scores[other] for other in best)
+            out = out + model.router.scaling * share * (one["down"] @ inside)
+        rows.append(out)
+    mixed = torch.stack(rows).view(x.shape)
+    return mixed + reference_mlp(weights, f"{name}.shared", model, x) if model.shared_experts else mixed
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -251,7 +295,7 @@ def test_logits_loss_and_gradients_equal_the_reference(options: dict[str, Any]) 
     expected_loss = (each * (targets >= 0)).sum()
     loss = gpt.loss(logits, targets)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
-    parameters = list(gpt.parameters())
+    parameters = [parameter for parameter in gpt.parameters() if parameter.requires_grad]
     for mine, theirs in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected_loss, parameters)):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 

@@ -13,7 +13,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
-FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied_embeddings": True}
+FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied_embeddings": True, "experts": 0}
 
 
 def make(config: Config, vocab: int) -> ModelSpec:

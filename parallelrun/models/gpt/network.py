@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from parallelrun.config.schema import Config
 from parallelrun.models import functions, layers
 from parallelrun.models.gpt import spec as sizes
+from parallelrun.models.moe.layer import MoE
+from parallelrun.models.moe.spec import has_experts
 from parallelrun.models.network import Network, store
-from parallelrun.models.spec import ModelSpec
+from parallelrun.models.spec import ModelSpec, RouterSpec
 from parallelrun.precision import Precision
 
 
@@ -97,18 +99,23 @@ class Mlp(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One pre-LN layer: x plus attention of its norm, then plus the MLP of its norm."""
+    """One pre-LN layer: x plus attention of its norm, then plus the MLP, or the experts (router given), of its norm."""
 
-    def __init__(self, name: str, make: Factory):
+    def __init__(self, name: str, make: Factory, router: RouterSpec | None = None):
         super().__init__()
         self.attention_norm = make.norm()
         self.attention = Attention(f"{name}.attention", make)
         self.mlp_norm = make.norm()
-        self.mlp = Mlp(f"{name}.mlp", make)
+        if router is None:
+            self.mlp = Mlp(f"{name}.mlp", make)
+        else:
+            self.moe = MoE(f"{name}.moe", make, router)
+        self.has_experts = router is not None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        rows = self.mlp_norm(x)
+        return x + (self.moe(rows) if self.has_experts else self.mlp(rows))
 
 
 class OutputHead(nn.Module):
@@ -129,7 +136,10 @@ class Gpt(Network):
     def __init__(self, make: Factory, spec: ModelSpec):
         super().__init__(spec, layers.TokenLoss(make.model.label_smoothing))
         self.embedding = Embeddings(make)
-        self.layers = nn.ModuleDict({str(i): Transformer(f"layers.{i}", make) for i in range(make.model.layers)})
+        self.layers = nn.ModuleDict()
+        for index in range(make.model.layers):
+            router = spec.router if has_experts(index, make.model) else None
+            self.layers[str(index)] = Transformer(f"layers.{index}", make, router)
         self.head = OutputHead(make, self.embedding.tokens if make.model.tied_embeddings else None)
 
 

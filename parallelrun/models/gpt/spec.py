@@ -10,6 +10,7 @@ from math import sqrt
 
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.models.moe import spec as moe
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 ZEROS = Initialiser("zeros")
@@ -72,10 +73,10 @@ def check(model: ModelConfig) -> list[Problem]:
 def make(config: Config, vocab: int) -> ModelSpec:
     """The spec of the gpt that `config.model` describes, over `vocab` token ids. Raises ConfigError."""
     model = config.model
-    problems = check(model)
+    problems = check(model) or moe.check(model)
     if problems:
         raise ConfigError(*problems)
-    layers = tuple(_transformer(f"layers.{index}", model) for index in range(model.layers))
+    layers = tuple(_transformer(index, model) for index in range(model.layers))
     return ModelSpec(
         name=model.preset,
         kind="tokens",
@@ -94,6 +95,8 @@ def make(config: Config, vocab: int) -> ModelSpec:
         norm=model.norm,
         attention_dropout=model.attention_dropout,
         tied=(TIED,) if model.tied_embeddings else (),
+        experts=model.experts,
+        router=moe.router_spec(model),
     )
 
 
@@ -112,28 +115,51 @@ def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
     return BlockSpec("embedding", "embedding", tuple(layers), forward_flops=0.0)
 
 
-def _transformer(name: str, model: ModelConfig) -> BlockSpec:
-    normal = Initialiser("normal", model.init_std)
-    residual = Initialiser("normal", model.init_std / sqrt(2 * model.layers))  # GPT-2: the residual sum keeps its scale
+def _transformer(index: int, model: ModelConfig) -> BlockSpec:
+    name, normal, residual = f"layers.{index}", *_initialisers(model)
     heads = {"q": model.heads, "k": kv_heads(model), "v": kv_heads(model)}
-    qkv = columns(f"{name}.attention.qkv", model.hidden, projections(model), model.bias, normal, heads)
-    up = columns(f"{name}.mlp.up", model.hidden, expansions(model), model.bias, normal)
+    inside = _experts(f"{name}.moe", model) if moe.has_experts(index, model) else _mlp(f"{name}.mlp", model)
     layers = (
         norm(f"{name}.attention_norm", model),
-        qkv,
+        columns(f"{name}.attention.qkv", model.hidden, projections(model), model.bias, normal, heads),
         row(f"{name}.attention.out", model.hidden, model.hidden, model.bias, residual),
         dropout(f"{name}.attention.dropout", model),
         norm(f"{name}.mlp_norm", model),
-        up,
-        row(f"{name}.mlp.down", ffn_size(model), model.hidden, model.bias, residual),
-        dropout(f"{name}.mlp.dropout", model),
+        *inside,
     )
     return BlockSpec(name, "transformer", layers, transformer_flops(layers, model))
 
 
+def _initialisers(model: ModelConfig) -> tuple[Initialiser, Initialiser]:
+    """(of most weights, of those whose output is added to the residual stream, which so keeps its scale: GPT-2)."""
+    return Initialiser("normal", model.init_std), Initialiser("normal", model.init_std / sqrt(2 * model.layers))
+
+
+def _mlp(name: str, model: ModelConfig) -> tuple[LayerSpec, ...]:
+    normal, residual = _initialisers(model)
+    return (
+        columns(f"{name}.up", model.hidden, expansions(model), model.bias, normal),
+        row(f"{name}.down", ffn_size(model), model.hidden, model.bias, residual),
+        dropout(f"{name}.dropout", model),
+    )
+
+
+def _experts(name: str, model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Router, experts and, where there is one, the shared expert, in the place of the MLP."""
+    normal, residual = _initialisers(model)
+    layers = moe.router_and_experts(name, model, normal, residual)
+    if model.shared_experts:
+        outputs = moe.shared_expansions(model)
+        layers.append(columns(f"{name}.shared.up", model.hidden, outputs, model.bias, normal))
+        layers.append(row(f"{name}.shared.down", outputs["up"], model.hidden, model.bias, residual))
+    return (*layers, dropout(f"{name}.dropout", model))
+
+
 def transformer_flops(layers: tuple[LayerSpec, ...], model: ModelConfig) -> float:
-    """Forward FLOPs of a block of those layers, for one sample: its products, its scores and their product with v."""
+    """Forward FLOPs of a block of those layers, for one sample: its products (of experts those that a token goes to),
+    its scores and their product with v."""
     products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in ("columns", "row"))
+    products += sum(moe.multiplied(layer, model) for layer in layers if layer.layer_role in ("router", "expert"))
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
     return 2.0 * products * model.seq + 4.0 * model.seq**2 * model.hidden
 

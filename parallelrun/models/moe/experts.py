@@ -1,0 +1,65 @@
+"""The experts of one layer: the same MLP many times, each with its own weights and its own rows.
+
+Rows come sorted by expert, either equally many for each (a batched product) or any number (a grouped one; MegaBlocks,
+Gale et al. 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallelrun import torch_private
+from parallelrun.models.layers import Activation, RoleLayer
+
+
+class Experts(RoleLayer):
+    """`num_experts` MLPs without biases. Parameters `up` (experts, ffn, hidden), `down` (experts, hidden, ffn) and, for
+    swiglu, `gate` as `up`.
+
+    A tensor way may cut ffn (the result is then a part of a sum), an expert way the experts.
+    """
+
+    layer_role = "expert"
+
+    def __init__(self, num_experts: int, hidden: int, ffn: int, activation: str, compute_dtype: torch.dtype):
+        super().__init__(compute_dtype)
+        self.gate = nn.Parameter(torch.empty(num_experts, ffn, hidden)) if activation == "swiglu" else None
+        self.up = nn.Parameter(torch.empty(num_experts, ffn, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, ffn))
+        self.activation = Activation(activation)
+
+    @property
+    def num_experts(self) -> int:
+        """How many are held here."""
+        return self.up.size(0)
+
+    def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
+        """counts None: rows (experts, n, hidden). Else rows (n, hidden) sorted by expert and int64 counts (experts,),
+        which sum to n; some may be 0. Returns the same shape."""
+        rows = rows if rows.dtype == self.compute_dtype else rows.to(self.compute_dtype)
+        opened = [self._product(rows, weight, counts) for weight in (self.gate, self.up) if weight is not None]
+        return self._product(self.activation(*opened), self.down, counts)
+
+    def _product(self, rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+        weight = weight if weight.dtype == self.compute_dtype else weight.to(self.compute_dtype)
+        if counts is None:
+            return torch.bmm(rows, weight.transpose(1, 2))
+        return grouped_multiply(rows, weight, counts)
+
+
+def grouped_multiply(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows (n, in), sorted by expert, times weights (experts, out, in): (n, out). counts: int64 (experts,), sum n.
+
+    One kernel where torch has one for the dtype and sizes, else a product for each expert.
+    """
+    if torch_private.has_grouped_product(rows, weights):
+        return torch_private.grouped_product(rows, weights, counts)
+    return one_by_one(rows, weights, counts)
+
+
+def one_by_one(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`grouped_multiply`, a product for each expert: those without rows stay in the graph too, with zero gradients."""
+    parts = zip(rows.split(counts.tolist()), weights.unbind(0))
+    return torch.cat([functional.linear(part, weight) for part, weight in parts])

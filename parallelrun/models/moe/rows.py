@@ -1,0 +1,97 @@
+"""Rows of tokens sorted by expert, and back: the two steps around the experts, each one pass over memory.
+
+A row is one kept assignment of a token to an expert. Both directions are gathers, in backward too: the sum over the
+rows of a token is an `embedding_bag`, several times faster than adding rows to places one after the other. Neither is a
+product with weights of the model, so that a backward in two halves (zero bubble) does nothing twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .routing import Routing
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where the n rows of a microbatch of T tokens lie: sorted by expert, then as in Routing. All int64.
+
+    assignments: (n,), which assignment of the Routing a row is. tokens: (n,), whose row it is. counts: (experts,), rows
+    of each expert. by_token: (n,), the rows sorted by token. starts: (T,), where each token's begin in `by_token`.
+    """
+
+    assignments: Tensor
+    tokens: Tensor
+    counts: Tensor
+    by_token: Tensor
+    starts: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts.size(0)
+
+
+def order_of(routing: Routing) -> Order:
+    """The rows of all kept assignments."""
+    last = routing.num_experts  # what is not kept is sorted behind all experts
+    ordered, assignments = torch.sort(torch.where(routing.kept, routing.experts, last), stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(last + 1, device=ordered.device))
+    assignments = assignments[: int(bounds[-1])]
+    return order_rows(assignments, routing.tokens[assignments], bounds.diff(), routing.num_tokens)
+
+
+def order_rows(assignments: Tensor, tokens: Tensor, counts: Tensor, num_tokens: int) -> Order:
+    """The Order of rows that are sorted already."""
+    by_token = torch.argsort(tokens, stable=True)
+    starts = torch.searchsorted(tokens[by_token], torch.arange(num_tokens, device=tokens.device))
+    return Order(assignments, tokens, counts, by_token, starts)
+
+
+def spread(x: Tensor, order: Order) -> Tensor:
+    """x (T, hidden) -> (n, hidden): each row's token."""
+    return _Spread.apply(x, order.tokens, order.by_token, order.starts)
+
+
+def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """rows (n, hidden), weights of the Routing (A,) -> (T, hidden): the weighted sum over each token's rows, a fresh
+    tensor, 0 where it has none."""
+    of_rows = weights.index_select(0, order.assignments).to(rows.dtype)
+    return _Combine.apply(rows, of_rows, order.tokens, order.by_token, order.starts)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(by_token, starts)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sums(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, tokens: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, tokens)
+        return _sums(rows, by_token, starts, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows, weights, tokens = ctx.saved_tensors
+        of_rows = grad.index_select(0, tokens)
+        of_weights = (of_rows * rows).sum(-1)
+        return of_rows.mul_(weights.unsqueeze(1)), of_weights, None, None, None
+
+
+def _sums(rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """(T, hidden): for each token the sum of its rows, each times its weight."""
+    if rows.size(0) == 0:
+        return rows.new_zeros(starts.size(0), rows.size(1))
+    scales = None if weights is None else weights[by_token]
+    return functional.embedding_bag(by_token, rows, starts, mode="sum", per_sample_weights=scales)

@@ -1,0 +1,92 @@
+"""What a layer with experts is made of, and which layers have them. Torch-free; `layer.py` is built to match it.
+
+Sources: GShard (Lepikhin et al. 2020): every second layer, two matrices an expert; Mixtral (Jiang et al. 2024): gated
+experts in every layer; DeepSeek-V3 (2024): the first layers dense, fine experts and a shared one beside them.
+"""
+
+from __future__ import annotations
+
+from parallelrun.config.schema import ModelConfig
+from parallelrun.errors import Problem
+from parallelrun.models.spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec, too_small
+
+
+def has_experts(index: int, model: ModelConfig) -> bool:
+    """Has layer `index` of a model with experts any? The last of every `expert_period` behind the dense ones."""
+    if not model.experts:
+        return False
+    behind = index - model.dense_layers
+    return behind >= 0 and behind % model.expert_period == model.expert_period - 1
+
+
+def expert_ffn(model: ModelConfig) -> int:
+    """Width of one expert's inside: as given, else the MLP's."""
+    if model.expert_ffn is not None:
+        return model.expert_ffn
+    return model.ffn if model.ffn is not None else 4 * model.hidden
+
+
+def expert_weights(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
+    """Shapes of the weights that all experts of a layer hold together, by name: (experts, out, in) each."""
+    ffn, hidden = expert_ffn(model), model.hidden
+    opened = {"gate": (model.experts, ffn, hidden)} if model.activation == "swiglu" else {}
+    return {**opened, "up": (model.experts, ffn, hidden), "down": (model.experts, hidden, ffn)}
+
+
+def shared_expansions(model: ModelConfig) -> dict[str, int]:
+    """Outputs of the shared expert's column layer, by name: as wide inside as `shared_experts` experts."""
+    ffn = model.shared_experts * expert_ffn(model)
+    return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
+
+
+def router_spec(model: ModelConfig) -> RouterSpec | None:
+    """The router of every layer with experts; None where there are none."""
+    return RouterSpec(**vars(model.router)) if model.experts else None
+
+
+def check(model: ModelConfig) -> list[Problem]:
+    """What of the experts' sizes no plan could make right. What the router cannot do is `plan/routing.py`'s."""
+    negative = {key: getattr(model, key) for key in ("experts", "dense_layers", "shared_experts")}
+    problems = [
+        Problem(f"model.{key}={size} must be at least 0", f"model.{key}", f"model.{key}=0")
+        for key, size in negative.items()
+        if size < 0
+    ]
+    if not model.experts:
+        return problems
+    problems += too_small({"expert_ffn": expert_ffn(model), "expert_period": model.expert_period})
+    if not problems and not any(has_experts(index, model) for index in range(model.layers)):
+        what = (
+            f"model.experts={model.experts}, but none of {model.layers} layers has any: the first is layer "
+            f"{model.dense_layers + model.expert_period - 1} (counted from 0)"
+        )
+        problems.append(Problem(what, "model.expert_period", "model.expert_period=1", kind="arithmetic"))
+    return problems
+
+
+def router_and_experts(name: str, model: ModelConfig, normal: Initialiser, residual: Initialiser) -> list[LayerSpec]:
+    """The layers from entering to leaving the experts of `name`; what is beside them (a shared expert) is not in it.
+
+    normal, residual: initialisers of what reads the residual stream and of what is added to it.
+    """
+    hidden, experts = model.hidden, model.experts
+    router = [ParameterSpec(f"{name}.router.weight", (experts, hidden), normal, "router")]
+    if model.router.bias_rate > 0:
+        bias = f"{name}.router.selection_bias"
+        router.append(ParameterSpec(bias, (experts,), Initialiser("zeros"), "router", frozen=True))
+    weights = tuple(
+        ParameterSpec(f"{name}.experts.{part}", shape, residual if part == "down" else normal, "expert")
+        for part, shape in expert_weights(model).items()
+    )
+    return [
+        LayerSpec(f"{name}.enter", "enter", hidden, hidden),
+        LayerSpec(f"{name}.router", "router", hidden, experts, tuple(router)),
+        LayerSpec(f"{name}.experts", "expert", hidden, hidden, weights),
+        LayerSpec(f"{name}.leave", "leave", hidden, hidden),
+    ]
+
+
+def multiplied(layer: LayerSpec, model: ModelConfig) -> int:
+    """Weights that one token is multiplied by in a router or expert layer: those of `top_k` experts."""
+    weights = sum(parameter.numel for parameter in layer.parameters if not parameter.frozen)
+    return weights if layer.layer_role == "router" else weights // model.experts * model.router.top_k
