@@ -1,4 +1,4 @@
-"""Line charts as SVG text, from plain numbers: no library, the same text for the same data. Torch-free.
+"""Line charts and heat maps as SVG text, from plain numbers: no library, the same text for the same data. Torch-free.
 
 Lines differ in colour (Okabe and Ito 2008: told apart by colour-blind readers), dash and marker at once, so that a
 print without colour can be read too.
@@ -55,6 +55,20 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """A plot of colours. cells[row][column]: numbers from 0 to `most` (more looks alike), 1.0 in the middle of the
+    colours; None: blank. rows: what each is called, the first on top. x: the columns are equal parts of `span`."""
+
+    title: str
+    cells: tuple[tuple[float | None, ...], ...]
+    rows: tuple[str, ...]
+    y_label: str
+    x: Axis
+    span: tuple[float, float]
+    most: float
+
+
+@dataclass(frozen=True)
 class _Scale:
     """Data -> pixels along one axis."""
 
@@ -78,7 +92,7 @@ class _Scale:
 
 
 def draw(
-    title: str, panels: Sequence[Panel], legend: Sequence[str], notes: Sequence[str] = (), columns: int = 2
+    title: str, panels: Sequence[Panel | HeatMap], legend: Sequence[str], notes: Sequence[str] = (), columns: int = 2
 ) -> str:
     """The panels in rows of `columns`, over one legend (its n-th text is of style n) and notes, as one SVG document."""
     columns = max(1, min(columns, len(panels)))
@@ -95,7 +109,8 @@ def draw(
         f'<text x="16" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
     for index, panel in enumerate(panels):
-        parts += _panel(panel, index % columns * WIDTH, top + index // columns * HEIGHT)
+        drawn = _heat_map if isinstance(panel, HeatMap) else _panel
+        parts += drawn(panel, index % columns * WIDTH, top + index // columns * HEIGHT)
     for index, text in enumerate(legend):
         x, y = 20 + index % per_row * (width - 20) // per_row, bottom + 12 + index // per_row * LEGEND_ROW
         parts.append(_stroke([(x, y), (x + 30, y)], index))
@@ -132,6 +147,61 @@ def _panel(panel: Panel, left: float, top: float) -> list[str]:
         every = max(1, ceil(len(places) / MOST_MARKERS))
         parts += [_marker(a, b, line.style) for a, b in places[::every]]
     return parts
+
+
+def _heat_map(heat: HeatMap, left: float, top: float) -> list[str]:
+    """Cells of one colour are one path, so that a picture of thousands stays small."""
+    start, stop, upper, lower = left + LEFT, left + WIDTH - RIGHT, top + TOP, top + HEIGHT - BOTTOM
+    width, height = (stop - start) / max(len(heat.cells[0]), 1), (lower - upper) / len(heat.cells)
+    colours: dict[str, list[str]] = {}
+    for row, values in enumerate(heat.cells):
+        for column, value in enumerate(values):
+            if value is not None:
+                cell = (
+                    f"M{start + column * width:.1f} {upper + row * height:.1f}h{width:.2f}v{height:.2f}h-{width:.2f}z"
+                )
+                colours.setdefault(heat_colour(value, heat.most), []).append(cell)
+    parts = [f'<text x="{start}" y="{upper - 12}" font-weight="bold">{escape(heat.title)}</text>']
+    parts += [
+        f'<path d="{"".join(cells)}" fill="{colour}" shape-rendering="crispEdges"/>'
+        for colour, cells in sorted(colours.items())
+    ]
+    for row, name in enumerate(heat.rows):
+        y = upper + (row + 0.5) * height + 4
+        parts.append(f'<text x="{start - 6}" y="{y:.1f}" text-anchor="end" font-size="11">{escape(name)}</text>')
+    first, last = heat.span
+    for tick in [tick for tick in round_steps(first, max(last, first + 1)) if tick <= last]:
+        x = start + (tick + 0.5 - first) / (last + 1 - first) * (stop - start)
+        parts.append(f'<text x="{x:.1f}" y="{lower + 16:.1f}" text-anchor="middle">{heat.x.text(tick)}</text>')
+    parts.append(
+        f'<text x="{(start + stop) / 2:.1f}" y="{lower + 34:.1f}" text-anchor="middle">{escape(heat.x.label)}</text>'
+        f'<text x="{left + 12}" y="{upper - 12}" fill="#4a5568">{escape(heat.y_label)}</text>'
+    )
+    return parts + _colour_key(heat.most, stop, upper - 22)
+
+
+def _colour_key(most: float, right: float, top: float) -> list[str]:
+    """The colours from 0 to `most`, right-aligned, with the numbers at both ends and 1 in the middle."""
+    steps, size = 20, 5
+    left = right - 30 - steps * size
+    parts = []
+    for step in range(steps):
+        colour = heat_colour(step / (steps - 1) * most, most)
+        parts.append(f'<rect x="{left + step * size:.1f}" y="{top}" width="{size}" height="10" fill="{colour}"/>')
+    parts.append(f'<text x="{left - 5:.1f}" y="{top + 9}" text-anchor="end" font-size="11">0</text>')
+    return [*parts, f'<text x="{right - 25:.1f}" y="{top + 9}" font-size="11">{most:g}+</text>']
+
+
+# blue, near white, orange: told apart by colour-blind readers, and light only where a number is as it should be
+_COLD, _EVEN, _HOT = (0x00, 0x4A, 0x80), (0xF2, 0xF2, 0xEC), (0xB8, 0x3B, 0x00)
+
+
+def heat_colour(value: float, most: float) -> str:
+    """`#rrggbb` of a number from 0 to `most` around 1.0, in 16 shades on either side."""
+    share = (1.0 - value) if value < 1.0 else (value - 1.0) / (most - 1.0)
+    share = round(min(max(share, 0.0), 1.0) * 16) / 16
+    end = _COLD if value < 1.0 else _HOT
+    return "#" + "".join(f"{round(even + share * (far - even)):02x}" for even, far in zip(_EVEN, end))
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, stop: float, spare: float) -> _Scale:

@@ -38,7 +38,7 @@ class RunningStatistics:
     def __init__(self, parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
         held = {parameter.name: parameter for parameter in frozen}
         self._kept = [
-            _Kept(module, tuple(_place(held[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")))
+            _Kept(module, tuple(held_range(held[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")))
             for part in parts
             for name, module in part.named_modules()
             if isinstance(module, BatchNorm)
@@ -77,6 +77,7 @@ class RunningStatistics:
             tensor.copy_(values)
 
 
-def _place(parameter: LocalParameter, mesh: Mesh) -> tuple[Tensor, slice]:
+def held_range(parameter: LocalParameter, mesh: Mesh) -> tuple[Tensor, slice]:
+    """(what this rank holds of a vector, which part of it that is)."""
     (channels,) = parameter.layout.ranges(parameter.spec.shape, mesh.shape.sizes, mesh.coordinate)
     return parameter.tensor, slice(*channels)

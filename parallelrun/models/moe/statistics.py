@@ -20,6 +20,11 @@ def size(num_experts: int) -> int:
     return 2 * num_experts + len(SCALARS)
 
 
+def exchanged(num_layers: int, num_experts: int) -> int:
+    """Elements of what ranks tell each other in a step: every layer's vector, each with its all-to-alls' bytes."""
+    return num_layers * (size(num_experts) + 1)
+
+
 def describe(vector: list[float], router: RouterSpec, seq: int) -> dict[str, object]:
     """What the vector of one layer, summed over whatever was routed in training, means. seq: tokens of a sample.
 
