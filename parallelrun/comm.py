@@ -119,6 +119,30 @@ class _ExchangeAndSum:
         torch.sum(self._parts.view(self._size, *self._output.shape), 0, out=self._output)
 
 
+def all_to_all(
+    output: Tensor,
+    tensor: Tensor,
+    group: Group,
+    purpose: str,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Raw form: the parts of `tensor` along dim 0 go to the members in turn, theirs come into `output` in turn.
+
+    sizes: rows to and from every member, which may be 0; None: equal parts. Both tensors contiguous; until the Work that
+    async_op returns is waited for, neither may be touched.
+    """
+    assert output.is_contiguous(), "gloo fills a non-contiguous output wrongly without a word"
+    assert tensor.is_contiguous(), "an all-to-all sends what is contiguous"
+    if group.size == 1:
+        output.copy_(tensor)
+        return None
+    uneven = [None if sizes is None else list(sizes) for sizes in (output_sizes, input_sizes)]
+    with label(group.axis, purpose):
+        return dist.all_to_all_single(output, tensor, *uneven, group=group.process_group, async_op=async_op)
+
+
 def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0, async_op: bool = False) -> dist.Work | None:
     """Overwrite `tensor` with that of the group's member number `source`. With async_op the Work to wait for."""
     if group.size == 1:

@@ -1,0 +1,100 @@
+"""What the expert ways' dispatches share: rows out, experts, rows back, weighted sums; chunk by chunk.
+
+All chunks' rows are on their way while the shared expert computes; a chunk's results go back while the next chunk's
+experts compute. The order in which nodes are made gives backward the same overlap, from the last chunk to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun.models.moe.experts import Experts
+from parallelrun.models.moe.routing import Routing
+from parallelrun.plan.structure import ExpertWay
+
+from .exchange import Meter
+from .levels import Levels
+from .travel import Arrangement, Leg, Return, Travel
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a rank sends to experts of one chunk of its tokens, packed in the order of `Levels.places`.
+
+    sources: int64 (rows,), each row's token within the chunk; the number of tokens where the row is empty. weights:
+    (rows,), of what comes back in the token's sum; None of empty rows counts. legs: the way out. by_expert: from the
+    order of arrival, by source rank, to that of experts. counts: rows of each of this rank's experts, None: equal ones.
+    """
+
+    sources: Tensor
+    weights: Tensor
+    legs: tuple[Leg, ...]
+    by_expert: Arrangement
+    counts: Tensor | None
+
+
+class Dispatch:
+    """Brings the rows of one layer's tokens to the experts of all ranks of the expert axis, and their results back."""
+
+    has_empty_rows = False
+
+    def __init__(self, way: ExpertWay, levels: Levels):
+        self.way, self.levels, self.meter = way, levels, Meter()
+
+    def take_bytes(self) -> int:
+        """Payload of this layer's all-to-alls in training since this was last asked."""
+        return self.meter.take()
+
+    def parcels(self, routing: Routing, dtype: torch.dtype) -> list[Parcel]:
+        """One a chunk; weights in `dtype`."""
+        raise AssertionError(f"{type(self)} packs nothing")
+
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: (tokens, hidden). The sums of what the experts make of every token, and what `beside` gives."""
+        parcels = self.parcels(routing, x.dtype)
+        tokens = x.split(x.size(0) // len(parcels))
+        going = [Travel(self._rows(own, parcel), parcel.legs) for own, parcel in zip(tokens, parcels)]
+        found = beside() if beside is not None else None
+        for travel in going:
+            travel.change()
+        coming: list[Travel] = []
+        for travel, parcel in zip(going, parcels):
+            rows = parcel.by_expert.there(travel.arrive())
+            if parcel.counts is None:
+                rows = experts(rows.unflatten(0, (self.levels.num_local, -1)), None).flatten(0, 1)
+            else:
+                rows = experts(rows, parcel.counts)
+            coming.append(Return(parcel.by_expert.back(rows), parcel.legs))
+        for travel in coming:
+            travel.change()
+        arrived = [travel.arrive() for travel in coming]
+        sums = [self._sums(own, rows, parcel) for own, rows, parcel in zip(tokens, arrived, parcels)]
+        return _joined(sums), found
+
+    def _rows(self, x: Tensor, parcel: Parcel) -> Tensor:
+        if self.has_empty_rows:
+            x = torch.cat((x, x.new_zeros(1, x.size(1))))
+        return x.index_select(0, parcel.sources)
+
+    def _sums(self, x: Tensor, rows: Tensor, parcel: Parcel) -> Tensor:
+        # An empty row is 0 and so is what an expert without bias makes of it: it may be added to any token.
+        targets = parcel.sources.clamp(max=x.size(0) - 1) if self.has_empty_rows else parcel.sources
+        return torch.zeros_like(x).index_add(0, targets, rows * parcel.weights.unsqueeze(1))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def chunk_of_group(routing: Routing, chunks: int) -> tuple[Tensor, Tensor]:
+    """(chunk, group within the chunk) of each assignment."""
+    assert routing.num_groups % chunks == 0, f"{routing.num_groups} routing groups in {chunks} chunks"
+    group = routing.tokens.div(routing.num_tokens // routing.num_groups, rounding_mode="floor")
+    per_chunk = routing.num_groups // chunks
+    return group.div(per_chunk, rounding_mode="floor"), group.remainder(per_chunk)

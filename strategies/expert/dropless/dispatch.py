@@ -1,0 +1,104 @@
+"""Only rows that an expert computes travel: counts first, then uneven all-to-alls (MegaBlocks, Gale et al. 2022).
+
+With a router that limits its experts, what it drops does not travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallelrun.models.moe.routing import Routing
+
+from ..dispatch import Dispatch, Parcel, chunk_of_group
+from ..exchange import Exchange, exchange_counts
+from ..travel import Leg, sort_segments
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Rows of every chunk by where they are: int64.
+
+    packed: (chunks, inner, outer, local experts), by destination. halfway: (inner source, chunks, outer, local), on two
+    levels: what the first leg brings. arrived: (source ranks, chunks, local).
+    """
+
+    packed: Tensor
+    halfway: Tensor | None
+    arrived: Tensor
+
+
+class DroplessDispatch(Dispatch):
+    """Rows lie sorted by expert, as many as there are."""
+
+    def parcels(self, routing: Routing, dtype: torch.dtype) -> list[Parcel]:
+        """See `Dispatch`. Waits for the device once: the sizes of what is sent must be known."""
+        chunks, num_experts = self.way.chunks, routing.num_experts
+        expert = self.levels.places(routing.tokens.device)[routing.experts]
+        key = chunk_of_group(routing, chunks)[0] * num_experts + expert
+        ordered, order = torch.sort(torch.where(routing.kept, key, chunks * num_experts), stable=True)
+        bounds = torch.searchsorted(ordered, torch.arange(chunks * num_experts + 1, device=key.device))
+        counts = self._exchange(bounds.diff().view(chunks, *self.levels.shape, self.levels.num_local))
+        sizes = self._sizes(counts)
+        kept = order[: sum(size.packed for size in sizes)]
+        sources = routing.tokens[kept].remainder(routing.num_tokens // chunks)
+        weights = routing.weights.to(dtype).index_select(0, kept)
+        parts = [size.packed for size in sizes]
+        return [
+            self._parcel(chunk, own_sources, own_weights, counts, size)
+            for chunk, (own_sources, own_weights, size) in enumerate(
+                zip(sources.split(parts), weights.split(parts), sizes)
+            )
+        ]
+
+    def _exchange(self, packed: Tensor) -> _Counts:
+        inner, *outer = self.levels.groups
+        first = exchange_counts(packed.transpose(0, 1), inner, self.meter)  # (inner source, chunks, outer, local)
+        if not outer:
+            return _Counts(packed, None, first.squeeze(2))
+        second = exchange_counts(first.permute(2, 0, 1, 3), outer[0], self.meter)  # (outer, inner, chunks, local)
+        return _Counts(packed, first, second.flatten(0, 1))
+
+    def _sizes(self, counts: _Counts) -> list[_Sizes]:
+        """Of every chunk, read from the device at once."""
+        inner, outer = self.levels.shape
+        by_chunk = counts.arrived.sum(-1).t()  # (chunks, source ranks)
+        parts = [counts.packed.sum((2, 3)), by_chunk]
+        if counts.halfway is not None:
+            halfway = counts.halfway.sum(3)  # (inner source, chunks, outer)
+            parts = [parts[0], halfway.sum(2).t(), halfway.sum(0), by_chunk.unflatten(1, (outer, inner)).sum(2)]
+        widths = [part.size(1) for part in parts]
+        return [_Sizes(*_cut(row, widths)) for row in torch.cat(parts, dim=1).tolist()]
+
+    def _parcel(self, chunk: int, sources: Tensor, weights: Tensor, counts: _Counts, sizes: _Sizes) -> Parcel:
+        arrived = counts.arrived[:, chunk]
+        local = torch.arange(arrived.size(1), device=arrived.device).repeat(arrived.size(0))
+        by_expert = sort_segments(arrived.flatten(), local, sizes.arrived)
+        return Parcel(sources, weights, self._legs(chunk, counts, sizes), by_expert, arrived.sum(0))
+
+    def _legs(self, chunk: int, counts: _Counts, sizes: _Sizes) -> tuple[Leg, ...]:
+        exchanges = [
+            Exchange(group, self.meter, self.way.overlap, sends, receives)
+            for group, (sends, receives) in zip(self.levels.groups, sizes.legs)
+        ]
+        if counts.halfway is None:
+            return (Leg(exchanges[0]),)
+        lengths = counts.halfway[:, chunk]  # (inner source, outer, local)
+        outer = torch.arange(lengths.size(1), device=lengths.device).view(1, -1, 1).expand_as(lengths)
+        halfway = sort_segments(lengths.flatten(), outer.flatten(), sum(sizes.legs[0][1]))
+        return Leg(exchanges[0]), Leg(exchanges[1], halfway)
+
+
+class _Sizes:
+    """Of one chunk. legs: (rows to every member, rows from every member) of each leg in turn."""
+
+    def __init__(self, *rows: list[int]):
+        self.legs = tuple(zip(rows[::2], rows[1::2]))
+        self.packed, self.arrived = sum(rows[0]), sum(rows[-1])
+
+
+def _cut(values: list[int], widths: list[int]) -> list[list[int]]:
+    cut = iter(values)
+    return [[next(cut) for _ in range(width)] for width in widths]

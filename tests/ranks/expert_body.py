@@ -1,0 +1,207 @@
+"""Bodies on ranks for the expert ways: a dispatch on made-up routings, beside the plain sum over assignments on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelrun import comm
+from parallelrun.mesh.runtime import Group
+from parallelrun.models.moe.experts import Experts
+from parallelrun.models.moe.routing import Routing
+from parallelrun.plan.structure import ExpertWay
+from parallelrun.strategies.expert.capacity.dispatch import CapacityDispatch
+from parallelrun.strategies.expert.dispatch import Dispatch
+from parallelrun.strategies.expert.dropless.dispatch import DroplessDispatch
+from parallelrun.strategies.expert.exchange import Exchange, Meter, finish, start
+from parallelrun.strategies.expert.levels import INNER, OUTER, Levels
+
+EXPERTS, HIDDEN, FFN, GROUPS, GROUP_TOKENS, CHOICES = 8, 4, 6, 4, 6, 2
+TOKENS = GROUPS * GROUP_TOKENS
+KINDS = {"capacity": CapacityDispatch, "dropless": DroplessDispatch}
+
+
+@dataclass(frozen=True)
+class Case:
+    """load: who goes where. random | starved (nobody to the experts of the last rank) | idle (nothing that rank 0 has
+    is kept) | piled (everybody to expert 0) | nothing (nobody to anybody)."""
+
+    kind: str
+    load: str = "random"
+    chunks: int = 1
+    group_size: int = 1
+    overlap: bool = True
+
+
+def groups_of_world(inner: int) -> tuple[Group, ...]:
+    """The legs' groups of an expert axis that is the world: outer-major."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if inner == 1:
+        return (Group("ep", tuple(range(world)), rank, dist.group.WORLD),)
+    inners = [tuple(range(start, start + inner)) for start in range(0, world, inner)]
+    outers = [tuple(range(place, world, inner)) for place in range(inner)]
+    found = []
+    for axis, groups in ((INNER, inners), (OUTER, outers)):
+        for ranks in groups:
+            process_group = dist.new_group(list(ranks))
+            if rank in ranks:
+                found.append(Group(axis, ranks, ranks.index(rank), process_group))
+    return tuple(found)
+
+
+def dispatch_of(case: Case) -> Dispatch:
+    way = ExpertWay(case.kind, case.chunks, case.group_size, case.overlap)
+    levels = Levels(groups_of_world(case.group_size), EXPERTS // dist.get_world_size())
+    return KINDS[case.kind](way, levels)
+
+
+def routing_of(load: str, rank: int) -> Routing:
+    """That of a rank's own tokens: choice-major, two different experts a token, some dropped."""
+    random = torch.Generator().manual_seed(100 + rank)
+    experts = torch.stack([torch.randperm(EXPERTS, generator=random)[:CHOICES] for _ in range(TOKENS)]).t().reshape(-1)
+    kept = torch.rand(CHOICES * TOKENS, generator=random) < 0.8
+    if load == "starved":
+        kept &= experts < EXPERTS // 2
+    elif load == "idle":
+        kept &= torch.tensor(rank != 0)
+    elif load == "piled":
+        experts, kept = torch.zeros_like(experts), torch.arange(CHOICES * TOKENS) < TOKENS
+    elif load == "nothing":
+        kept = torch.zeros_like(kept)
+    tokens = torch.arange(TOKENS).repeat(CHOICES)
+    slots, taken = torch.full_like(tokens, 10**6), {}
+    for number in range(CHOICES * TOKENS):
+        if kept[number]:
+            place = (int(tokens[number]) // GROUP_TOKENS, int(experts[number]))
+            slots[number] = taken.get(place, 0)
+            taken[place] = taken.get(place, 0) + 1
+    weights = (torch.rand(CHOICES * TOKENS, generator=random, dtype=torch.float64) * kept).requires_grad_()
+    capacity = GROUP_TOKENS + 1
+    empty = torch.zeros(0, dtype=torch.float64)
+    return Routing(tokens, experts, weights, kept, slots, TOKENS, GROUPS, capacity, EXPERTS, None, empty)
+
+
+def tokens_of(rank: int) -> tuple[Tensor, Tensor]:
+    """(a rank's rows, the gradient of what comes of them)."""
+    random = torch.Generator().manual_seed(rank)
+    x, grad = (torch.randn(TOKENS, HIDDEN, generator=random, dtype=torch.float64) for _ in range(2))
+    return x.requires_grad_(), grad
+
+
+def experts_of(first: int, last: int) -> Experts:
+    """Experts [first, last) of the layer."""
+    random = torch.Generator().manual_seed(7)
+    experts = Experts(EXPERTS, HIDDEN, FFN, "swiglu", torch.float64)
+    for name in ("gate", "up", "down"):
+        whole = torch.randn(getattr(experts, name).shape, generator=random, dtype=torch.float64)
+        setattr(experts, name, torch.nn.Parameter(whole[first:last].clone()))
+    return experts
+
+
+def expected(load: str, world: int) -> dict[str, Any]:
+    """By name: every rank's output and gradients, and those of all experts. Written as the sum it is."""
+    experts = experts_of(0, EXPERTS)
+    found: dict[str, Any] = {"out": [], "x": [], "weights": []}
+    for rank in range(world):
+        (x, grad), routing = tokens_of(rank), routing_of(load, rank)
+        rows = []
+        for token in range(TOKENS):
+            row = torch.zeros(HIDDEN, dtype=torch.float64)
+            for number in range(CHOICES * TOKENS):
+                if routing.tokens[number] == token and routing.kept[number]:
+                    expert = int(routing.experts[number])
+                    opened = torch.nn.functional.silu(experts.gate[expert] @ x[token]) * (experts.up[expert] @ x[token])
+                    row = row + routing.weights[number] * (experts.down[expert] @ opened)
+            rows.append(row)
+        out = torch.stack(rows)
+        (out * grad).sum().backward() if out.requires_grad else None
+        found["out"].append(out.detach())
+        found["x"].append(zero_if_none(x))
+        found["weights"].append(zero_if_none(routing.weights))
+    return {**found, **{name: zero_if_none(p) for name, p in experts.named_parameters()}}
+
+
+def zero_if_none(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def passes(case: Case, times: int = 1) -> tuple[dict[str, Tensor], int]:
+    """(output and gradients by name, bytes sent) of a rank's forward and backward; the shared expert doubles x."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = EXPERTS // world
+    dispatch, experts = dispatch_of(case), experts_of(rank * local, (rank + 1) * local)
+    for _ in range(times):
+        (x, grad), routing = tokens_of(rank), routing_of(case.load, rank)
+        experts.zero_grad()
+        y, beside = dispatch(x, routing, experts, lambda x=x: 2 * x)
+        assert beside is not None
+        # a gradient in other strides than the output's, as a permuted activation gives it
+        (y.t() * grad.t()).sum().backward()
+        assert torch.equal(beside.detach(), 2 * x.detach())
+    gradients = {name: p.grad for name, p in experts.named_parameters()}  # None would be a weight outside the graph
+    return {"out": y.detach(), "x": x.grad, "weights": routing.weights.grad, **gradients}, dispatch.take_bytes()
+
+
+def several(cases: list[Case]) -> list[tuple[dict[str, Tensor], int]]:
+    return [passes(case) for case in cases]
+
+
+def permuted_gradient() -> tuple[Tensor, Tensor]:
+    """(what arrived, the gradient of what was sent), where the gradient comes in other strides than the rows."""
+    (group,) = groups_of_world(1)
+    rows = (torch.arange(8.0, dtype=torch.float64).view(4, 2) + 100 * group.index).requires_grad_()
+    exchange = Exchange(group, Meter(), overlap=True)
+    arrived = finish(start(rows, exchange), exchange)
+    grad = torch.arange(8.0, dtype=torch.float64).view(2, 4) + 100 * group.index
+    (arrived.t() * grad).sum().backward()
+    assert rows.grad is not None
+    return arrived.detach(), rows.grad
+
+
+def order_of_events(case: Case) -> list[str]:
+    """What one forward and backward do, in order."""
+    log: list[str] = []
+
+    class Heard(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            log.append(name)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            log.append(f"{ctx.name} backward")
+            return grad, None
+
+    begin, end = Exchange.begin, Exchange.end
+
+    def heard_begin(self: Exchange, rows: Tensor, backward: bool = False, counted: bool = True) -> Tensor:
+        log.append("send")
+        return begin(self, rows, backward, counted)
+
+    def heard_end(self: Exchange) -> Tensor:
+        log.append("wait")
+        return end(self)
+
+    Exchange.begin, Exchange.end = heard_begin, heard_end
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = EXPERTS // world
+    experts, (x, grad) = experts_of(rank * local, (rank + 1) * local), tokens_of(rank)
+
+    def compute(rows: Tensor, counts: Tensor | None) -> Tensor:
+        return Heard.apply(experts(rows, counts), "experts")
+
+    y, beside = dispatch_of(case)(x, routing_of(case.load, rank), compute, lambda: Heard.apply(x, "shared"))
+    log.append("|")
+    ((y + beside) * grad).sum().backward()
+    return log
+
+
+def strided_output() -> None:
+    (group,) = groups_of_world(1)
+    comm.all_to_all(torch.empty(2, 4).t(), torch.zeros(4, 2), group, "test")
