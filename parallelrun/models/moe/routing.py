@@ -129,7 +129,7 @@ def _tokens_choose(
     chosen_scores = scores.gather(1, best).t()  # (choices, T), as all that follows
     weights = _made_one(chosen_scores) if spec.renormalise == "before" and choices > 1 else chosen_scores
     experts = best.t().reshape(-1)
-    tokens = torch.arange(num_tokens, device=scores.device).repeat(choices)
+    tokens = torch.arange(num_tokens, device=scores.device).expand(choices, num_tokens).reshape(-1)
     keys = experts
     if num_groups > 1:
         keys = experts + tokens.div(group_size, rounding_mode="floor") * num_experts
@@ -212,7 +212,7 @@ def _experts_choose(scores: Tensor, ranking: Tensor, spec: RouterSpec, num_group
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
     kept = torch.ones_like(tokens, dtype=torch.bool)
-    slots = torch.arange(capacity, device=device).repeat(num_groups * num_experts)
+    slots = torch.arange(capacity, device=device).expand_as(taken).reshape(-1)
     load = torch.full((num_groups, num_experts), capacity, dtype=torch.int64, device=device)
     lost = torch.cat((torch.zeros_like(hits[:1]).expand(2), (hits == 0).sum().view(1)))
     return _Chosen(
