@@ -52,8 +52,8 @@ def test_neighbours_samples_sites_and_seeds_are_independent() -> None:
         assert abs(correlation(a, b)) < bound
 
 
-def kept(key: int, sample: int, row: int, column: int, rate: float) -> bool:
-    """The same hash in Python's whole numbers: no overflow, no sign, no vector unit to get wrong."""
+def hashed(key: int, sample: int, row: int, column: int) -> int:
+    """The same 32 bits in Python's whole numbers: no overflow, no sign, no vector unit to get wrong."""
 
     def mix(bits: int) -> int:
         bits = ((bits ^ bits >> 30) * 0xBF58476D1CE4E5B9) % 2**64
@@ -64,7 +64,11 @@ def kept(key: int, sample: int, row: int, column: int, rate: float) -> bool:
     bits = (row_key + column * 0x9E3779B1) % 2**32
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) % 2**32 ^ row_key >> 32
     bits = ((bits ^ bits >> 15) * 0x846CA68B) % 2**32
-    bits ^= bits >> 16
+    return bits ^ bits >> 16
+
+
+def kept(key: int, sample: int, row: int, column: int, rate: float) -> bool:
+    bits = hashed(key, sample, row, column)
     return (bits - 2**32 if bits >= 2**31 else bits) >= round(rate * 2**32) - 2**31
 
 
@@ -75,6 +79,24 @@ def test_masks_are_those_of_the_written_hash(key: int, sample: int, row: int, co
     where = torch.tensor([sample]), torch.tensor([row]), torch.arange(column, column + 8)
     expected = [kept(key, sample, row, column + i, 0.5) for i in range(8)]
     assert dropout.keep_mask(key, *where, 0.5).flatten().tolist() == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**30), st.integers(0, 2**30))
+def test_uniform_numbers_are_the_first_bits_of_that_hash(key: int, sample: int, row: int, column: int) -> None:
+    where = torch.tensor([sample]), torch.tensor([row])
+    expected = [(hashed(key, sample, row, column + i) >> 8) / 2**24 for i in range(8)]
+    assert dropout.uniform(key, *where, torch.arange(column, column + 8)).flatten().tolist() == expected
+    assert dropout.uniform(key, *where).tolist() == [[(hashed(key, sample, row, 0) >> 8) / 2**24]]
+
+
+def test_uniform_numbers_fill_their_range_evenly() -> None:
+    numbers = dropout.uniform(5, torch.arange(64), torch.arange(64), torch.arange(64))
+    assert numbers.shape == (64, 64, 64) and numbers.dtype == torch.float32
+    assert numbers.min().item() >= 0.0 and numbers.max().item() < 1.0
+    expected = numbers.numel() / 16
+    found = torch.histc(numbers, 16, 0.0, 1.0)
+    assert (found - expected).abs().max().item() < 5 * expected**0.5
 
 
 def test_site_keys_are_pinned() -> None:
