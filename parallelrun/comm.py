@@ -130,8 +130,8 @@ def all_to_all(
 ) -> dist.Work | None:
     """Raw form: the parts of `tensor` along dim 0 go to the members in turn, theirs come into `output` in turn.
 
-    sizes: rows to and from every member, which may be 0; None: equal parts. Both tensors contiguous; until the Work that
-    async_op returns is waited for, neither may be touched.
+    sizes: rows to and from every member, which may be 0; None: equal parts. Both tensors contiguous; until the Work
+    that async_op returns is waited for, neither may be touched.
     """
     assert output.is_contiguous(), "gloo fills a non-contiguous output wrongly without a word"
     assert tensor.is_contiguous(), "an all-to-all sends what is contiguous"

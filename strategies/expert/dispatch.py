@@ -6,8 +6,9 @@ experts compute. The order in which nodes are made gives backward the same overl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +22,25 @@ from .levels import Levels
 from .travel import Arrangement, Leg, Return, Travel
 
 
+class Load(Protocol):
+    """How the rows of one chunk of tokens are packed for sending."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x (tokens, hidden) -> rows in the order of `Levels.places`."""
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Rows as `spread` gave them, through the experts and back -> (tokens, hidden), their weighted sums."""
+
+
 @dataclass(frozen=True)
 class Parcel:
-    """What a rank sends to experts of one chunk of its tokens, packed in the order of `Levels.places`.
+    """What a rank sends of one chunk of its tokens.
 
-    sources: int64 (rows,), each row's token within the chunk; the number of tokens where the row is empty. weights:
-    (rows,), of what comes back in the token's sum; None of empty rows counts. legs: the way out. by_expert: from the
-    order of arrival, by source rank, to that of experts. counts: rows of each of this rank's experts, None: equal ones.
+    legs: the way out. by_expert: from the order of arrival, by source rank, to that of experts. counts: rows of each of
+    this rank's experts; None: equally many.
     """
 
-    sources: Tensor
-    weights: Tensor
+    load: Load
     legs: tuple[Leg, ...]
     by_expert: Arrangement
     counts: Tensor | None
@@ -40,8 +49,6 @@ class Parcel:
 class Dispatch:
     """Brings the rows of one layer's tokens to the experts of all ranks of the expert axis, and their results back."""
 
-    has_empty_rows = False
-
     def __init__(self, way: ExpertWay, levels: Levels):
         self.way, self.levels, self.meter = way, levels, Meter()
 
@@ -49,17 +56,17 @@ class Dispatch:
         """Payload of this layer's all-to-alls in training since this was last asked."""
         return self.meter.take()
 
-    def parcels(self, routing: Routing, dtype: torch.dtype) -> list[Parcel]:
-        """One a chunk; weights in `dtype`."""
+    def parcels(self, routing: Routing) -> list[Parcel]:
+        """One a chunk."""
         raise AssertionError(f"{type(self)} packs nothing")
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """x: (tokens, hidden). The sums of what the experts make of every token, and what `beside` gives."""
-        parcels = self.parcels(routing, x.dtype)
+        parcels = self.parcels(routing)
         tokens = x.split(x.size(0) // len(parcels))
-        going = [Travel(self._rows(own, parcel), parcel.legs) for own, parcel in zip(tokens, parcels)]
+        going = [Travel(parcel.load.spread(own), parcel.legs) for own, parcel in zip(tokens, parcels)]
         found = beside() if beside is not None else None
         for travel in going:
             travel.change()
@@ -74,22 +81,8 @@ class Dispatch:
         for travel in coming:
             travel.change()
         arrived = [travel.arrive() for travel in coming]
-        sums = [self._sums(own, rows, parcel) for own, rows, parcel in zip(tokens, arrived, parcels)]
-        return _joined(sums), found
-
-    def _rows(self, x: Tensor, parcel: Parcel) -> Tensor:
-        if self.has_empty_rows:
-            x = torch.cat((x, x.new_zeros(1, x.size(1))))
-        return x.index_select(0, parcel.sources)
-
-    def _sums(self, x: Tensor, rows: Tensor, parcel: Parcel) -> Tensor:
-        # An empty row is 0 and so is what an expert without bias makes of it: it may be added to any token.
-        targets = parcel.sources.clamp(max=x.size(0) - 1) if self.has_empty_rows else parcel.sources
-        return torch.zeros_like(x).index_add(0, targets, rows * parcel.weights.unsqueeze(1))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        sums = [parcel.load.combine(rows) for parcel, rows in zip(parcels, arrived)]
+        return sums[0] if len(sums) == 1 else torch.cat(sums), found
 
 
 def chunk_of_group(routing: Routing, chunks: int) -> tuple[Tensor, Tensor]:

@@ -103,30 +103,23 @@ def experts_of(first: int, last: int) -> Experts:
 
 
 def expected(load: str, world: int) -> dict[str, Any]:
-    """By name: every rank's output and gradients, and those of all experts. Written as the sum it is."""
+    """By name: every rank's output and gradients, and those of all experts. Every expert computes every token here."""
     experts = experts_of(0, EXPERTS)
     found: dict[str, Any] = {"out": [], "x": [], "weights": []}
     for rank in range(world):
         (x, grad), routing = tokens_of(rank), routing_of(load, rank)
-        rows = []
-        for token in range(TOKENS):
-            row = torch.zeros(HIDDEN, dtype=torch.float64)
-            for number in range(CHOICES * TOKENS):
-                if routing.tokens[number] == token and routing.kept[number]:
-                    expert = int(routing.experts[number])
-                    opened = torch.nn.functional.silu(experts.gate[expert] @ x[token]) * (experts.up[expert] @ x[token])
-                    row = row + routing.weights[number] * (experts.down[expert] @ opened)
-            rows.append(row)
-        out = torch.stack(rows)
-        (out * grad).sum().backward() if out.requires_grad else None
+        opened = torch.einsum("th,efh->etf", x, experts.up)
+        gated = torch.nn.functional.silu(torch.einsum("th,efh->etf", x, experts.gate)) * opened
+        of_all = torch.einsum("etf,ehf->teh", gated, experts.down)  # what every expert makes of every token
+        shares = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
+        number = routing.tokens[routing.kept], routing.experts[routing.kept]
+        shares = shares.index_put(number, routing.weights[routing.kept], accumulate=True)
+        out = torch.einsum("te,teh->th", shares, of_all)
+        (out * grad).sum().backward()
         found["out"].append(out.detach())
-        found["x"].append(zero_if_none(x))
-        found["weights"].append(zero_if_none(routing.weights))
-    return {**found, **{name: zero_if_none(p) for name, p in experts.named_parameters()}}
-
-
-def zero_if_none(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        found["x"].append(x.grad)
+        found["weights"].append(routing.weights.grad)
+    return {**found, **{name: parameter.grad for name, parameter in experts.named_parameters()}}
 
 
 def passes(case: Case, times: int = 1) -> tuple[dict[str, Tensor], int]:

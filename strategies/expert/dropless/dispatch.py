@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallelrun.models.moe import rows
 from parallelrun.models.moe.routing import Routing
 
 from ..dispatch import Dispatch, Parcel, chunk_of_group
@@ -30,10 +31,24 @@ class _Counts:
     arrived: Tensor
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """As many rows as are kept. weights: of the whole Routing."""
+
+    order: rows.Order
+    weights: Tensor
+
+    def spread(self, x: Tensor) -> Tensor:
+        return rows.spread(x, self.order)
+
+    def combine(self, returned: Tensor) -> Tensor:
+        return rows.combine(returned, self.weights, self.order)
+
+
 class DroplessDispatch(Dispatch):
     """Rows lie sorted by expert, as many as there are."""
 
-    def parcels(self, routing: Routing, dtype: torch.dtype) -> list[Parcel]:
+    def parcels(self, routing: Routing) -> list[Parcel]:
         """See `Dispatch`. Waits for the device once: the sizes of what is sent must be known."""
         chunks, num_experts = self.way.chunks, routing.num_experts
         expert = self.levels.places(routing.tokens.device)[routing.experts]
@@ -42,16 +57,17 @@ class DroplessDispatch(Dispatch):
         bounds = torch.searchsorted(ordered, torch.arange(chunks * num_experts + 1, device=key.device))
         counts = self._exchange(bounds.diff().view(chunks, *self.levels.shape, self.levels.num_local))
         sizes = self._sizes(counts)
-        kept = order[: sum(size.packed for size in sizes)]
-        sources = routing.tokens[kept].remainder(routing.num_tokens // chunks)
-        weights = routing.weights.to(dtype).index_select(0, kept)
         parts = [size.packed for size in sizes]
         return [
-            self._parcel(chunk, own_sources, own_weights, counts, size)
-            for chunk, (own_sources, own_weights, size) in enumerate(
-                zip(sources.split(parts), weights.split(parts), sizes)
-            )
+            self._parcel(chunk, self._load(routing, kept, counts.packed[chunk]), counts, size)
+            for chunk, (kept, size) in enumerate(zip(order[: sum(parts)].split(parts), sizes))
         ]
+
+    def _load(self, routing: Routing, kept: Tensor, counts: Tensor) -> _Rows:
+        """Of one chunk. kept: the assignments that travel, in the order in which they lie."""
+        num_tokens = routing.num_tokens // self.way.chunks
+        tokens = routing.tokens[kept].remainder(num_tokens)
+        return _Rows(rows.order_rows(kept, tokens, counts.flatten(), num_tokens), routing.weights)
 
     def _exchange(self, packed: Tensor) -> _Counts:
         inner, *outer = self.levels.groups
@@ -72,11 +88,11 @@ class DroplessDispatch(Dispatch):
         widths = [part.size(1) for part in parts]
         return [_Sizes(*_cut(row, widths)) for row in torch.cat(parts, dim=1).tolist()]
 
-    def _parcel(self, chunk: int, sources: Tensor, weights: Tensor, counts: _Counts, sizes: _Sizes) -> Parcel:
+    def _parcel(self, chunk: int, load: _Rows, counts: _Counts, sizes: _Sizes) -> Parcel:
         arrived = counts.arrived[:, chunk]
         local = torch.arange(arrived.size(1), device=arrived.device).repeat(arrived.size(0))
         by_expert = sort_segments(arrived.flatten(), local, sizes.arrived)
-        return Parcel(sources, weights, self._legs(chunk, counts, sizes), by_expert, arrived.sum(0))
+        return Parcel(load, self._legs(chunk, counts, sizes), by_expert, arrived.sum(0))
 
     def _legs(self, chunk: int, counts: _Counts, sizes: _Sizes) -> tuple[Leg, ...]:
         exchanges = [
