@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelrun.mesh.shape import MeshShape
+from parallelrun.plan import expert_axes
 from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 
@@ -60,14 +61,16 @@ class Mesh:
 
     @property
     def axis_of_group(self) -> dict[str, str]:
-        """Process group name to axis, for accounting. An axis that spans the world shares the world's group."""
-        named = {
-            str(g.process_group.group_name): axis for axis, g in self._groups.items() if g.process_group is not None
-        }
+        """Process group name to axis, for accounting. An axis that spans the world shares the world's group; axes that
+        share one are told apart by the callers' labels; an axis of experts gives its name only to groups of its own."""
+        of_experts_first = sorted(self._groups, key=expert_axes.is_of_experts, reverse=True)
+        groups = [(axis, self._groups[axis]) for axis in of_experts_first]
+        named = {str(g.process_group.group_name): axis for axis, g in groups if g.process_group is not None}
         world = self._groups.get(WORLD)
         if world and world.process_group is not None:
             spanning = [a for a, g in self._groups.items() if g.ranks == world.ranks and a not in (WORLD, EMBEDDING)]
-            named[str(world.process_group.group_name)] = spanning[0] if spanning else WORLD
+            first = min(spanning, key=expert_axes.is_of_experts, default=WORLD)
+            named[str(world.process_group.group_name)] = first
         return named
 
 

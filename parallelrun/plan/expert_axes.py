@@ -19,7 +19,6 @@ from parallelrun.plan.ways import Request
 EP, DP, EXPERT = "ep", "dp", "expert_"
 Leaves = tuple[tuple[str, int], ...]
 Factors = tuple[tuple[str, tuple[str, ...]], ...]
-MODEL = "model=moe_gpt"  # what has experts
 
 
 def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
@@ -33,7 +32,7 @@ def degree(config: Config, asked: int | None, dp: int, experts: int, filled: lis
         if config.strategy.expert.fills or (asked or 1) > 1:
             said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={preset}"
             what = f"{said} spreads the experts of a layer over ranks, and model={config.model.preset} has none"
-            fix = f"{MODEL} or model.experts=8" if config.model.name == "gpt" else MODEL
+            fix = "model=moe_gpt or model.experts=8" if config.model.name == "gpt" else "model=moe_gpt"
             problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))
         return 1
     if asked is None:
@@ -94,6 +93,11 @@ def split(data_leaves: Leaves, data_factors: Factors, ep_leaves: Leaves, ep_fact
     if minor != DP:
         made[EXPERT + DP] = tuple(leaf for leaf in made[DP] if leaf not in names)
     return leaves, (*ep_factors, *made.items())
+
+
+def is_of_experts(axis: str) -> bool:
+    """Is it one of those that ep makes: ep, its two levels, or what it leaves of dp?"""
+    return axis.partition("_")[0] in (EP, EXPERT.rstrip("_"))
 
 
 def replica_axis(layout: Layout, plan: Plan) -> str:

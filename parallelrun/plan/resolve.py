@@ -101,7 +101,7 @@ def _solve(
     experts = spec.experts if spec is not None else config.model.experts
     servers = _servers(config, cluster, problems)
     degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts)
-    problems += of_spec
+    problems += of_spec + routing.check_model(config, experts)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
     unread = shorthands.unread(config, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
 from math import lcm
+from typing import Any
 
+from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config, ExpertWayConfig, ModelConfig, RouterConfig
 from parallelrun.errors import Problem
 from parallelrun.models.moe import statistics
 from parallelrun.models.spec import ModelSpec
-from parallelrun.plan.names import did_you_mean, divisors, either, nearest
+from parallelrun.plan.names import counted, did_you_mean, divisors, either, nearest
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
 
 NO_WAY = "none"  # the expert way's kind where every rank has all experts
 PURPOSE, WORLD = "routing", "world"
-KEY = "model.router."
+KEY, WAY = "model.router.", "strategy.expert."
+MODEL = "model=moe_gpt"  # what has experts
 CHOICES_OF = {"gshard": 2, "switch": 1}  # experts of a token, where the kind says it
 
 
@@ -31,16 +34,49 @@ def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Probl
     somebody said another.
     """
     known = [field.name for field in fields(RouterConfig)]
-    problems = []
-    for key in config.strategy.router:
+    problems, preset = [], {}
+    for key, value in config.strategy.router.items():
+        place = f"strategy.router.{key}"
         if key not in known:
-            what = f"strategy.router.{key} is no setting of a router; they are {', '.join(known)}"
-            problems.append(Problem(what, f"strategy.router.{key}", f"strategy.router.{did_you_mean(key, known)}"))
-    preset = {key: value for key, value in config.strategy.router.items() if key in known and KEY + key not in given}
+            what = f"{place} is no setting of a router; they are {', '.join(known)}"
+            problems.append(Problem(what, place, f"strategy.router.{did_you_mean(key, known)}"))
+        elif value is None and not known_keys()[KEY + key].optional:
+            problems.append(Problem(f"{place} is null, which means nothing here", place, f"leave {place} out"))
+        elif KEY + key not in given:
+            preset[key] = value
     router = replace(config.model.router, **preset)
     if "top_k" not in preset and KEY + "top_k" not in given:
         router = replace(router, top_k=CHOICES_OF.get(str(router.kind), router.top_k))
     return replace(config.model, router=router), problems
+
+
+def check_model(config: Config, experts: int) -> list[Problem]:
+    """What no plan could make right about a router, beside the ranges of its settings. experts: of a layer, or 0."""
+    router = config.model.router
+    kind, top_k = router.kind, router.top_k
+    if not experts or type(top_k) is not int:
+        return []
+    problems = []
+    fixed = CHOICES_OF.get(kind, top_k)
+    if top_k != fixed:
+        what = f"{KEY}kind={kind} sends a token to {counted(fixed, 'expert')}, and {KEY}top_k={top_k}"
+        problems.append(Problem(what, f"{KEY}top_k", f"{KEY}top_k={fixed} or {KEY}kind=top_k", kind="contradiction"))
+    elif top_k > experts:
+        what = f"{KEY}top_k={top_k}, and a layer has {counted(experts, 'expert')} to choose from"
+        fix = f"model.experts={top_k}" + (f" or {KEY}top_k={experts}" if kind not in CHOICES_OF else "")
+        problems.append(Problem(what, f"{KEY}top_k", fix, kind="arithmetic"))
+    if router.eval_capacity_factor is not None and not _is_limited(router):
+        what = (
+            f"{KEY}eval_capacity_factor={router.eval_capacity_factor}: without {KEY}capacity_factor an expert takes "
+            "all that come, in evaluation too"
+        )
+        fix = f"{KEY}capacity_factor=1.25 or leave {KEY}eval_capacity_factor out"
+        problems.append(Problem(what, f"{KEY}eval_capacity_factor", fix, kind="contradiction"))
+    return problems
+
+
+def _is_limited(router: RouterConfig) -> bool:
+    return router.capacity_factor is not None or router.kind == "expert_choice"
 
 
 def way_kind(config: Config, spec: ModelSpec) -> str:
@@ -96,7 +132,44 @@ def _cut_groups(request: Request, parts: int) -> Problem:
 
 def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list[Problem]:
     """Settings of experts and routers that were given although nothing reads them (`config` is folded)."""
-    return []
+    if not experts:
+        without = f"model={config.model.preset} has no experts"
+        keys = [*(f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts"))]
+        return [_unread(key, config, without, MODEL) for key in sorted(given) if key in keys or _is_expert_key(key)]
+    found = []
+    if ep == 1 and (config.ep or 1) == 1:
+        without = "every rank has all experts (ep is 1)"
+        found += [_unread(key, config, without, "ep=2") for key in sorted(given) if _is_way_key(key)]
+    router = config.model.router
+    chosen = f"{KEY}kind={router.kind}"
+    unlimited = "experts have no capacity" if not _is_limited(router) else ""
+    by_experts = f"with {chosen} every expert takes equally many" if router.kind == "expert_choice" else ""
+    one_choice = f"a token goes to one expert ({KEY}top_k=1)" if router.top_k == 1 and not by_experts else ""
+    ignored = {
+        "second_expert": (f"{chosen} has no such rule" if router.kind != "gshard" else "", f"{KEY}kind=gshard"),
+        "renormalise": (one_choice, f"{KEY}top_k=2"),
+        "drop_policy": (unlimited or by_experts, f"{KEY}capacity_factor=1.25"),
+        "min_capacity": (unlimited, f"{KEY}capacity_factor=1.25"),
+        "aux_coefficient": (by_experts, f"{KEY}kind=top_k"),
+        "bias_rate": (by_experts, f"{KEY}kind=top_k"),
+    }
+    found += [_unread(KEY + key, config, why, fix) for key, (why, fix) in ignored.items() if why and KEY + key in given]
+    return found
+
+
+def _is_expert_key(key: str) -> bool:
+    return key.startswith((KEY, "strategy.router.")) or _is_way_key(key)
+
+
+def _is_way_key(key: str) -> bool:
+    return key.startswith(WAY) and key != f"{WAY}fills"
+
+
+def _unread(key: str, config: Config, why: str, fix: str) -> Problem:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+    return Problem(f"{key}={value} is not read: {why}", key, f"{fix} or leave {key} out", kind="unread")
 
 
 def warnings(spec: ModelSpec) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from parallelrun.plan import lr_scale
 from parallelrun.plan.names import did_you_mean
 from parallelrun.precision import TABLE
 
+ROUTER = "model.router."
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHOICES = {
     "precision.name": tuple(TABLE),
@@ -27,6 +28,11 @@ CHOICES = {
     "strategy.data.reduction": ("average", "adasum"),
     "strategy.data.join_divisor": ("initial", "active"),
     "strategy.tensor.form": ("auto", "stationary_x", "stationary_y", "stationary_w", "summa"),
+    "model.router.kind": ("top_k", "gshard", "switch", "expert_choice"),
+    "model.router.score": ("softmax", "sigmoid"),
+    "model.router.renormalise": ("none", "before", "after"),
+    "model.router.drop_policy": ("position", "probability"),
+    "model.router.second_expert": ("random", "all"),
 }
 # key: the least whole number allowed
 WHOLE = {
@@ -54,11 +60,18 @@ WHOLE = {
     "strategy.data.powersgd_rank": 1,
     "strategy.pipeline.chunks": 1,
     "strategy.tensor.depth": 1,
+    "strategy.expert.chunks": 1,
+    "strategy.expert.group_size": 1,
+    "model.router.top_k": 1,
+    "model.router.min_capacity": 0,
+    "model.router.group_samples": 1,
     "cluster.nodes": 1,
     "cluster.gpus_per_node": 1,
 }
+EXPERTS = {"experts": 0, "expert_ffn": 1, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}
+# sizes of a model, by its name; at least 1, but for those of EXPERTS
 MODEL_WHOLE = {
-    "gpt": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
+    "gpt": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", *EXPERTS),
     "bert": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
     "mlp": ("layers", "hidden", "ffn", "vocab"),
     "matmul": ("rows", "inner", "columns"),
@@ -91,6 +104,13 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "model.rope_theta": (0, False, None, False),
     "model.norm_momentum": (0, False, 1, True),
     "model.suited_lr": (0, True, None, False),
+    "model.router.scaling": (0, False, None, False),
+    "model.router.capacity_factor": (0, False, None, False),
+    "model.router.eval_capacity_factor": (0, False, None, False),
+    "model.router.aux_coefficient": (0, True, None, False),
+    "model.router.z_coefficient": (0, True, None, False),
+    "model.router.jitter": (0, True, 1, False),
+    "model.router.bias_rate": (0, True, None, False),
     "cluster.memory_gb": (0, False, None, False),
     "cluster.peak_tflops": (0, False, None, False),
     "cluster.intra_gb_s": (0, False, None, False),
@@ -101,17 +121,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
 
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
-    problems = []
-    for key, known in CHOICES.items():
-        value = _get(config, key)
-        if value not in known:
-            short = key.removesuffix(".name")
-            what = f"{short}={value} is unknown; it is one of {', '.join(known)}"
-            problems.append(Problem(what, short, f"{short}={did_you_mean(value, known)}"))
-    for key, least in WHOLE.items():
-        problems += _whole(key, _get(config, key), least)
-    for key, bounds in REAL.items():
-        problems += _real(key, _get(config, key), *bounds)
+    problems = _by_tables(config, of_router=False)
     problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config)
     if config.seed >= 2**63:
         problems.append(Problem(f"seed={config.seed} does not fit 63 bits", "seed", f"seed={2**63 - 1}"))
@@ -128,9 +138,27 @@ def check(config: Config) -> list[Problem]:
 
 
 def model(config: Config) -> list[Problem]:
-    """Sizes of the model, each by itself: what its spec cannot be made without (how they divide, the spec checks)."""
+    """Sizes and router of the model, each by itself: what its spec cannot be made without (how they divide, the spec
+    and `plan.routing` check)."""
     sizes = MODEL_WHOLE.get(config.model.name, ())
-    return [p for size in sizes for p in _whole(f"model.{size}", getattr(config.model, size), 1)]
+    problems = [p for size in sizes for p in _whole(f"model.{size}", getattr(config.model, size), EXPERTS.get(size, 1))]
+    return problems + _by_tables(config, of_router=True)
+
+
+def _by_tables(config: Config, of_router: bool) -> list[Problem]:
+    """Violations of the tables, of the router's keys or of all others."""
+    problems = []
+    for key, known in CHOICES.items():
+        value = _get(config, key)
+        if key.startswith(ROUTER) == of_router and value not in known:
+            short = key.removesuffix(".name")
+            what = f"{short}={value} is unknown; it is one of {', '.join(known)}"
+            problems.append(Problem(what, short, f"{short}={did_you_mean(value, known)}"))
+    for key, least in WHOLE.items():
+        problems += _whole(key, _get(config, key), least) if key.startswith(ROUTER) == of_router else []
+    for key, bounds in REAL.items():
+        problems += _real(key, _get(config, key), *bounds) if key.startswith(ROUTER) == of_router else []
+    return problems
 
 
 def _get(config: Config, key: str) -> Any:

@@ -40,12 +40,14 @@ SMALLEST_WORLDS = {
     "single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp": 4, "tp": 2, "model_parallel": 2,
     "tp2d": 4, "tp25d": 8, "tp3d": 8, "gpipe": 2, "1f1b": 2, "interleaved": 2, "zero_bubble": 2, "ptdp": 4,
     "ps": 4, "ring": 2, "horovod": 2, "zero2": 2, "local_sgd": 2, "diloco": 2,
+    "gshard": 2, "switch": 2, "expert_choice": 2, "dropless": 2, "aux_free": 2,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "world"), SMALLEST_WORLDS.items())
 def test_a_strategy_alone_is_its_smallest_plan(strategy, world):
-    found = plan(f"strategy={strategy}")
+    of_experts = presets.values("strategy", strategy).get("expert", {}).get("fills")
+    found = plan(f"strategy={strategy}", *(["model=moe_gpt"] if of_experts else []))
     assert found.preset == strategy and found.world == world
 
 
