@@ -18,7 +18,8 @@ from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import dropout, layers, recompute
-from parallelrun.models.network import Network
+from parallelrun.models.moe.layer import MoE
+from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, PipelineWay, Plan
@@ -28,6 +29,7 @@ from parallelrun.verify.measure import tensor_errors
 from tests.plans import tiny_config
 
 BOUND = 1e-10
+AUXILIARY = 0.3  # what a routing group's auxiliary loss counts in the loss
 
 
 def gpt_plan(overrides: dict[str, Any], pipeline: str = "none") -> tuple[Config, Plan]:
@@ -94,8 +96,11 @@ def networks(config: Config, plan: Plan, mesh: Mesh) -> tuple[Network, Network]:
     place(placed, plan, mesh)
     fill(alone, plan, None)
     fill(placed, plan, mesh)
-    for network in (alone, placed):
+    for network, shares in ((alone, 1), (placed, plan.mesh.size("tp"))):
         recompute.apply(network, plan.recompute)
+        for module in network.modules():
+            if isinstance(module, MoE):  # every rank adds the auxiliary loss to what is summed over them
+                module.auxiliary_scale = AUXILIARY / shares
     return alone, placed
 
 
@@ -104,6 +109,8 @@ def gradients(network: nn.Module, plan: Plan, mesh: Mesh | None) -> dict[str, Te
     found = {}
     tied = original_names(plan.spec)
     for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, f"{name} has no gradient"
         grad = parameter.grad.clone()
         if mesh is not None:
@@ -161,8 +168,7 @@ def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = 
     mesh = build_mesh(plan, torch.device("cpu"))
     alone, placed = networks(config, plan, mesh)
     if backend:
-        for name in placed.block_names:
-            placed.block(name).compile(backend=backend)
+        compile_blocks(placed, backend)
     with CommunicationCounter(mesh) as counter:
         loss = train_once(placed, plan)
     expected = train_once(alone, plan)

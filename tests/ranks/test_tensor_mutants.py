@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from parallelrun import comm
+from parallelrun.config.schema import RouterConfig
 from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import layers as one_device
+from parallelrun.models.moe.layer import AuxiliaryLoss
 from parallelrun.strategies.tensor import cross_entropy
 from parallelrun.strategies.tensor.megatron import layers, layouts, operators, place
 from tests.pool import run_ranks
-from tests.tensor_cases import BOUND, Proof, llama, prove_gpt
+from tests.tensor_cases import AUXILIARY, BOUND, Proof, llama, prove_gpt
 
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 APART = {"strategy.tensor.overlap": False}
@@ -105,6 +107,27 @@ def slices_of_norm_gradients_not_summed():
     layouts.layout = lambda parameter, plan: Layout(right(parameter, plan).dims)
 
 
+def router_gradients_not_summed():
+    right = layouts.layout
+    layouts.layout = lambda parameter, plan: (
+        Layout(right(parameter, plan).dims) if parameter.layer_role == "router" else right(parameter, plan)
+    )
+
+
+def entered_without_summing_gradients():
+    layers.FORMS.pop(one_device.Enter)
+
+
+def left_without_summing():
+    layers.FORMS.pop(one_device.Leave)
+
+
+def auxiliary_loss_of_every_rank():
+    right = AuxiliaryLoss.forward
+    AuxiliaryLoss.forward = staticmethod(lambda ctx, y, auxiliary, scale: right(ctx, y, auxiliary, AUXILIARY))
+
+
+EXPERTS = {"model.experts": 4, "model.expert_period": 1, "model.router": RouterConfig(kind="gshard")}
 MUTANTS = {
     bias_added_on_every_rank: {},
     input_gradient_not_summed: {},
@@ -119,6 +142,10 @@ MUTANTS = {
     positions_of_the_first_slice: SEQUENCE,
     mask_of_the_first_slice: {**SEQUENCE, "dropout": 0.2},
     slices_of_norm_gradients_not_summed: SEQUENCE,
+    router_gradients_not_summed: EXPERTS,
+    entered_without_summing_gradients: EXPERTS,
+    left_without_summing: EXPERTS,
+    auxiliary_loss_of_every_rank: EXPERTS,
 }
 
 
@@ -145,5 +172,6 @@ def test_gradients_of_copied_kv_heads_not_summed_are_seen():
 
 
 def test_without_a_bug_the_same_comparison_is_equal():
-    overrides = {"tp": 2, "model.layers": 1, **MUTANTS[wrong_group]}  # the other plans: test_tensor_gpt
-    assert max(proof.error for proof in run_ranks(4, prove_mutant, "", overrides)) < BOUND
+    for others, ranks in ((MUTANTS[wrong_group], 4), (EXPERTS, 2)):  # the other plans: test_tensor_gpt
+        overrides = {"tp": 2, "model.layers": 1, **others}
+        assert max(proof.error for proof in run_ranks(ranks, prove_mutant, "", overrides)) < BOUND

@@ -77,6 +77,7 @@ def make(config: Config, vocab: int) -> ModelSpec:
     if problems:
         raise ConfigError(*problems)
     layers = tuple(_transformer(index, model) for index in range(model.layers))
+    dense = any(not moe.has_experts(index, model) for index in range(model.layers))
     return ModelSpec(
         name=model.preset,
         kind="tokens",
@@ -88,7 +89,7 @@ def make(config: Config, vocab: int) -> ModelSpec:
         hidden=model.hidden,
         heads=model.heads,
         kv_heads=kv_heads(model),
-        ffn=ffn_size(model),
+        ffn=ffn_size(model) if dense else 0,
         seq=model.seq,
         num_layers=model.layers,
         activation=model.activation,

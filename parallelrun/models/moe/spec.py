@@ -33,6 +33,11 @@ def expert_weights(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
     return {**opened, "up": (model.experts, ffn, hidden), "down": (model.experts, hidden, ffn)}
 
 
+def inside_dim(weight: ParameterSpec) -> int:
+    """The dim of an expert's weight (see `expert_weights`) that is as wide as the expert's inside."""
+    return 2 if weight.name.endswith(".down") else 1
+
+
 def shared_expansions(model: ModelConfig) -> dict[str, int]:
     """Outputs of the shared expert's column layer, by name: as wide inside as `shared_experts` experts."""
     ffn = model.shared_experts * expert_ffn(model)

@@ -64,6 +64,8 @@ def check(request: Request) -> list[Problem]:
     """All violations."""
     problems = _together(request) + _summa(request)
     lesson = request.config.model.name == LESSON
+    if request.tp > 1 and request.spec.experts:
+        return [*problems, _experts(request)]
     if request.tp > 1 and not lesson:
         problems += _roles(request.spec, request)
     sizes = shapes.arranged(request)
@@ -132,6 +134,17 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
         name = last[-1].name if last else spec.blocks[-1].name
         return refuse(name, "head", f"gives the logits, and {where} splits them: it must have the layer role head")
     return []
+
+
+def _experts(request: Request) -> Problem:
+    """Routing groups are whole samples of whole rows; here samples and features are both cut, so that every expert's
+    product would be one of a grid, of rows whose number differs from step to step."""
+    kind = request.config.strategy.tensor.kind
+    what = (
+        f"{request.spec.name} has experts, and layout {kind} cuts samples and features of what they read: products of "
+        "experts over a grid are not built"
+    )
+    return Problem(what, "layout", "layout=1d", kind="not_built")
 
 
 def _summa(request: Request) -> list[Problem]:

@@ -103,6 +103,31 @@ class Head(one_device.Head):
         return _columns(x.to(self.compute_dtype), [(self.weight, None)], self.span)[0]
 
 
+class Enter(one_device.Enter):
+    """f as a node of its own: the router and the experts behind it read the whole sequence."""
+
+    def __init__(self, source: one_device.Enter, span: Span):
+        super().__init__(source.compute_dtype)
+        self.span = span
+
+    def forward(self, x: Tensor) -> Tensor:
+        return operators.enter(super().forward(x), self.span.group, self.span.sequence_parallel)
+
+
+class Leave(one_device.Leave):
+    """g: every rank has what its slices of the experts give."""
+
+    def __init__(self, source: one_device.Leave, span: Span):
+        super().__init__(source.compute_dtype)
+        self.span = span
+
+    def forward(self, x: Tensor, num_samples: int) -> Tensor:
+        if self.span.sequence_parallel:
+            return operators.leave(super().forward(x, num_samples), self.span.group, True)
+        # Summed in place before it is looked at as samples: of a view, autograd would write the gradient twice.
+        return super().forward(operators.leave(x, self.span.group, False), num_samples)
+
+
 class Dropout(one_device.Dropout):
     """The same mask as on one device: told where the slice that arrives begins, by what of it is missing."""
 
@@ -139,6 +164,8 @@ FORMS: dict[type, Any] = {
     one_device.Row: Row,
     one_device.Position: Position,
     one_device.Head: Head,
+    one_device.Enter: Enter,
+    one_device.Leave: Leave,
     one_device.Dropout: Dropout,
     one_device.AttentionProduct: AttentionProduct,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.layout import Layout
+from parallelrun.models.moe.spec import inside_dim
 from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
@@ -10,10 +11,12 @@ AXIS, KV_AXIS, COPY_AXIS = "tp", "tp_kv", "tp_copy"
 
 
 def layout(parameter: ParameterSpec, plan: Plan) -> Layout:
-    """Columns, embedding and head by rows of dim 0; row weights by dim 1; the rest whole on every rank.
+    """Columns, embedding and head by rows of dim 0; row weights by dim 1; experts by their inside; the rest whole on
+    every rank.
 
-    Partial over tp: gradients that come from a slice of the sequence. Partial over tp_copy: copies of a kv head, each
-    of which serves its own query heads.
+    Partial over tp: gradients that come from a slice of the sequence, and a router's, whose weights are multiplied by
+    what a slice of every expert gives. Partial over tp_copy: copies of a kv head, each of which serves its own query
+    heads.
     """
     whole = Layout.replicated(len(parameter.shape))
     axes = plan.mesh.leaf_axes(AXIS)
@@ -23,6 +26,11 @@ def layout(parameter: ParameterSpec, plan: Plan) -> Layout:
         if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
             return Layout(((KV_AXIS,), *whole.dims[1:]), (COPY_AXIS,))
         return Layout((axes, *whole.dims[1:]))
+    if parameter.layer_role == "expert":
+        return Layout(tuple(axes if dim == inside_dim(parameter) else () for dim in range(len(parameter.shape))))
+    if parameter.layer_role == "router":
+        summed = plan.mesh.size(AXIS) > 1 and not parameter.frozen
+        return Layout(whole.dims, (AXIS,)) if summed else whole
     return Layout(whole.dims, (AXIS,)) if plan.tensor.sequence_parallel else whole
 
 

@@ -6,6 +6,8 @@ Per microbatch and layer, A being the activation (rows x features) in the comput
                      (whole sequence)                                (sequence parallel)
     columns, head    -                all-reduce A                   all-gather A   [all-gather A] reduce-scatter A
     row, embedding   all-reduce A     -                              reduce-scatter A   all-gather A
+    enter            -                all-reduce A                   all-gather A   reduce-scatter A
+    leave            all-reduce A     -                              reduce-scatter A   all-gather A
     loss             all-reduce (max) n, all-reduce (sums) 2 n, in the accurate dtype; backward nothing
 
 The bracketed gather is that of the overlapped node, which keeps the slice; nodes of their own keep the whole input.
@@ -20,6 +22,8 @@ from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
+WHOLE = ("columns", "head", "enter")  # roles of layers that read whole rows
+SUMMED = ("row", "embedding", "leave")  # roles of layers that give a sum over ranks
 Call = tuple[str, str, int]  # operation, purpose, payload bytes
 
 
@@ -58,29 +62,30 @@ def _activation(operation: str, features: int, plan: Plan) -> Call:
 
 def _forward(layer: LayerSpec, plan: Plan) -> list[Call]:
     sequence_parallel = plan.tensor.sequence_parallel
-    if layer.layer_role in ("row", "embedding"):
+    if layer.layer_role in SUMMED:
         return [_activation("reduce_scatter" if sequence_parallel else "all_reduce", layer.out_features, plan)]
-    if layer.layer_role in ("columns", "head") and sequence_parallel:
+    if layer.layer_role in WHOLE and sequence_parallel:
         return [_activation("all_gather", layer.in_features, plan)]
     return []
 
 
 def _backward(layer: LayerSpec, plan: Plan) -> list[Call]:
     sequence_parallel = plan.tensor.sequence_parallel
-    if layer.layer_role in ("row", "embedding"):
+    if layer.layer_role in SUMMED:
         return [_activation("all_gather", layer.out_features, plan)] if sequence_parallel else []
-    if layer.layer_role not in ("columns", "head") or layer == plan.spec.blocks[0].layers[0]:
+    if layer.layer_role not in WHOLE or layer == plan.spec.blocks[0].layers[0]:
         return []  # the model's own input has no gradient
     if not sequence_parallel:
         return [_activation("all_reduce", layer.in_features, plan)]
-    again = [_activation("all_gather", layer.in_features, plan)] if overlaps(plan) else []
+    overlapped = overlaps(plan) and layer.layer_role != "enter"  # the router and the gather behind it are no such node
+    again = [_activation("all_gather", layer.in_features, plan)] if overlapped else []
     return [*again, _activation("reduce_scatter", layer.in_features, plan)]
 
 
 def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
     """What a recomputed block sends a second time. Recomputation stops at the last tensor that backward needs: the
     last reduction is behind it, unless a dropout mask comes after; a last gather (of a head in a recomputed block) is
-    before the product that backward needs."""
+    before the product that backward needs. What is beside experts runs before them, so that theirs is the last."""
     if plan.recompute != "full" or not block.is_recomputed:
         return []
     ends_in_sum = bool(forward) and forward[-1][0] != "all_gather"
