@@ -33,6 +33,7 @@ class Progress:
             f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  loss {row['loss']:.4f}"
             + (f"  val_loss {self._val_loss:.4f}" if self._val_loss is not None else "")
             + (f"  val_top1 {self._val_top1:.1%}" if self._val_top1 is not None else "")
+            + (f"  max_vio {row['max_vio']:.2f}" if "max_vio" in row else "")
             + f"  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} {unit}/s"
         )
         if self._console.is_terminal:

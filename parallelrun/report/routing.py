@@ -132,12 +132,14 @@ def panel(directory: Path, summary: dict[str, Any], console: Console) -> Group |
     """The heat maps of a finished run, side by side where there is room, under MaxVio from first to last."""
     side_by_side = console.width >= 2 * (LEAST_WIDTH + 16)
     width = (console.width - 8) // (2 if side_by_side else 1) - 10
-    maps = read(directory, max(LEAST_WIDTH, min(40 if side_by_side else 64, width)))
+    width = max(LEAST_WIDTH, min(40 if side_by_side else 64, width))
+    maps = read(directory, width)
     if maps is None:
         return None
     in_colour = console.color_system is not None and not console.no_color
     grid = Table.grid(padding=(0, 3))
-    drawn = [_map_text(one, maps, in_colour) for one in maps.layers]
+    wide = max(1, min(3, width // len(maps.layers[0].cells[0])))  # characters of a column: few steps are drawn wider
+    drawn = [_map_text(one, maps, wide, in_colour) for one in maps.layers]
     per_row = 2 if side_by_side else 1
     for start in range(0, len(drawn), per_row):
         grid.add_row(*drawn[start : start + per_row])
@@ -156,7 +158,7 @@ def _headline(summary: dict[str, Any], maps: Maps) -> Text:
     return text
 
 
-def _map_text(one: LayerMap, maps: Maps, in_colour: bool) -> Text:
+def _map_text(one: LayerMap, maps: Maps, wide: int, in_colour: bool) -> Text:
     labels = _row_labels(one)
     margin = max(map(len, labels))
     text = Text(no_wrap=True)
@@ -165,13 +167,13 @@ def _map_text(one: LayerMap, maps: Maps, in_colour: bool) -> Text:
         text.append(f"{label:>{margin}} ", "dim")
         for cell in row:
             if cell is None:
-                text.append(" ")
+                text.append(wide * " ")
             elif in_colour:
-                text.append(" ", f"on {chart.heat_colour(cell, MOST_LOAD)}")
+                text.append(wide * " ", f"on {chart.heat_colour(cell, MOST_LOAD)}")
             else:
-                text.append(shade(cell))
+                text.append(wide * shade(cell))
         text.append("\n")
-    width = len(one.cells[0])
+    width = wide * len(one.cells[0])
     last = str(maps.last)
     text.append(f"{'':>{margin}} {maps.first}{last:>{max(width - len(str(maps.first)), len(last) + 1)}}", "dim")
     return text

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.plan.account import as_predicted
+from parallelrun.report import routing
 from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,10 +41,13 @@ def show(directory: Path, console: Console | None = None) -> None:
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     communication = json.loads((directory / "comm.json").read_text())["rows"]
     parts: list[Any] = [_losses(metrics, summary), Text(""), _speed(summary)]
+    experts = routing.panel(directory, summary, console)
+    if experts:
+        parts += [Text(""), experts]
     if communication:
         parts += [Text(""), communication_table(communication)]
     parts += [Text(""), _files(directory)]
-    degrees = degrees_text({axis: summary[axis] for axis in ("dp", "tp", "pp")})
+    degrees = degrees_text({axis: summary.get(axis, 1) for axis in ("dp", "tp", "pp", "ep")})
     title = f"{summary['model']} · {summary['strategy']} · {degrees} · {summary['state']}"
     console.print(Panel(Group(*parts), title=title, expand=False))
 
@@ -138,7 +142,16 @@ def _files(directory: Path) -> Text:
     text = Text.assemble(("run       ", "bold"), str(directory))
     names = [
         name
-        for name in ("config.yaml", "plan.json", "metrics.jsonl", "comm.json", "summary.json", "logs")
+        for name in (
+            "config.yaml",
+            "plan.json",
+            "metrics.jsonl",
+            "routing.jsonl",
+            "routing.svg",
+            "comm.json",
+            "summary.json",
+            "logs",
+        )
         if (directory / name).exists()
     ]
     text.append("\n          " + "  ".join(names), "dim")

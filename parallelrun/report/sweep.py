@@ -22,6 +22,8 @@ _COLUMNS = (
     ("loss", "loss"),
     ("val_loss", "val loss"),
     ("val_top1", "top-1"),
+    ("max_vio", "max vio"),
+    ("drop_rate", "dropped"),
     ("step_time_median_s", "step s"),
     ("median_s", "step s"),
     ("tokens_per_s", "tokens/s"),

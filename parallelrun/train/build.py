@@ -16,11 +16,13 @@ from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.plan import lr_scale
+from parallelrun.plan.routing import NO_WAY
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.optimizer import Optimizer
 from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
+from parallelrun.train.routing import Routing
 from parallelrun.train.statistics import RunningStatistics
 
 
@@ -41,6 +43,7 @@ class Training:
     eval_batches: int
     dataset: Any
     statistics: RunningStatistics  # of BatchNorm, brought up to date once a step
+    routing: Routing  # of layers with experts: what they saw, and what moves once a step
 
     @property
     def parameters(self) -> list[LocalParameter]:
@@ -73,7 +76,7 @@ class Training:
 
 
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """This rank's stages on the meta device, placed by the tensor way, with recompute and compile applied.
+    """This rank's stages on the meta device, placed by the tensor and expert ways, with recompute and compile applied.
 
     One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
     """
@@ -84,6 +87,8 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
     registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
+    if plan.expert.kind != NO_WAY:
+        registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
     recompute.apply(network, plan.recompute)
     if config.compile:
         compile_blocks(network)
@@ -118,4 +123,5 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         eval_batches=max(1, min(config.eval.batches, len(dataset.val) // size)),
         dataset=dataset,
         statistics=RunningStatistics(parts, data.frozen, plan, mesh),
+        routing=Routing(parts, data.frozen, plan, mesh),
     )

@@ -1,4 +1,7 @@
-"""Writes what happened: metrics.jsonl while training, comm.json and summary.json at the end. Rank 0 writes."""
+"""Writes what happened: metrics.jsonl and routing.jsonl while training, comm.json and summary.json at the end.
+
+Rank 0 writes.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from parallelrun.plan import account, simulate
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Collective
 from parallelrun.records import append_jsonl, write_json
+from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import Progress
 from parallelrun.train.build import Training
+from parallelrun.train.routing_log import RoutingLog
 from parallelrun.train.timing import StepTimes
 from parallelrun.train.tracker import Tracker, open_tracker
 
@@ -62,11 +67,12 @@ class Recorder:
         self._records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._unwritten: list[dict[str, Any]] = []  # rows of metrics.jsonl for which the disk had no room
+        self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = Progress(rows or training.config.steps, enabled=context.console_owner)
         self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
 
     def step(self, record: StepRecord) -> None:
-        """Append the step to metrics.jsonl and redraw the progress line. Its times are rank 0's own."""
+        """Append the step to metrics.jsonl and routing.jsonl, redraw the progress line. Its times are rank 0's own."""
         self.remember(record)
         if not self._writes:
             return
@@ -96,6 +102,7 @@ class Recorder:
             row["val_loss"] = record.val_loss
         if record.val_top1 is not None:
             row["val_top1"] = record.val_top1
+        row.update(self._routing.step(record.step, self._training.routing.described()))
         row.update(record.more)
         self._append(row)
         if self._tracker:
@@ -142,6 +149,7 @@ class Recorder:
             facts = [everyone[rank] for rank in sorted(everyone)]
             write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
             write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
+            routing_report.write(self._directory)
             if self._tracker:
                 self._tracker.close()
         self._progress.close()
@@ -182,6 +190,7 @@ class Recorder:
             "val_loss": val[-1] if val else None,
             "first_val_top1": top1[0] if top1 else None,
             "val_top1": top1[-1] if top1 else None,
+            **self._routing.summary(),
             "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
             "payload_bytes_per_step": self._per_step("payload_bytes", rows),
             "wire_bytes_per_step": self._per_step("wire_bytes", rows),

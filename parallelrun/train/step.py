@@ -64,11 +64,13 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     batch = training.reader.batch(step) if has_batch else None
     everyone, mine = count_valid(training, batch, step)
     training.data.begin_step()
+    training.routing.begin_step(step, loss_scale)
     if batch is None:
         loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
     else:
         loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
     training.data.launch_gradients()
+    training.routing.launch()
     return loss_sum, mine
 
 
@@ -107,6 +109,7 @@ def train_step(
         training.optimizer.step(lr)
         training.data.finish_update()
     training.statistics.finish_step(finite)
+    training.routing.finish_step(finite)
     training.data.after_step(step)
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
 

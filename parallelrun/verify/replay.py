@@ -104,9 +104,11 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
     counts = [0 if batch is None else count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
     divisor = max(sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch), 1)
     weight = len(replicas) if plan.data.independent else 1
+    of_all = len(replicas) / plan.data.num_counted(step, len(replicas))  # means over groups leave out what losses do
     losses = []
     for one, batch in zip(replicas, batches):
         one.data.begin_step()
+        one.routing.begin_step(step, weight * of_all)
         with torch.enable_grad():
             losses.append(0.0 if batch is None else float(one.engine.train(batch, weight / divisor)))
         one.data.finish_gradients()
@@ -116,12 +118,16 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
         for parameter in one.parameters:
             parameter.tensor.grad = gradients[parameter.name].clone()
     trace.gradients.append(_kept(plan, [_on_cpu(_gradients(one.held)) for one in replicas]))
+    routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
+    routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
     squares = [float(one.gradients.squared_norm()) for one in replicas]
     for one, square in zip(replicas, squares):
         one.gradients.clip(square**0.5, one.config.optimizer.clip)
         one.optimizer.step(lr)
         one.data.finish_update()
         one.statistics.finish_step(applied=True)
+        one.routing.finish_step(True, routed)
+        one.routing.finish_step(True, routed)
     if not plan.data.independent:
         _share_statistics(replicas)
     rule.after_update(step, _trained(replicas))
