@@ -15,6 +15,7 @@ from parallelrun.plan import account, data_ways
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.data_cost import Exchange, Link
 from parallelrun.plan.data_ways import RELATIVE, SECONDS, Candidate, Case, Fabric
+from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
@@ -101,12 +102,15 @@ def costs(plan: Plan, cluster: ClusterConfig, compute_s: float | None) -> DataAx
 
 
 def gradient_bytes(plan: Plan) -> int:
-    """Bytes of the gradients that a rank combines with its data group, on the pp coordinate that holds most."""
+    """Bytes of the gradients that a rank combines with its data group, on the pp coordinate that holds most.
+
+    Experts that ep spreads are not among them: their copies are fewer (`expert_dp`).
+    """
     numels = [
         sum(
             prod(held.layout.local_shape(held.spec.shape, plan.mesh.sizes, {}))
             for held in held_parameters(plan, positions[0])
-            if not held.spec.frozen
+            if not held.spec.frozen and replica_axis(held.layout, plan) == "dp"
         )
         for positions in account.position_classes(plan)
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from math import gcd
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import account, simulate
+from parallelrun.plan import account, expert_facts, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, costs
@@ -56,13 +57,14 @@ def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
     """One row of the rank table. gpu: index within the host; None on CPU, unless a cluster of GPUs is planned for."""
     per_node = ranks_per_node(cluster, plan.world)
     place = plan.mesh.coordinate(rank) if plan.role(rank) == "worker" else {}
+    axes = ("pp", "dp", "ep", "tp") if plan.mesh.size("ep") > 1 else ("pp", "dp", "tp")
     return {
         "rank": rank,
         "node": rank // per_node,
         "gpu": rank % per_node if place and (plan.device == "cuda" or cluster.gpus_per_node) else None,
         "role": plan.role(rank),
-        **{axis: place.get(axis, 0) if place else None for axis in ("pp", "dp", "tp")},
-        **{leaf: place.get(leaf) for leaf in plan.mesh.leaf_names if leaf not in ("pp", "dp", "tp")},
+        **{axis: place.get(axis, 0) if place else None for axis in axes},
+        **{leaf: place.get(leaf) for leaf in plan.mesh.leaf_names if leaf not in axes},
     }
 
 
@@ -130,6 +132,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
         texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
     if plan.mesh.size("tp") > 1 and not account.stays_in_node(plan, cluster, "tp"):
         texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
+    texts += _across_hosts(plan, cluster)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         texts.append(f"{plan.world:,} ranks on {cores} cores of this host: step time is no scaling measurement")
@@ -141,6 +144,16 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
     return texts
+
+
+def _across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
+    """A hint where experts lie on several hosts that a flat all-to-all does not know of."""
+    ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
+    if ep == 1 or plan.expert.group_size > 1 or account.stays_in_node(plan, cluster, "ep"):
+        return []
+    inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
+    two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
+    return [f"ep groups of {ep} reach across hosts of {per_node} devices{two_levels}"]
 
 
 def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str, Any]:
@@ -163,6 +176,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "data": asdict(plan.data),
         "tensor": asdict(plan.tensor),
         "pipeline": asdict(plan.pipeline),
+        "experts": expert_facts.facts(plan),
         "equivalence": asdict(plan.equivalence),
         "filled": list(plan.filled),
         "warnings": warnings(plan, config, found),

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import account
+from parallelrun.plan import account, expert_facts
 from parallelrun.plan.document import (
     Facts,
     axis_rows,
@@ -27,6 +27,7 @@ from parallelrun.plan.document import (
 from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.report.data_axis import panel as data_axis_panel
+from parallelrun.report.experts import panel as experts_panel
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, flops_text, seconds_text
 from parallelrun.report.layouts import panel as layouts_panel
 from parallelrun.report.timeline import draw, shown_positions
@@ -52,6 +53,7 @@ def show(plan: Plan, config: Config, console: Console, found: Facts | None = Non
         ("ranks", _with_host_note(_ranks(plan, config), plan, config)),
         ("batch", _batch(plan)),
         ("stages and memory", _stages(plan, config, found)),
+        *([("experts", experts_panel(plan))] if plan.spec.router else []),
         *([("servers", _servers(plan))] if plan.servers else []),
         ("schedule", _schedule(plan, found, width - 4)),
         ("collectives of a step", _traffic(plan, found)),
@@ -89,6 +91,8 @@ def _head(plan: Plan) -> Text:
         ways[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
         ways[1] += " with sequence parallel"
+    if plan.expert.kind != "none":
+        ways.append(f"expert {plan.expert.kind}")
     if plan.pipeline.chunks > 1:
         ways[2] += f" ({plan.pipeline.chunks} stages a rank)"
     text.append(f"{plan.spec.name}", "bold")
@@ -104,10 +108,12 @@ def _head(plan: Plan) -> Text:
 
 def _mesh(plan: Plan) -> Group:
     product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.leaves)
-    table = _table("axis", ">degree", ">groups", "first group")
+    views = expert_facts.views(plan)
+    table = _table("axis", ">degree", ">groups", "first group", *(["of"] if views else []))
     for row in axis_rows(plan):
         members = ranks_text(row["first_group"]) if row["degree"] > 1 else "no communicator"
-        table.add_row(row["axis"], str(row["degree"]), f"{row['groups']:,}", members)
+        said = [views.get(row["axis"], "")] if views else []
+        table.add_row(row["axis"], str(row["degree"]), f"{row['groups']:,}", members, *said)
     beside = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
     return Group(Text(f"{counted(plan.world, 'rank')} = {product}{beside}, slowest axis first"), table)
 
