@@ -36,7 +36,7 @@ from tests.pool import run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
-    "dp", "tp", "pp", "layout", "grid", "depth", "schedule", "chunks", "microbatches", "micro_batch", "recompute",
+    "dp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "chunks", "microbatches", "micro_batch", "recompute",
     "compile",
 )  # fmt: skip
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.mesh.runtime import Group
 
-ROWS = "experts"  # purpose of the all-to-alls of rows
-COUNTS = "routing"  # and of what says how many rows there will be
+from .traffic import COUNTS, ROWS
 
 
 class Meter:

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 
-AXIS, OUTER, INNER = "ep", "ep_outer", "ep_inner"
+from .axes import AXIS, legs
 
 
 @dataclass(frozen=True)
@@ -40,5 +40,4 @@ class Levels:
 
 def levels_of(plan: Plan, mesh: Mesh) -> Levels:
     """Those of this rank."""
-    axes = (INNER, OUTER) if plan.expert.group_size > 1 else (AXIS,)
-    return Levels(tuple(mesh.group(axis) for axis in axes), plan.spec.experts // plan.mesh.size(AXIS))
+    return Levels(tuple(mesh.group(axis) for axis in legs(plan)), plan.spec.experts // plan.mesh.size(AXIS))

@@ -1,0 +1,28 @@
+"""What the dropless dispatch will do: uneven all-to-alls of the rows that are kept, after their counts. Torch-free."""
+
+from __future__ import annotations
+
+from parallelrun.plan.structure import Plan
+
+from .. import traffic, way
+from ..axes import legs
+
+INT64_BYTES = 8
+
+
+class Way(way.Way):
+    """The ExpertWayPlan of kind `dropless` (Gale et al. 2022)."""
+
+    kind = "dropless"
+
+    def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
+        """An even load, and what no step can exceed."""
+        return traffic.kept_rows(plan)
+
+    def counts_bytes(self, plan: Plan) -> int:
+        """A count for every expert and chunk."""
+        return plan.spec.experts * plan.expert.chunks * INT64_BYTES
+
+    def num_sorts(self, plan: Plan) -> int:
+        """By expert on arrival, and between two legs."""
+        return len(legs(plan))
