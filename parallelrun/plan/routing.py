@@ -54,7 +54,7 @@ def check_model(config: Config, experts: int) -> list[Problem]:
     """What no plan could make right about a router, beside the ranges of its settings. experts: of a layer, or 0."""
     router = config.model.router
     kind, top_k = router.kind, router.top_k
-    if not experts or type(top_k) is not int:
+    if experts < 1 or type(top_k) is not int:
         return []
     problems = []
     fixed = CHOICES_OF.get(kind, top_k)
@@ -132,7 +132,7 @@ def _cut_groups(request: Request, parts: int) -> Problem:
 
 def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list[Problem]:
     """Settings of experts and routers that were given although nothing reads them (`config` is folded)."""
-    if not experts:
+    if experts < 1:
         without = f"model={config.model.preset} has no experts"
         keys = [*(f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts"))]
         return [_unread(key, config, without, MODEL) for key in sorted(given) if key in keys or _is_expert_key(key)]

@@ -1,4 +1,4 @@
-"""The experts of a plan on screen: which layers, how a token chooses, how full one may be, who holds them. Torch-free."""
+"""The experts of a plan on screen: where they are, how a token chooses, how full one may be. Torch-free."""
 
 from __future__ import annotations
 
