@@ -14,11 +14,12 @@ from parallelrun.mesh.runtime import Group
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
 from parallelrun.plan.structure import ExpertWay
+from parallelrun.strategies.expert.axes import INNER, OUTER
 from parallelrun.strategies.expert.capacity.dispatch import CapacityDispatch
 from parallelrun.strategies.expert.dispatch import Dispatch
 from parallelrun.strategies.expert.dropless.dispatch import DroplessDispatch
 from parallelrun.strategies.expert.exchange import Exchange, Meter, finish, start
-from parallelrun.strategies.expert.levels import INNER, OUTER, Levels
+from parallelrun.strategies.expert.levels import Levels
 
 EXPERTS, HIDDEN, FFN, GROUPS, GROUP_TOKENS, CHOICES = 8, 4, 6, 4, 6, 2
 TOKENS = GROUPS * GROUP_TOKENS
