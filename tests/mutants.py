@@ -39,7 +39,7 @@ def dropped_gradient_reduce() -> None:
     """Every replica keeps its own gradient."""
     from parallelrun.strategies.data.ddp import runtime
 
-    runtime.DdpRuntime._start_sum = lambda self, tensor: SimpleNamespace(wait=lambda: None)
+    runtime.DdpRuntime._start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
 
 
 def doubled_gradient_reduce() -> None:

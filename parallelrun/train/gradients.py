@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from parallelrun import comm, torch_private
 from parallelrun.mesh.runtime import EMBEDDING, Group, Mesh
+from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
 from parallelrun.train.parameters import LocalParameter, owns
 
@@ -22,23 +24,36 @@ MEASURED_ALONE_BYTES = 4 * 2**20
 class Gradients:
     """The gradients of one rank's parameters, once the data way is done with them.
 
-    What is alike in every step is found out here, once: small models pay for each call from Python. flat: buffers that
-    hold the gradients of all parameters and else only zeros, where the data way has such; empty otherwise.
+    What is alike in every step is found out here, once: small models pay for each call from Python. flat: by the axis
+    over which copies lie (`replica_axis`), buffers that hold the gradients of all parameters of that axis and else only
+    zeros, where the data way has such.
     """
 
-    def __init__(self, parameters: Sequence[LocalParameter], plan: Plan, mesh: Mesh, flat: Sequence[Tensor] = ()):
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        plan: Plan,
+        mesh: Mesh,
+        flat: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
+    ):
         self._parameters = list(parameters)
         self._device = mesh.device
-        self._flat = list(flat)
-        layouts = {p.layout for p in parameters}
+        self._flat = [buffer for buffers in flat.values() for buffer in buffers]
+        self._loose = [p for p in parameters if replica_axis(p.layout, plan) not in flat]
         place = dict(mesh.coordinate)
         if plan.data.independent:
             place["dp"] = 0  # every replica measures what is its own
-        owned = {layout: owns(layout, plan.mesh, place) for layout in layouts}
-        self._counted = [p for p in self._parameters if not p.shared and owned[p.layout]]
-        self._measured = _own_parts(self._flat, self._parameters, plan, mesh)
+        owned = {layout: owns(layout, plan.mesh, place) for layout in {p.layout for p in parameters}}
+        self._measured: list[Tensor] = []  # parts of flat buffers, and the parameters that are measured beside them:
+        self._counted = [p for p in self._loose if not p.shared and owned[p.layout]]
+        for axis, buffers in flat.items():
+            own = [p for p in self._parameters if replica_axis(p.layout, plan) == axis]
+            parts = _own_parts(buffers, own, axis, plan, mesh)
+            self._measured += parts or []
+            self._counted += [] if parts is not None else [p for p in own if not p.shared and owned[p.layout]]
         # Whether every rank measures the whole norm, so that `squared_norm` is no share of it.
-        self.measured_alone = bool(self._measured) and _are_everywhere(self._flat, self._parameters, plan)
+        alone = bool(self._measured) and not self._counted
+        self.measured_alone = alone and _are_everywhere(self._flat, self._parameters, plan)
         if self.measured_alone:
             self._measured = self._flat
         self._sums = [  # (parameters, group, purpose), in the order in which all ranks exchange them
@@ -68,7 +83,7 @@ class Gradients:
         The sum over the world is not finite exactly if some gradient element is not (or its square sum overflows
         fp32).
         """
-        norms = _norms(self._measured or [_gradient(p) for p in self._counted])
+        norms = _norms([*self._measured, *(_gradient(p) for p in self._counted)])
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.cat(norms).to(torch.float64).square().sum()
@@ -81,27 +96,30 @@ class Gradients:
         """
         coefficient = min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
         if coefficient / scale != 1.0:
-            torch_private.multiply(self._flat or [_gradient(p) for p in self._parameters], coefficient / scale)
+            torch_private.multiply([*self._flat, *(_gradient(p) for p in self._loose)], coefficient / scale)
         return coefficient
 
 
 def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:
     """Whether all ranks hold the same gradients, and so few that measuring them is no work."""
     replicated = plan.world == plan.mesh.size("dp") and not plan.data.independent
-    split = any("dp" in p.layout.axes for p in parameters)
+    split = any(plan.mesh.size(axis) > 1 for p in parameters for axis in p.layout.axes)
     return replicated and not split and sum(b.numel() * b.element_size() for b in flat) <= MEASURED_ALONE_BYTES
 
 
-def _own_parts(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan, mesh: Mesh) -> list[Tensor]:
-    """What of the flat buffers this rank measures; nothing where they also hold what others count."""
-    coordinate, replicas = dict(mesh.coordinate), plan.mesh.size("dp")
-    if plan.data.independent or any("dp" in p.layout.axes for p in parameters):
-        replicas = 1  # each rank of dp holds gradients of its own
-    replica = coordinate.get("dp", 0) if replicas > 1 else 0
+def _own_parts(
+    flat: Sequence[Tensor], parameters: list[LocalParameter], axis: str, plan: Plan, mesh: Mesh
+) -> list[Tensor] | None:
+    """What of the flat buffers of an axis this rank measures; None where they also hold what others count."""
+    coordinate, replicas = dict(mesh.coordinate), plan.mesh.size(axis)
+    if plan.data.independent or any(axis in p.layout.axes for p in parameters):
+        replicas = 1  # each rank of the axis holds gradients of its own
+    replica = coordinate.get(axis, 0) if replicas > 1 else 0
     if replicas > 1 or plan.data.independent:
-        coordinate["dp"] = 0  # one replica owns what all replicas measure together
+        for leaf in plan.mesh.leaf_axes(axis):
+            coordinate[leaf] = 0  # one replica owns what all replicas measure together
     if any(p.shared or not owns(p.layout, plan.mesh, coordinate) for p in parameters):
-        return []
+        return None
     return [buffer.tensor_split(replicas)[replica] for buffer in flat]
 
 

@@ -7,9 +7,11 @@ first is small, so that the exchange starts early (PyTorch DDP, Li et al. 2020, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from parallelrun.layout import Layout
+from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Collective, DataWay, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
@@ -47,7 +49,7 @@ def padded_numel(shape: Sequence[int], parts: int) -> int:
 
 
 def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[tuple[int, ...]]:
-    """Shapes as the module stores the parameters before any data way: split by the tensor axes only."""
+    """Shapes as the module stores the parameters before any data way: split by the tensor axes and ep only."""
     return [p.layout.local_shape(p.spec.shape, plan.mesh.sizes, coordinate) for p in held]
 
 
@@ -56,24 +58,70 @@ def reduce_bytes(plan: Plan) -> int:
     return BYTES[plan.precision.reduce]
 
 
-def bucket_numels(position: int, coordinate: dict[str, int], plan: Plan, parts: int) -> list[int]:
-    """Elements of each bucket of a rank, in launch order, with every parameter padded to `parts` chunks (1: none)."""
-    held = [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
-    shapes = local_shapes(held, coordinate, plan)
-    numels = [padded_numel(shape, parts) if parts > 1 else prod(shape) for shape in shapes]
-    size = reduce_bytes(plan)
-    filled = fill([numel * size for numel in numels], plan.data.bucket_bytes)
-    return [sum(numels[index] for index in bucket) for bucket in filled]
+@dataclass(frozen=True)
+class Filled:
+    """One bucket: the axis over which it is summed, and its parameters by their place in a list of trained ones."""
+
+    axis: str
+    indices: tuple[int, ...]
 
 
-def contents(
-    position: int, coordinate: dict[str, int], plan: Plan
-) -> list[list[tuple[HeldParameter, tuple[int, ...]]]]:
-    """The parameters of each bucket of a rank with their local shapes, in launch order, none of them padded."""
-    held = [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
-    shapes = local_shapes(held, coordinate, plan)
-    filled = fill([prod(shape) * reduce_bytes(plan) for shape in shapes], plan.data.bucket_bytes)
-    return [[(held[index], shapes[index]) for index in bucket] for bucket in filled]
+def sum_axis(held: HeldParameter, plan: Plan) -> str:
+    """The axis over which a parameter's gradient is summed: where its copies lie."""
+    return replica_axis(held.layout, plan)
+
+
+def is_summed(held: HeldParameter, plan: Plan) -> bool:
+    """Has it copies? Without (experts where ep is all of dp) its gradient is final as backward leaves it."""
+    return plan.mesh.size(sum_axis(held, plan)) > 1
+
+
+def exchanged_numel(held: HeldParameter, shape: Sequence[int], plan: Plan, padded: bool) -> int:
+    """Elements of a parameter of local `shape` on their way; padded: to equal chunks of dim 0 for all its copies."""
+    return padded_numel(shape, plan.mesh.size(sum_axis(held, plan))) if padded else prod(shape)
+
+
+def partition(
+    trained: Sequence[HeldParameter], shapes: Sequence[tuple[int, ...]], plan: Plan, padded: bool = False
+) -> tuple[Filled, ...]:
+    """The buckets of parameters of those local shapes, in launch order.
+
+    No bucket spans two axes. Buckets of several axes are launched by which is full first in backward, which is the same
+    on every rank. What has no copies is in none.
+    """
+    by_axis: dict[str, list[int]] = {}
+    for index, held in enumerate(trained):
+        if is_summed(held, plan):
+            by_axis.setdefault(sum_axis(held, plan), []).append(index)
+    size, found = reduce_bytes(plan), []
+    for axis, own in by_axis.items():
+        sizes = [size * exchanged_numel(trained[index], shapes[index], plan, padded) for index in own]
+        filled = fill(sizes, plan.data.bucket_bytes)
+        found += [Filled(axis, tuple(own[place] for place in bucket)) for bucket in filled]
+    return tuple(sorted(found, key=lambda bucket: -bucket.indices[-1]))
+
+
+def trained_parameters(plan: Plan, position: int) -> list[HeldParameter]:
+    """Those of a pp coordinate that the optimizer updates."""
+    return [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A bucket's axis and its parameters with their local shapes, none of them padded."""
+
+    axis: str
+    parts: tuple[tuple[HeldParameter, tuple[int, ...]], ...]
+
+
+def contents(position: int, coordinate: dict[str, int], plan: Plan) -> list[Contents]:
+    """The buckets of a rank that sums whole gradients, in launch order."""
+    trained = trained_parameters(plan, position)
+    shapes = local_shapes(trained, coordinate, plan)
+    return [
+        Contents(bucket.axis, tuple((trained[index], shapes[index]) for index in bucket.indices))
+        for bucket in partition(trained, shapes, plan)
+    ]
 
 
 def final_collectives(

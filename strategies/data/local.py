@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,14 @@ def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
     tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient
 
 
+def by_axis(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """Flat buffers by the axis that each is summed over."""
+    found: dict[str, list[Tensor]] = {}
+    for axis, buffer in buffers:
+        found.setdefault(axis, []).append(buffer)
+    return found
+
+
 def trained(pairs: Sequence[Pair]) -> list[Pair]:
     """Those that the optimizer updates."""
     return [pair for pair in pairs if not pair[0].spec.frozen]
@@ -48,10 +56,11 @@ class LocalRuntime:
 
     parameters: what is updated. frozen: what is not, whole on every rank of dp unless the way splits weights.
     kept: what else checkpoints hold, by kind, alike on all replicas (diloco: its outer state).
-    flat_gradients: buffers that hold the gradients of all `parameters` after `finish_gradients`, and else only zeros.
+    flat_gradients: by the axis that they are summed over (`replica_axis`), buffers that hold the gradients of all
+    `parameters` of that axis after `finish_gradients`, and else only zeros. Axes that are not there have none.
     """
 
-    flat_gradients: Sequence[Tensor] = ()
+    flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
 
     def __init__(self, pairs: Sequence[Pair]):

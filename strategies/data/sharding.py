@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.structure import Plan
 from parallelrun.plan.ways import Request
+
+
+def shard_layout(tensor_layout: Layout, plan: Plan) -> Layout:
+    """The part of a parameter that one of its copies updates: dim 0 is split by the axis over which the copies lie."""
+    axis = replica_axis(tensor_layout, plan)
+    return tensor_layout.split(0, axis) if plan.mesh.size(axis) > 1 else tensor_layout
 
 
 def check_splits(request: Request, kind: str) -> list[Problem]:

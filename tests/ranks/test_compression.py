@@ -64,7 +64,7 @@ def cold_start(training: Training) -> None:
 
 def not_rounded(training: Training) -> None:
     for bucket in training.data._reducer.buckets:
-        bucket._send = lambda buffer=bucket.buffer: training.data._start_sum(buffer)
+        bucket._send = lambda buffer=bucket.buffer: training.data._start_sum(buffer, training.mesh.group("dp"))
 
 
 BUGS = {

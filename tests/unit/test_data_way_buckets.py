@@ -59,7 +59,7 @@ def test_one_replica_exchanges_nothing(kind):
 
 def test_zero1_pads_what_does_not_divide():
     plan = tiny_plan(dp=3, global_batch=12, strategy__data__kind="zero1")
-    scatter, gather = load_way("data", "zero1").collectives(0, plan.mesh.coordinate(0), plan)
+    gather, scatter = load_way("data", "zero1").collectives(0, plan.mesh.coordinate(0), plan)
     rows = {name: -(-p.shape[0] // 3) * 3 * prod(p.shape[1:]) for name, p in plan.spec.parameters.items()}
     assert scatter.payload_bytes == gather.payload_bytes == 4 * sum(rows.values())
     assert (scatter.operation, gather.operation) == ("reduce_scatter", "all_gather")

@@ -24,19 +24,19 @@ class Counts:
 
 
 def rows(
-    algorithm: Algorithm, size: int, index: int, numel: int, element_bytes: int, limit: int | None
+    algorithm: Algorithm, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
 ) -> list[Collective]:
-    """The rows of the account of one all-reduce over dp of `numel` gradients by member `index` of `size`.
+    """The rows of the account of one all-reduce over `axis` of `numel` gradients by member `index` of `size`.
 
     limit: elements of a piece of a message; None: messages are sent whole.
     """
     payload = numel * element_bytes
     if algorithm.name == NATIVE:
-        return [Collective("dp", "all_reduce", "gradients", 1, payload)]
+        return [Collective(axis, "all_reduce", "gradients", 1, payload)]
     found = counts(algorithm, size, index, numel, limit)
     return [
-        Collective("dp", "send", "gradients", found.sends, found.elements * element_bytes),
-        Collective("dp", "recv", "gradients", found.receives, 0),
+        Collective(axis, "send", "gradients", found.sends, found.elements * element_bytes),
+        Collective(axis, "recv", "gradients", found.receives, 0),
     ]
 
 

@@ -5,10 +5,12 @@ For any way that reduces whole gradients: its settings keep an `Algorithm`, its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
 from parallelrun.errors import Problem
 from parallelrun.plan.names import divisors, either, nearest, one_of
+from parallelrun.plan.structure import Plan
 from parallelrun.plan.ways import Request
 
 from .steps import ALGORITHMS, HIERARCHICAL, NATIVE
@@ -44,11 +46,32 @@ def check(request: Request, default: str) -> list[Problem]:
         what = f"{where}={data.group_size} is read by algorithm=hierarchical only"
         return [Problem(what, where, "strategy.data.algorithm=hierarchical", kind="unread")]
     size = _group_size(request)
-    if size < 1 or request.dp % size == 0:  # a size below 1 is told by the rules
+    if size < 1:  # told by the rules
         return []
+    if request.dp % size == 0:
+        return _check_experts(size, request)
     source = "" if data.group_size is not None else f" (cluster.gpus_per_node / tp={request.tp})"
     what = f"inner groups of {size}{source} do not make up dp={request.dp}"
     return [Problem(what, where, either(where, nearest(size, divisors(request.dp))), kind="arithmetic")]
+
+
+def _check_experts(size: int, request: Request) -> list[Problem]:
+    """The copies of an expert are every ep-th member of dp: inner groups hold equally many of them, or one."""
+    ep = request.ep
+    if size % ep == 0 or ep % size == 0:
+        return []
+    where = "strategy.data.group_size"
+    legal = [n for n in divisors(request.dp) if n % ep == 0 or ep % n == 0]
+    what = f"inner groups of {size} members of dp do not hold equally many of the experts' copies, every {ep}th member"
+    return [Problem(what, where, either(where, nearest(size, legal)), kind="arithmetic")]
+
+
+def over(algorithm: Algorithm, axis: str, plan: Plan) -> Algorithm:
+    """`algorithm` for a sum over `axis`, dp or what ep leaves of it: inner groups are the same ranks' (or one rank)."""
+    if algorithm.name != HIERARCHICAL or axis == "dp":
+        return algorithm
+    apart = plan.mesh.size("dp") // plan.mesh.size(axis)
+    return replace(algorithm, group_size=algorithm.group_size // gcd(algorithm.group_size, apart))
 
 
 def filled(request: Request, default: str) -> tuple[str, ...]:

@@ -40,10 +40,11 @@ class CompressedWay(DataWay):
 
 @dataclass(frozen=True)
 class Message:
-    """One all-reduce: elements and bytes of each."""
+    """One all-reduce: elements, bytes of each, and the axis over which they are summed."""
 
     numel: int
     element_bytes: int
+    axis: str = "dp"
 
     @property
     def payload_bytes(self) -> int:
@@ -76,6 +77,13 @@ def check(request: Request) -> list[Problem]:
             "precision=fp16 changes its loss scale as it goes, and the error that powersgd remembers is in the old one"
         )
         problems.append(Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
+    if data.compression != "none" and request.ep > 1:
+        what = (
+            f"strategy.data.compression={data.compression} with ep={request.ep}: what it rounds away of the experts' "
+            "gradients, summed over fewer ranks than the others, has no replay"
+        )
+        fix = "strategy.data.compression=none or ep=1"
+        problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
     return problems
 
 

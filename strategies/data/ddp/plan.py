@@ -1,6 +1,11 @@
-"""Data parallel with whole copies: gradients are summed over dp in buckets, under backward."""
+"""Data parallel with whole copies: gradients are summed over dp in buckets, under backward.
+
+Gradients of experts that are spread over ep are summed over `expert_dp`, in buckets of their own.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from parallelrun.errors import Problem
 from parallelrun.plan.account import merge
@@ -18,6 +23,7 @@ class Way(Replicated):
     """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
 
     reads: tuple[str, ...] = ("bucket_mb", *compression.KEYS)
+    takes_experts = True
 
     def check(self, request: Request) -> list[Problem]:
         return compression.check(request)
@@ -27,24 +33,20 @@ class Way(Replicated):
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The sums of every bucket, then what the final gradients need (partial axes, tied copies)."""
-        out = []
-        if plan.mesh.size("dp") > 1:
-            messages = bucket_messages(position, coordinate, plan)
-            out += merge([row for message in messages for row in self.rows_of_sum(message, coordinate, plan)])
+        messages = bucket_messages(position, coordinate, plan)
+        out = merge([row for message in messages for row in self.rows_of_sum(message, coordinate, plan)])
         layouts = [(held, held.layout) for held in held_parameters(plan, position)]
         return out + buckets.final_collectives(layouts, coordinate, plan)
 
     def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression holds beside weights, gradients and optimizer state."""
         assert isinstance(plan.data, CompressedWay)
-        if plan.mesh.size("dp") == 1:
-            return 0
         contents = buckets.contents(position, coordinate, plan)
-        return sum(compression.held_bytes(bucket, plan, plan.data.compression) for bucket in contents)
+        return sum(compression.held_bytes(bucket.parts, plan, plan.data.compression) for bucket in contents)
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """What one sum over dp sends: for ways that are like this one but for how they sum."""
-        return [Collective("dp", "all_reduce", "gradients", 1, message.payload_bytes)]
+        """What one sum sends: for ways that are like this one but for how they sum."""
+        return [Collective(message.axis, "all_reduce", "gradients", 1, message.payload_bytes)]
 
     def equivalence(self, plan: Plan) -> Equivalence:
         assert isinstance(plan.data, CompressedWay)
@@ -52,7 +54,10 @@ class Way(Replicated):
 
 
 def bucket_messages(position: int, coordinate: dict[str, int], plan: Plan) -> list[Message]:
-    """Every sum over dp of one step, in the order in which the buckets are sent."""
+    """Every sum of one step, in the order in which the buckets are sent."""
     assert isinstance(plan.data, CompressedWay)
-    contents = buckets.contents(position, coordinate, plan)
-    return [message for bucket in contents for message in compression.messages(bucket, plan, plan.data.compression)]
+    return [
+        replace(message, axis=bucket.axis)
+        for bucket in buckets.contents(position, coordinate, plan)
+        for message in compression.messages(bucket.parts, plan, plan.data.compression)
+    ]

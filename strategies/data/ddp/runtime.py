@@ -1,4 +1,7 @@
-"""ddp at run time: gradients lie in flat buckets (`.grad` of a weight is a view), summed over dp under backward."""
+"""ddp at run time: gradients lie in flat buckets (`.grad` of a weight is a view), summed under backward.
+
+Every bucket is summed over the group of its own axis. What has no copies is left as backward leaves it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 
 from ..bucketed import Bucket, Reducer, Slot
-from ..buckets import fill, reduce_bytes
+from ..buckets import is_summed, partition
 from ..compression.runtime import Part, Waitable, compress
-from ..compression.settings import CompressedWay
-from ..local import LocalRuntime, Pair, match, trained
+from ..compression.settings import CompressedWay, Compression
+from ..local import LocalRuntime, Pair, by_axis, match, set_gradient, trained
+
+GroupOf = Callable[[str], Group]
 
 
 def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
@@ -26,24 +31,30 @@ def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
 def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
     """The DataRuntime over materialised weights."""
     pairs = match(parts, plan, mesh)
-    return DdpRuntime(pairs, plan, mesh.group("dp")) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
+    return DdpRuntime(pairs, plan, mesh.group) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
 
 
 class DdpRuntime(LocalRuntime):
-    """The optimizer updates the weights themselves, by gradients that lie in the buckets."""
+    """The optimizer updates the weights themselves, by gradients that lie in the buckets.
 
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
+    group_of: the group that sums over an axis.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, group_of: GroupOf):
         super().__init__(pairs)
-        weights = [parameter for _, parameter in trained(pairs)]
-        numels = [weight.numel() for weight in weights]
-        filled = fill([numel * reduce_bytes(plan) for numel in numels], plan.data.bucket_bytes)
-        self._plan, self._group = plan, group
+        pairs = trained(pairs)
+        filled = partition([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
+        self._plan, self._group_of = plan, group_of
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._reducer = Reducer([self._bucket([trained(pairs)[i] for i in bucket]) for bucket in filled], plan)
-        self.flat_gradients = [bucket.buffer for bucket in self._reducer.buckets]
+        self._alone = [weight for held, weight in pairs if not is_summed(held, plan)]
+        buckets = [self._bucket([pairs[i] for i in bucket.indices], group_of(bucket.axis)) for bucket in filled]
+        self._reducer = Reducer(buckets, plan)
+        self.flat_gradients = by_axis((one.axis, bucket.buffer) for one, bucket in zip(filled, buckets))
 
     def begin_step(self) -> None:
         """Gradients are empty and backward passes are counted."""
+        for weight in self._alone:
+            weight.grad = None
         self._reducer.begin_step()
 
     def launch_gradients(self) -> None:
@@ -51,18 +62,21 @@ class DdpRuntime(LocalRuntime):
         self._reducer.launch_rest()
 
     def finish_gradients(self) -> None:
-        """Every weight's gradient is the sum over dp (of losses already divided by the global count: no averaging)."""
+        """Every weight's gradient is the sum over its copies (of losses already divided by the global count: no
+        averaging)."""
         self._reducer.finish()
         for weight, view in self._views:
             weight.grad = view
+        for weight in self._alone:
+            set_gradient(weight, weight.grad)
 
-    def _start_sum(self, tensor: Tensor) -> Waitable:
-        """Start summing a flat tensor over dp, in place: what other ways that reduce in buckets do otherwise."""
-        work = comm.all_reduce(tensor, self._group, "gradients", async_op=True)
-        assert work is not None, "a data axis of degree 1 has nothing to sum"
+    def _start_sum(self, tensor: Tensor, group: Group) -> Waitable:
+        """Start summing a flat tensor over a group, in place: what other ways that reduce in buckets do otherwise."""
+        work = comm.all_reduce(tensor, group, "gradients", async_op=True)
+        assert work is not None, "what has no copies has nothing to sum"
         return work
 
-    def _bucket(self, pairs: Sequence[Pair]) -> Bucket:
+    def _bucket(self, pairs: Sequence[Pair], group: Group) -> Bucket:
         like = pairs[0][1]
         buffer = torch.zeros(sum(w.numel() for _, w in pairs), dtype=like.dtype, device=like.device)
         slots, parts, start = [], [], 0
@@ -72,13 +86,13 @@ class DdpRuntime(LocalRuntime):
             self._views.append((weight, view))
             slots.append(Slot(weight, partial(_whole, view)))
             parts.append((held, view))
-        return Bucket(buffer, slots, self._sender(buffer, parts))
+        return Bucket(buffer, slots, self._sender(buffer, parts, group))
 
-    def _sender(self, buffer: Tensor, parts: Sequence[Part]) -> Callable[[], Waitable]:
+    def _sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         """What starts the exchange of one bucket: of its buffer, with each parameter's view into it."""
         data = self._plan.data
-        assert isinstance(data, CompressedWay)
-        return compress(data.compression, self._plan, buffer, parts, self._start_sum)
+        compression = data.compression if isinstance(data, CompressedWay) else Compression()
+        return compress(compression, self._plan, buffer, parts, partial(self._start_sum, group=group))
 
 
 def _whole(view: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -7,11 +7,14 @@ that sends something else fails there.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from math import prod
 
 from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
+from parallelrun.plan.account import merge
 from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES
@@ -19,7 +22,7 @@ from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
 from ..sharding import check_splits
-from .units import Unit, shard_axis, units
+from .units import Unit, is_whole, shard_axis, units
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
@@ -28,6 +31,7 @@ class Way:
     """Every rank holds its shard; a block's weights are gathered while it computes."""
 
     reads = ("shard", "reshard_after_forward")
+    takes_experts = True
 
     def check(self, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
@@ -51,7 +55,8 @@ class Way:
         return self.state_layout(tensor_layout, plan)
 
     def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout.split(0, shard_axis(plan)) if plan.mesh.size("dp") > 1 else tensor_layout
+        axis = shard_axis(plan, tensor_layout)
+        return tensor_layout.split(0, axis) if plan.mesh.size(axis) > 1 else tensor_layout
 
     def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
         """Split as the weights, unless gradients are accumulated: then they are whole until the last microbatch."""
@@ -59,32 +64,42 @@ class Way:
         return tensor_layout if whole else self.state_layout(tensor_layout, plan)
 
     def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Most bytes of gathered weights at once: every unit that is kept, and two of those let go (one prefetched)."""
+        """Most bytes of gathered weights at once: all that is kept, and of what is let go two blocks (one to come)."""
         if plan.mesh.size("dp") == 1:
             return 0
         sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in units(plan, position)]
         kept = sum(size for unit, size in sizes if not unit.reshard)
-        return kept + sum(sorted((size for unit, size in sizes if unit.reshard), reverse=True)[:2])
+        let_go: Counter[tuple[int, str]] = Counter()
+        for unit, size in sizes:
+            if unit.reshard:
+                let_go[unit.stage, unit.block] += size
+        return kept + sum(size for _, size in let_go.most_common(2))
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """All-gathers per use, one reduce-scatter (HSDP: and all-reduce) per unit, then the final sums."""
-        layouts = [(held, self.state_layout(held.layout, plan)) for held in held_parameters(plan, position)]
-        final = buckets.final_collectives(layouts, coordinate, plan)
+        """All-gathers per use, one reduce-scatter (HSDP: and all-reduce) per unit; the sums of what is in no unit; then
+        the final sums."""
+        held = held_parameters(plan, position)
+        final = buckets.final_collectives([(p, self.state_layout(p.layout, plan)) for p in held], coordinate, plan)
         if plan.mesh.size("dp") == 1:
             return final
-        axis = shard_axis(plan)
-        own = units(plan, position)
-        num_gathers = [_num_gathers(unit, plan) for unit in own]
-        gathered = sum(n * _gathered_bytes(unit, coordinate, plan) for n, unit in zip(num_gathers, own))
-        updated = [unit.trained for unit in own if unit.trained.parameters]
-        reduced = buckets.reduce_bytes(plan) * sum(_padded_numel(unit, coordinate, plan) for unit in updated)
-        out = [
-            Collective(axis, "all_gather", ENGINE, sum(num_gathers), gathered),
-            Collective(axis, "reduce_scatter", ENGINE, len(updated), reduced),
-        ]
-        if plan.mesh.size("dp_replicate") > 1:
-            out.append(Collective("dp_replicate", "all_reduce", ENGINE, len(updated), reduced // plan.data.shard))
-        return out + final
+        rows = []
+        for unit in units(plan, position):
+            num_gathers = _num_gathers(unit, plan)
+            gathered = num_gathers * _gathered_bytes(unit, coordinate, plan)
+            rows.append(Collective(unit.axis, "all_gather", ENGINE, num_gathers, gathered))
+            if not unit.trained.parameters:
+                continue
+            reduced = buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
+            rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, 1, reduced))
+            if plan.mesh.size("dp_replicate") > 1:
+                shard = reduced // plan.mesh.size(unit.axis)
+                rows.append(Collective("dp_replicate", "all_reduce", ENGINE, 1, shard))
+        whole = [p for p in held if is_whole(p, plan) and not p.spec.frozen]
+        shapes = buckets.local_shapes(whole, coordinate, plan)
+        for bucket in buckets.partition(whole, shapes, plan):
+            payload = buckets.reduce_bytes(plan) * sum(prod(shapes[i]) for i in bucket.indices)
+            rows.append(Collective(bucket.axis, "all_reduce", "gradients", 1, payload))
+        return merge(rows) + final
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")
@@ -100,7 +115,7 @@ def _num_gathers(unit: Unit, plan: Plan) -> int:
 
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     shapes = buckets.local_shapes(unit.parameters, coordinate, plan)
-    return sum(buckets.padded_numel(shape, plan.data.shard) for shape in shapes)
+    return sum(buckets.padded_numel(shape, plan.mesh.size(unit.axis)) for shape in shapes)
 
 
 def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:

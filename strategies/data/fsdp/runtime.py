@@ -1,7 +1,8 @@
 """fsdp at run time: torch's FSDP2 wraps every block; here are its units, when it reduces, and its local tensors.
 
 FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in the
-last microbatch only: at pp=1 under that microbatch's backward, else when the schedule is done with the stage.
+last microbatch only: at pp=1 under that microbatch's backward, else when the schedule is done with the stage. What is
+in no unit (`units.is_whole`) it ignores; ddp's buckets sum those gradients.
 """
 
 from __future__ import annotations
@@ -17,31 +18,38 @@ from torch.distributed.tensor import DTensor
 from parallelrun import torch_private
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import HeldParameter, LocalParameter
+from parallelrun.train.parameters import HeldParameter, LocalParameter, held_parameters
 
+from ..ddp.runtime import DdpRuntime
 from ..local import LocalRuntime, frozen, match, set_gradient, trained
-from .units import ROOT, TIED, Unit, shard_axis, units
+from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis, units
 
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
+REPLICATE = "dp_replicate"
+Meshes = dict[str, DeviceMesh]  # by the axis that splits weights
 
 
 def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
     """Wrap the units of this rank's stages, on meta: from now on a rank holds its shards only."""
     if mesh.group("dp").size == 1:
         return
-    device_mesh = _device_mesh(plan, mesh)
     position = mesh.coordinate.get("pp", 0)
     part_of = {stage.index: part for stage, part in zip(plan.stages_of(position), parts, strict=True)}
     own = units(plan, position)
-    shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, device_mesh)
+    axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in own)])
+    meshes = {axis: _device_mesh(axis, plan, mesh) for axis in axes}
+    held = [p for p in held_parameters(plan, position) if is_whole(p, plan)]
+    whole = {part_of[p.stage].get_parameter(p.name) for p in held}
+    shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, meshes)
     for stage, part in part_of.items():
+        of_stage = [unit for unit in own if unit.stage == stage and unit.block]
         blocks = [
-            _fully_shard(part.get_submodule(unit.block), unit, plan, device_mesh, shared)
-            for unit in own
-            if unit.stage == stage and unit.kind == "block"
+            _shard_block([u for u in of_stage if u.block == name], part, plan, meshes, shared | whole)
+            for name in dict.fromkeys(unit.block for unit in of_stage)
         ]
-        left = next((u for u in own if u.stage == stage and u.kind == ROOT), Unit(ROOT, stage, "", (), False, False))
-        _prefetch_backward(_fully_shard(part, left, plan, device_mesh, shared), blocks)
+        nothing = Unit(ROOT, stage, "", (), False, False, shard_axis(plan))
+        left = next((unit for unit in own if unit.stage == stage and unit.kind == ROOT), nothing)
+        _prefetch(_fully_shard(part, left, plan, meshes, shared | whole), blocks)
     for module in _wrapped(parts):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -67,10 +75,14 @@ class FsdpRuntime(LocalRuntime):
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
-        self._sharded = [parameter for _, parameter in trained(pairs)]
+        self._whole = DdpRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh.group)
         with torch.no_grad():
-            self.parameters = [_part(held, weight, plan) for held, weight in trained(pairs)]
-            self.frozen = [_part(held, weight, plan) for held, weight in frozen(pairs)]
+            parameters = {held.name: _part(held, weight, plan) for held, weight in pairs if not is_whole(held, plan)}
+        parameters |= {p.name: p for p in (*self._whole.parameters, *self._whole.frozen)}
+        self.parameters = [parameters[held.name] for held, _ in trained(pairs)]
+        self.frozen = [parameters[held.name] for held, _ in frozen(pairs)]
+        self._sharded = [(parameters[held.name], w) for held, w in trained(pairs) if not is_whole(held, plan)]
+        self.flat_gradients = self._whole.flat_gradients
         self._num_forwards = 0
         self._reduces: bool | None = None  # not said yet
         self._left_gathered = False
@@ -85,10 +97,15 @@ class FsdpRuntime(LocalRuntime):
             for module in self._modules:
                 module.reshard()
         self._left_gathered = False
-        for parameter, sharded in zip(self.parameters, self._sharded):
+        for parameter, sharded in self._sharded:
             parameter.tensor.grad = sharded.grad = None
+        self._whole.begin_step()
         self._num_forwards = 0
         self._set_last(self._always_last)
+
+    def launch_gradients(self) -> None:
+        """Send what is left of what is in no unit."""
+        self._whole.launch_gradients()
 
     def finish_gradients(self) -> None:
         """Reduce what backward has not, and hand the shards' gradients over."""
@@ -97,8 +114,9 @@ class FsdpRuntime(LocalRuntime):
             for root in self._roots:
                 torch_private.fsdp_reduce(root)
         with torch.no_grad():
-            for parameter, sharded in zip(self.parameters, self._sharded):
+            for parameter, sharded in self._sharded:
                 set_gradient(parameter.tensor, None if sharded.grad is None else _local(sharded.grad))
+        self._whole.finish_gradients()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
         """A weight of two stages is gathered. At pp=1 microbatches alternate forward and backward, so from the last
@@ -129,16 +147,41 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(held: HeldParameter, weight: Tensor, plan: Plan) -> LocalParameter:
-    layout = held.layout.split(0, shard_axis(plan))
+    layout = held.layout.split(0, shard_axis(plan, held.layout))
     return LocalParameter(held.name, _local(weight), held.spec, layout, held.shared)
 
 
-def _device_mesh(plan: Plan, mesh: Mesh) -> DeviceMesh:
-    axis = shard_axis(plan)
-    return mesh.device_mesh(axis) if axis == "dp" else mesh.device_mesh("dp_replicate", axis)
+def _device_mesh(axis: str, plan: Plan, mesh: Mesh) -> DeviceMesh:
+    """The mesh that splits weights over `axis`; under HSDP its dim 0 are the copies. Made of groups that are there: an
+    axis which ep has cut in two is no leaf of the mesh."""
+    copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()
+    groups = [mesh.group(one) for one in (*copies, axis)]
+    ranks = torch.tensor(next(r for r in plan.mesh.groups(*copies, axis) if mesh.rank in r))
+    return DeviceMesh.from_group(
+        [group.process_group for group in groups] if copies else groups[0].process_group,
+        mesh.device.type,
+        mesh=ranks.view([group.size for group in groups]),
+        mesh_dim_names=(*copies, axis),
+    )
 
 
-def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> FSDPModule:
+def _shard_block(
+    own: list[Unit], part: nn.Module, plan: Plan, meshes: Meshes, ignored: set[nn.Parameter]
+) -> list[FSDPModule]:
+    """Wrap the units of one block, the block first in what is returned.
+
+    Experts last: their unit's module holds the router too, which by then is sharded with the block, or by itself.
+    """
+    of = {unit.kind: part.get_submodule(unit.module) for unit in own}
+    experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
+    made = {}
+    for unit in sorted(own, key=lambda unit: (ROUTER, BLOCK, EXPERTS).index(unit.kind)):
+        others = set(of[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts
+        made[unit.kind] = _fully_shard(of[unit.kind], unit, plan, meshes, ignored | others)
+    return [made[unit.kind] for unit in own]
+
+
+def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, meshes: Meshes, ignored: set[nn.Parameter]) -> FSDPModule:
     """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data way."""
     precision = plan.precision
     policy = MixedPrecisionPolicy(
@@ -147,7 +190,11 @@ def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, mesh: DeviceMesh, ig
         cast_forward_inputs=False,
     )
     return fully_shard(
-        module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, ignored_params=ignored or None
+        module,
+        mesh=meshes[unit.axis],
+        reshard_after_forward=unit.reshard,
+        mp_policy=policy,
+        ignored_params=ignored or None,
     )
 
 
@@ -160,7 +207,7 @@ class _Holder(nn.Module):
             self.add_module(str(index), layer)
 
 
-def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, mesh: DeviceMesh) -> set[nn.Parameter]:
+def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, meshes: Meshes) -> set[nn.Parameter]:
     """Wrap the weights that two stages of this rank share; return their sharded parameters.
 
     FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
@@ -177,7 +224,7 @@ def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, mesh:
                 if any(value is weight for value in module.parameters(recurse=False))
             ]
             holder = _Holder(holders)
-            _fully_shard(holder, unit, plan, mesh, set())
+            _fully_shard(holder, unit, plan, meshes, set())
             part = parts[held.stage]
             setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
             sharded.add(part.get_parameter(held.name))
@@ -192,16 +239,21 @@ def _tie_again(holder: nn.Module) -> None:
         setattr(module, name, weight)
 
 
-def _prefetch_backward(root: FSDPModule, blocks: list[FSDPModule]) -> None:
-    """In backward, gather each block while the one after it computes.
+def _prefetch(root: FSDPModule, blocks: list[list[FSDPModule]]) -> None:
+    """In backward, gather each block (its units, the block itself first) while the one after it computes; in forward,
+    gather its experts while what is before them computes.
 
-    Said explicitly, because FSDP's own guess takes the block that ran before, which may be of another microbatch; the
-    first block names itself, which does nothing.
+    Said explicitly, because FSDP's own guess takes the block that ran before, which may be of another microbatch; what
+    has nothing to gather names itself, which does nothing.
     """
-    for index, block in enumerate(blocks):
-        block.set_modules_to_backward_prefetch([blocks[max(0, index - 1)]])
+    for index, (block, *inner) in enumerate(blocks):
+        block.set_modules_to_backward_prefetch(blocks[index - 1] if index else [block])
+        for one in inner:
+            one.set_modules_to_backward_prefetch([one])
+        if inner:
+            block.set_modules_to_forward_prefetch(inner)
     if blocks:
-        root.set_modules_to_backward_prefetch([blocks[-1]])
+        root.set_modules_to_backward_prefetch(blocks[-1])
 
 
 def _wrapped(parts: Sequence[nn.Module]) -> Iterator[FSDPModule]:

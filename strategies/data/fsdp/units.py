@@ -1,30 +1,38 @@
 """FSDP units of a rank: which parameters are gathered and reduced together, when they are let go, in which dtype.
 
-The plan predicts from these, the runtime wraps by them. Torch-free.
+The plan predicts from these, the runtime wraps by them. Experts that are spread over ep have copies on fewer ranks than
+the rest of their block, so they are units of their own, over `expert_dp`; where that leaves nothing to split they stay
+as they are, and ddp's buckets sum their gradients. Torch-free.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from parallelrun.layout import Layout
+from parallelrun.plan.expert_axes import DP, EXPERT, replica_axis
 from parallelrun.plan.structure import Plan
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
+BLOCK = "block"
+EXPERTS = "experts"
+ROUTER = "router"
 ROOT = "root"
 TIED = "tied"
 # Weights of these roles are rounded to the compute dtype wherever they are used, so they may travel in it. Others (an
 # embedding sums many rows' gradients in its own dtype; a user's layers cast nothing) travel as stored: results must be
 # those of every other data way.
-ROUNDED_ROLES = ("columns", "row", "norm", "head")
+ROUNDED_ROLES = ("columns", "row", "norm", "head", "expert")
 
 
 @dataclass(frozen=True)
 class Unit:
     """One group of parameters with one all-gather and one reduce-scatter.
 
-    kind: `block`, `root` (what the blocks of a stage share: a tied weight makes its two blocks one unit), or `tied`
-    (one weight of two stages on one rank). block: the block's name for kind `block`. reshard: let go after forward,
-    gathered again for backward. rounded: gathered in the compute dtype instead of the stored one.
+    kind: `block`, `experts` and `router` (parts of a block that are gathered apart), `root` (what the blocks of a stage
+    share: a tied weight makes its two blocks one unit), or `tied` (one weight of two stages on one rank). block: the
+    name of the block that the first three are in. reshard: let go after forward, gathered again for backward. rounded:
+    gathered in the compute dtype instead of the stored one. axis: the one that splits the weights.
     """
 
     kind: str
@@ -33,6 +41,16 @@ class Unit:
     parameters: tuple[HeldParameter, ...]
     reshard: bool
     rounded: bool
+    axis: str = "dp"
+
+    @property
+    def module(self) -> str:
+        """The module to wrap, by its name in the stage. Experts are gathered for the layer that they and their router
+        make up: it runs once a microbatch, in however many parts their rows come."""
+        if self.kind == BLOCK:
+            return self.block
+        inner = self.parameters[0].name.rpartition(".")[0]
+        return inner.rpartition(".")[0] if self.kind == EXPERTS else inner
 
     @property
     def trained(self) -> Unit:
@@ -40,14 +58,21 @@ class Unit:
         return replace(self, parameters=tuple(p for p in self.parameters if not p.spec.frozen))
 
 
-def shard_axis(plan: Plan) -> str:
-    """The axis that splits the weights: dp, or its inner factor under HSDP."""
-    return "dp" if plan.data.shard == plan.mesh.size("dp") else "dp_shard"
+def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
+    """The axis that splits weights of a tensor layout: dp, or its inner factor under HSDP; of experts that are spread
+    over ep what ep leaves of it."""
+    axis = DP if plan.data.shard == plan.mesh.size(DP) else DP + "_shard"
+    return EXPERT + axis if layout is not None and replica_axis(layout, plan) != DP else axis
+
+
+def is_whole(held: HeldParameter, plan: Plan) -> bool:
+    """Is it part of no unit, because nothing is left to split it over?"""
+    return plan.mesh.size(shard_axis(plan, held.layout)) == 1
 
 
 def units(plan: Plan, position: int) -> tuple[Unit, ...]:
     """The units of pp coordinate `position`, by stage, in forward order; a stage's root and shared weight come last."""
-    held = held_parameters(plan, position)
+    held = [parameter for parameter in held_parameters(plan, position) if not is_whole(parameter, plan)]
     out: list[Unit] = []
     across = _tied_across_stages(plan, position)
     for stage in plan.stages_of(position):
@@ -59,15 +84,33 @@ def units(plan: Plan, position: int) -> tuple[Unit, ...]:
                 # would gather it twice in a row.
                 last = plan.mesh.size("pp") == 1 and block == stage.blocks[-1]
                 reshard = plan.data.reshard_after_forward and not last
-                out.append(Unit("block", stage.index, block, mine, reshard, _rounded(mine)))
+                out += _of_block(mine, reshard, plan)
         shared = tuple(p for p in held if p.block in together)
         if shared:
             reshard = plan.data.reshard_after_forward and plan.mesh.size("pp") > 1
-            out.append(Unit(ROOT, stage.index, "", shared, reshard, _rounded(shared)))
+            out.append(Unit(ROOT, stage.index, "", shared, reshard, _rounded(shared), shard_axis(plan)))
     weights = tuple(p for p in held if p.name in across)
     if weights:
-        out.append(Unit(TIED, weights[0].stage, "", weights, False, False))
+        out.append(Unit(TIED, weights[0].stage, "", weights, False, False, shard_axis(plan)))
     return tuple(out)
+
+
+def _of_block(parameters: tuple[HeldParameter, ...], reshard: bool, plan: Plan) -> list[Unit]:
+    """The units of one block. A router computes in higher precision than its block, so that where these differ its few
+    weights travel by themselves."""
+    apart = plan.precision.compute != plan.precision.stored
+    by_kind: dict[str, list[HeldParameter]] = {BLOCK: [], ROUTER: [], EXPERTS: []}
+    for held in parameters:
+        of_block = shard_axis(plan, held.layout) == shard_axis(plan)
+        rest = ROUTER if apart and held.spec.layer_role == "router" else BLOCK
+        by_kind[rest if of_block else EXPERTS].append(held)
+    return [
+        Unit(
+            kind, own[0].stage, own[0].block, tuple(own), reshard, _rounded(tuple(own)), shard_axis(plan, own[0].layout)
+        )
+        for kind, own in by_kind.items()
+        if own
+    ]
 
 
 def _rounded(parameters: tuple[HeldParameter, ...]) -> bool:

@@ -76,12 +76,14 @@ class Way(ring.Way):
         if not _is_adasum(plan):
             return super().gathered_bytes(position, coordinate, plan)
         contents = buckets.contents(position, coordinate, plan)
-        sizes = [buckets.reduce_bytes(plan) * sum(prod(shape) for _, shape in bucket) for bucket in contents]
+        sizes = [buckets.reduce_bytes(plan) * sum(prod(shape) for _, shape in bucket.parts) for bucket in contents]
         return sum(sizes) + max(sizes, default=0)
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """The messages of one sum over a process set, which may be all of dp."""
+        """The messages of one sum over a process set, or over all copies where there are none."""
         way = _way(plan)
+        if not way.process_sets:
+            return super().rows_of_sum(message, coordinate, plan)
         worker = coordinate["dp"]
         members = way.process_set(worker, plan.mesh.size("dp"))
         if len(members) == 1:
@@ -137,6 +139,6 @@ def _combining(position: int, coordinate: dict[str, int], plan: Plan) -> list[Co
     if len(members) == 1:
         return []
     contents = buckets.contents(position, coordinate, plan)
-    vectors = [(sum(prod(shape) for _, shape in bucket), len(bucket)) for bucket in contents]
+    vectors = [(sum(prod(shape) for _, shape in bucket.parts), len(bucket.parts)) for bucket in contents]
     size = HALF_BYTES if way.compression.kind == "fp16" else buckets.reduce_bytes(plan)
     return halving.rows(vectors, len(members), members.index(coordinate["dp"]), size, way.axis)

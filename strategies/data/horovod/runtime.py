@@ -7,16 +7,19 @@ have changed by is combined.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from parallelrun import torch_private
+from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
 
 from ..allreduce.runtime import all_reduce
+from ..allreduce.settings import over
 from ..buckets import fill, reduce_bytes
 from ..compression.runtime import Part, Waitable
 from ..ddp.runtime import DdpRuntime, shard
@@ -29,6 +32,8 @@ from .stalls import StallWatch
 from .submissions import Submissions
 from .timeline import Timeline
 
+T = TypeVar("T")
+
 __all__ = ["AdasumRuntime", "HorovodRuntime", "attach", "shard"]
 
 
@@ -40,7 +45,8 @@ def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
         return LocalRuntime(pairs)
     way = plan.data
     assert isinstance(way, HorovodWay)
-    broadcast_weights([weight.detach() for _, weight in pairs], everyone)
+    for axis, own in _by_copies([(held.layout, weight) for held, weight in pairs], plan):
+        broadcast_weights([weight.detach() for weight in own], mesh.group(axis))
     group = make_group(way, plan, mesh)
     kind = AdasumRuntime if way.reduction == ADASUM else HorovodRuntime
     return kind(pairs, plan, mesh, group)
@@ -51,8 +57,8 @@ class HorovodRuntime(DdpRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
         self._submissions = Submissions()
-        self._mesh = mesh
-        super().__init__(pairs, plan, group)
+        self._mesh, self._group = mesh, group
+        super().__init__(pairs, plan, lambda axis: group if axis == "dp" else mesh.group(axis))
         self._watch: StallWatch | None = None
         self._timeline: Timeline | None = None
 
@@ -61,8 +67,10 @@ class HorovodRuntime(DdpRuntime):
         way = self._plan.data
         assert isinstance(way, HorovodWay)
         if start and not way.independent:
-            broadcast_weights([p.tensor.detach() for p in training.held], self._mesh.group("dp"))
-            broadcast_optimizer(training.optimizer, training.parameters, self._mesh.group("dp"))
+            for axis, held in _by_copies([(p.layout, p) for p in training.held], self._plan):
+                broadcast_weights([p.tensor.detach() for p in held], self._mesh.group(axis))
+                updated = [p for p in held if not p.spec.frozen]
+                broadcast_optimizer(training.optimizer, updated, self._mesh.group(axis))
         self._submissions.step = start
         if way.timeline and context.rank == 0:
             buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._reducer.buckets)]
@@ -94,23 +102,32 @@ class HorovodRuntime(DdpRuntime):
         """Every weight's gradient is the sum over dp, or the mean over its process set."""
         super().finish_gradients()
         if self._plan.data.independent:
-            torch_private.multiply(list(self.flat_gradients), 1 / self._group.size)
+            for buffers in self.flat_gradients.values():
+                torch_private.multiply(list(buffers), 1 / self._group.size)
 
     def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
         slots = [slot for bucket in self._reducer.buckets for slot in bucket.slots]
         names = [name for bucket in self._submissions.names for name in bucket]
         return list(zip(names, [slot.parameter for slot in slots], strict=True))
 
-    def _start_sum(self, tensor: Tensor) -> Waitable:
+    def _start_sum(self, tensor: Tensor, group: Group) -> Waitable:
         data = self._plan.data
         assert isinstance(data, HorovodWay)
-        algorithm = data.algorithm
-        return all_reduce(tensor, self._group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
+        algorithm = over(data.algorithm, group.axis, self._plan) if not data.process_sets else data.algorithm
+        return all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
 
-    def _sender(self, buffer: Tensor, parts: Sequence[Part]) -> Callable[[], Waitable]:
+    def _sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         number = self._submissions.add(tuple(held.name for held, _ in parts))
-        send = super()._sender(buffer, parts)
+        send = super()._sender(buffer, parts, group)
         return lambda: self._submissions.submit(number, send)
+
+
+def _by_copies(items: Sequence[tuple[Layout, T]], plan: Plan) -> list[tuple[str, list[T]]]:
+    """What has copies, by the axis over which they lie, in the same order on every rank."""
+    found: dict[str, list[T]] = {}
+    for layout, item in items:
+        found.setdefault(replica_axis(layout, plan), []).append(item)
+    return [(axis, own) for axis, own in sorted(found.items()) if plan.mesh.size(axis) > 1]
 
 
 class Done:

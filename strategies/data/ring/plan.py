@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from parallelrun.errors import Problem
 from parallelrun.plan.account import merge
+from parallelrun.plan.expert_axes import DP, EXPERT
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Request
 
 from ..allreduce import counts
 from ..allreduce import settings as allreduce
+from ..allreduce.settings import over
 from ..allreduce.steps import NATIVE, RING, piece_elements
 from ..compression import settings as compression
 from ..compression.settings import Message
@@ -43,12 +45,16 @@ class Way(ddp.Way):
     def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
         sums = Counter(ddp.bucket_messages(position, coordinate, plan))
+        others = {
+            leaf: coordinate.get(leaf, 0) for leaf in plan.mesh.leaf_names if leaf not in plan.mesh.leaf_axes("dp")
+        }
         alike: dict[tuple[Collective, ...], list[int]] = defaultdict(list)
         for index in range(plan.mesh.size("dp")):
+            place = plan.mesh.coordinate(plan.mesh.rank(**others, dp=index))
             rows = [
                 replace(row, calls=times * row.calls, payload_bytes=times * row.payload_bytes)
                 for message, times in sums.items()
-                for row in self.rows_of_sum(message, {"dp": index}, plan)
+                for row in self.rows_of_sum(message, place, plan)
             ]
             alike[tuple(merge(rows))].append(index)
         return [(same[0], len(same)) for same in alike.values()]
@@ -56,22 +62,27 @@ class Way(ddp.Way):
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
         decides who sends to whom."""
-        data, size = plan.data, plan.mesh.size("dp")
+        data = plan.data
         assert isinstance(data, RingWay)
         found: Counter[tuple[int, int]] = Counter()
         if data.algorithm.name == NATIVE:
             return found
-        for ranks in plan.mesh.groups("dp"):
-            place = plan.mesh.coordinate(ranks[0])
-            sums = Counter(ddp.bucket_messages(place.get("pp", 0), place, plan))
-            for message, times in sums.items():
-                for (source, target), elements in counts.links(data.algorithm, size, message.numel).items():
-                    found[ranks[source], ranks[target]] += times * elements * message.element_bytes
+        for axis in (DP, EXPERT + DP):
+            size, algorithm = plan.mesh.size(axis), over(data.algorithm, axis, plan)
+            for ranks in plan.mesh.groups(axis) if size > 1 else ():
+                place = plan.mesh.coordinate(ranks[0])
+                sums = Counter(ddp.bucket_messages(place.get("pp", 0), place, plan))
+                for message, times in sums.items():
+                    if message.axis != axis:
+                        continue
+                    for (source, target), elements in counts.links(algorithm, size, message.numel).items():
+                        found[ranks[source], ranks[target]] += times * elements * message.element_bytes
         return found
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """The messages of one sum over dp."""
+        """The messages of one sum."""
         assert isinstance(plan.data, RingWay)
-        size, index = plan.mesh.size("dp"), coordinate["dp"]
+        axis = message.axis
+        algorithm, size, index = over(plan.data.algorithm, axis, plan), plan.mesh.size(axis), coordinate[axis]
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
-        return counts.rows(plan.data.algorithm, size, index, message.numel, message.element_bytes, limit)
+        return counts.rows(algorithm, size, index, message.numel, message.element_bytes, limit, axis)

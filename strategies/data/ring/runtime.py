@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 
 from ..allreduce.runtime import all_reduce
+from ..allreduce.settings import over
 from ..compression.runtime import Waitable
 from ..ddp.runtime import DdpRuntime, shard
 from ..local import LocalRuntime, match
@@ -21,16 +22,16 @@ __all__ = ["RingRuntime", "attach", "shard"]
 def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
     """The DataRuntime over materialised weights."""
     pairs = match(parts, plan, mesh)
-    return RingRuntime(pairs, plan, mesh.group("dp")) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
+    return RingRuntime(pairs, plan, mesh.group) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
 
 
 class RingRuntime(DdpRuntime):
     """What the optimizer updates, and by which gradients, is as under ddp."""
 
-    def _start_sum(self, tensor: Tensor) -> Waitable:
+    def _start_sum(self, tensor: Tensor, group: Group) -> Waitable:
         data = self._plan.data
         assert isinstance(data, RingWay)
-        algorithm = data.algorithm
-        work = all_reduce(tensor, self._group, "gradients", algorithm.name, True, algorithm.group_size)
-        assert work is not None, "a data axis of degree 1 has nothing to sum"
+        algorithm = over(data.algorithm, group.axis, self._plan)
+        work = all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size)
+        assert work is not None, "what has no copies has nothing to sum"
         return work

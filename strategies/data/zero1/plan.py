@@ -6,21 +6,25 @@ name; they may be uneven or empty, and are padded on the way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
+from parallelrun.plan.account import merge
 from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request
-from parallelrun.train.parameters import held_parameters
+from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .. import buckets
 from ..replicated import Replicated
-from ..sharding import check_splits
+from ..sharding import check_splits, shard_layout
 
 
 class Way(Replicated):
     """Weights and gradients are whole on every rank of dp; optimizer state and the update are split."""
 
     reads = ("bucket_mb",)
+    takes_experts = True
 
     def check(self, request: Request) -> list[Problem]:
         return check_splits(request, "zero1")
@@ -29,19 +33,32 @@ class Way(Replicated):
         return buckets.settle(request)
 
     def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return tensor_layout.split(0, "dp") if plan.mesh.size("dp") > 1 else tensor_layout
+        return shard_layout(tensor_layout, plan)
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter of gradients and an all-gather of updated parameters, then the final sums."""
-        out = []
-        degree = plan.mesh.size("dp")
-        if degree > 1:
-            numels = buckets.bucket_numels(position, coordinate, plan, parts=degree)
-            payload = buckets.reduce_bytes(plan) * sum(numels)
-            out.append(Collective("dp", "reduce_scatter", "gradients", len(numels), payload))
-            out.append(Collective("dp", "all_gather", "parameters", len(numels), payload))
+        trained = buckets.trained_parameters(plan, position)
+        filled = buckets.partition(trained, buckets.local_shapes(trained, coordinate, plan), plan, padded=True)
         layouts = [(held, self.state_layout(held.layout, plan)) for held in held_parameters(plan, position)]
-        return out + buckets.final_collectives(layouts, coordinate, plan)
+        return exchanges(filled, trained, coordinate, plan) + buckets.final_collectives(layouts, coordinate, plan)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")
+
+
+def exchanges(
+    filled: Iterable[buckets.Filled],
+    trained: Sequence[HeldParameter],
+    coordinate: dict[str, int],
+    plan: Plan,
+    passes: int = 1,
+) -> list[Collective]:
+    """Of every bucket as many reduce-scatters of gradients as `passes`, and one all-gather of updated parameters."""
+    shapes = buckets.local_shapes(trained, coordinate, plan)
+    rows = []
+    for bucket in filled:
+        numel = sum(buckets.exchanged_numel(trained[i], shapes[i], plan, padded=True) for i in bucket.indices)
+        payload = buckets.reduce_bytes(plan) * numel
+        rows.append(Collective(bucket.axis, "reduce_scatter", "gradients", passes, passes * payload))
+        rows.append(Collective(bucket.axis, "all_gather", "parameters", 1, payload))
+    return merge(rows)

@@ -8,8 +8,6 @@ and memory.
 
 from __future__ import annotations
 
-from math import prod
-
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.plan.structure import Collective, Plan
@@ -33,19 +31,12 @@ class Way(zero1.Way):
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""
-        out = []
-        held, degree = held_parameters(plan, position), plan.mesh.size("dp")
-        if degree > 1:
-            trained = [parameter for parameter in held if not parameter.spec.frozen]
-            filled = stage_buckets(trained, buckets.local_shapes(trained, coordinate, plan), plan)
-            num_buckets = sum(len(of_stage) for of_stage in filled)
-            shapes = buckets.local_shapes(trained, coordinate, plan)
-            numel = sum(buckets.padded_numel(shape, degree) for shape in shapes)
-            payload, passes = buckets.reduce_bytes(plan) * numel, reductions(plan)
-            out.append(Collective("dp", "reduce_scatter", "gradients", passes * num_buckets, passes * payload))
-            out.append(Collective("dp", "all_gather", "parameters", num_buckets, payload))
-        layouts = [(parameter, self.state_layout(parameter.layout, plan)) for parameter in held]
-        return out + buckets.final_collectives(layouts, coordinate, plan)
+        trained = buckets.trained_parameters(plan, position)
+        of_stages = stage_buckets(trained, buckets.local_shapes(trained, coordinate, plan), plan)
+        filled = [bucket for of_stage in of_stages for bucket in of_stage]
+        sent = zero1.exchanges(filled, trained, coordinate, plan, reductions(plan))
+        layouts = [(held, self.state_layout(held.layout, plan)) for held in held_parameters(plan, position)]
+        return sent + buckets.final_collectives(layouts, coordinate, plan)
 
 
 def reductions(plan: Plan) -> int:
@@ -55,19 +46,14 @@ def reductions(plan: Plan) -> int:
 
 def stage_buckets(
     trained: list[HeldParameter], shapes: list[tuple[int, ...]], plan: Plan
-) -> list[list[tuple[int, ...]]]:
-    """Indices of `trained` in buckets, per stage of a rank, the last stage first.
+) -> list[list[buckets.Filled]]:
+    """The buckets of `trained`, per stage of a rank, the last stage first.
 
     No bucket spans two stages: their backward passes alternate, and a bucket is reduced once in each pass.
     """
-    degree = plan.mesh.size("dp")
-    sizes = [
-        (buckets.padded_numel(shape, degree) if degree > 1 else prod(shape)) * buckets.reduce_bytes(plan)
-        for shape in shapes
-    ]
     filled = []
     for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
         own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
-        inside = buckets.fill([sizes[index] for index in own], plan.data.bucket_bytes)
-        filled.append([tuple(own[place] for place in bucket) for bucket in inside])
+        inside = buckets.partition([trained[i] for i in own], [shapes[i] for i in own], plan, padded=True)
+        filled.append([buckets.Filled(one.axis, tuple(own[place] for place in one.indices)) for one in inside])
     return filled

@@ -18,8 +18,8 @@ from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.parameters import LocalParameter
 
-from ..local import LocalRuntime, Pair, frozen, match, trained
-from ..zero1.runtime import Chunk, shard
+from ..local import LocalRuntime, Pair, by_axis, frozen, match, set_gradient, trained
+from ..zero1.runtime import Chunk, chunk_parameter, shard
 from .plan import reductions, stage_buckets
 
 __all__ = ["attach", "shard"]
@@ -30,7 +30,7 @@ UNDER_WAY = 2  # buckets whose reduction is not waited for yet: one is sent whil
 def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
     """The DataRuntime over materialised weights."""
     pairs = match(parts, plan, mesh)
-    return Zero2Runtime(pairs, plan, mesh.group("dp")) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
+    return Zero2Runtime(pairs, plan, mesh.group) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
 
 
 class Bucket:
@@ -180,9 +180,12 @@ class StageReducer:
 
 
 class Zero2Runtime(LocalRuntime):
-    """The optimizer updates this rank's chunks in place in the module's own weights."""
+    """The optimizer updates this rank's chunks in place in the module's own weights, and what has no copies whole.
 
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
+    group_of: the group of an axis.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, group_of: Callable[[str], Group]):
         super().__init__(frozen(pairs))
         pairs = trained(pairs)
         held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
@@ -191,17 +194,18 @@ class Zero2Runtime(LocalRuntime):
         self._reducers = []
         self.parameters: list[LocalParameter] = []
         shards: dict[int, tuple[Tensor, Tensor]] = {}
+        flat = []
         for of_stage in filled:
-            buckets = [Bucket([weights[index] for index in bucket], group) for bucket in of_stage]
+            buckets = [Bucket([weights[i] for i in one.indices], group_of(one.axis)) for one in of_stage]
             self._reducers.append(StageReducer(buckets, self._under_way, plan))
-            for indices, bucket in zip(of_stage, buckets):
-                shards.update(zip(indices, zip(bucket.mine, bucket.shards)))
-        self._shards = [shards[index] for index in range(len(held))]
-        self.parameters = [
-            LocalParameter(one.name, mine, one.spec, one.layout.split(0, "dp"), one.shared)
-            for one, (mine, _) in zip(held, self._shards)
-        ]
-        self.flat_gradients = [bucket.gradients for bucket in self._buckets]
+            for one, bucket in zip(of_stage, buckets):
+                shards.update(zip(one.indices, zip(bucket.mine, bucket.shards)))
+                flat.append((one.axis, bucket.gradients))
+        self._shards = list(shards.values())
+        self._alone = [weight for index, weight in enumerate(weights) if index not in shards]
+        mine = [shards[index][0] if index in shards else weight for index, weight in enumerate(weights)]
+        self.parameters = [chunk_parameter(one, part, plan) for one, part in zip(held, mine)]
+        self.flat_gradients = by_axis(flat)
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -209,18 +213,20 @@ class Zero2Runtime(LocalRuntime):
 
     def begin_step(self) -> None:
         """Gradients are empty and backward passes are counted."""
-        for mine, _ in self._shards:
-            mine.grad = None
+        for parameter in self.parameters:
+            parameter.tensor.grad = None
         for reducer in self._reducers:
             reducer.begin_step()
 
     def finish_gradients(self) -> None:
-        """Every chunk's gradient is its part of the sum over dp."""
+        """Every chunk's gradient is its part of the sum over the parameter's copies."""
         for reducer in self._reducers:
             reducer.finish()
         self._under_way.wait()
         for mine, gradient in self._shards:
             mine.grad = gradient
+        for weight in self._alone:
+            set_gradient(weight, weight.grad)
 
     @torch.no_grad()
     def finish_update(self) -> None:
