@@ -189,7 +189,8 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
         return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]
 
     parts = routing.sample_parts(spec, ways.tensor.sample_parts(request))
-    batch = batches.fill(config, degrees.dp, degrees.pp, parts, violations, degrees.filled, problems)
+    filled_parts = parts * (config.strategy.expert.chunks if ways.expert else 1)
+    batch = batches.fill(config, degrees.dp, degrees.pp, filled_parts, violations, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
         problems += violations(batch)

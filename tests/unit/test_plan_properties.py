@@ -33,7 +33,15 @@ def mostly_legal(draw) -> dict:
     kv_heads = draw(st.sampled_from([None, 2, 4, 16]))
     data = draw(st.sampled_from(["ddp", "ring", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))
     divisors = [n for n in range(2, dp + 1) if dp % n == 0]
+    experts = draw(st.sampled_from([0, 0, 4, 6, 16]))
+    eps = [n for n in (1, *divisors) if experts and experts % n == 0 and data not in ("local_sgd", "diloco")]
     return {
+        "model.experts": experts,
+        "model.expert_period": draw(st.sampled_from([1, 2])) if pp * chunks > 1 else 1,
+        "model.router.kind": draw(st.sampled_from(["top_k", "gshard", "expert_choice"])),
+        "model.router.capacity_factor": draw(st.sampled_from([None, 1.25])),
+        "model.router.bias_rate": draw(st.sampled_from([0.0, 0.001])),
+        "ep": draw(st.sampled_from([None, *eps])),
         "pp": pp,
         "tp": tp,
         "dp": dp,
@@ -91,7 +99,17 @@ def anything(draw) -> dict:
         "strategy.name": draw(st.sampled_from(["ptdp", "ptdp", "single"])),
         "strategy.pipeline.partition": draw(st.sampled_from(["cost", "cost", "uniform"])),
         "optimizer.lr": draw(st.sampled_from([0.1, 0.1, float("nan"), -1.0])),
-        "ep": draw(st.sampled_from([None, None, None, 1, 2])),
+        "ep": draw(st.sampled_from([None, None, None, 1, 2, 4, 0])),
+        "model.experts": draw(st.sampled_from([0, 0, 4, 8, 3, -1])),
+        "model.shared_experts": draw(st.sampled_from([0, 0, 1, -1])),
+        "model.router.kind": draw(st.sampled_from(["top_k", "gshard", "switch", "expert_choice", "best"])),
+        "model.router.top_k": draw(st.sampled_from([2, 2, 1, 9, 0])),
+        "model.router.capacity_factor": draw(st.sampled_from([None, None, 1.25, 0.0])),
+        "model.router.group_samples": draw(st.sampled_from([1, 1, 2, 3, 0])),
+        "strategy.expert.kind": draw(st.sampled_from([None, None, "capacity", "dropless", "fast"])),
+        "strategy.expert.fills": draw(st.sampled_from([False, False, True])),
+        "strategy.expert.chunks": draw(st.sampled_from([1, 1, 2, 0])),
+        "strategy.expert.group_size": draw(st.sampled_from([None, None, 1, 2, 3])),
         "layout": draw(st.sampled_from([None, None, "1d", "2d", "2.5d", "3d", "4d"])),
         "grid": draw(st.sampled_from([None, None, None, "2x2", "1x3", "3by2"])),
         "depth": draw(st.sampled_from([None, None, None, 1, 2, 0])),
@@ -125,12 +143,12 @@ def check_ranks(plan: Plan) -> None:
     for rank in [*range(0, shape.num_ranks, step), shape.num_ranks - 1]:
         place = shape.coordinate(rank)
         assert shape.rank(**{axis: place[axis] for axis in shape.leaf_names}) == rank
-        for axis in ("pp", "dp", "tp"):
+        for axis in ("pp", "dp", "tp", "ep", "expert_dp"):
             group = shape.group_of(rank, axis)
             assert rank in group and len(set(group)) == len(group) == shape.size(axis)
-            assert group.index(rank) == place[axis]
+            assert group.index(rank) == place.get(axis, 0)
     if shape.num_ranks <= 64:
-        for axis in ("pp", "dp", "tp"):
+        for axis in ("pp", "dp", "tp", "ep", "expert_dp"):
             groups = list(shape.groups(axis))
             assert sorted(rank for group in groups for rank in group) == list(range(shape.num_ranks))
 
@@ -254,7 +272,10 @@ def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_somethin
 @settings(max_examples=250, **COMMON)
 @given(
     overrides=mostly_legal(),
-    key=st.sampled_from(["pp", "tp", "dp", "global_batch", "microbatches", "model.layers", "model.ffn", "model.heads"]),
+    key=st.sampled_from(
+        ["pp", "tp", "dp", "ep", "global_batch", "microbatches", "model.layers", "model.ffn", "model.heads"]
+        + ["model.experts", "model.router.top_k", "model.router.group_samples"]
+    ),
     value=st.integers(1, 40),
 )
 def test_the_values_suggested_for_one_wrong_key_are_themselves_legal(overrides, key, value):
@@ -267,6 +288,6 @@ def test_the_values_suggested_for_one_wrong_key_are_themselves_legal(overrides, 
             return
         (problem,) = error.problems
     for suggested, text in pairs(problem.suggestion):
-        if suggested not in ("strategy",):
+        if suggested not in ("strategy", "model"):
             value = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
             resolve(tiny_config({**wrong, suggested: value}))
