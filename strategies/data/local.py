@@ -29,8 +29,12 @@ def match(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
 
 
 def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Give a local tensor its gradient; one that backward did not reach gets zeros, so that all plans decay alike."""
-    tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient
+    """Give a local tensor its gradient; one that backward did not reach gets zeros, so that all plans decay alike.
+
+    A split backward (zero bubble) leaves what the product gives, in any strides, and torch's fused optimizers on CPU
+    read it as if it lay like the weight.
+    """
+    tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
 
 
 def by_axis(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
