@@ -100,9 +100,9 @@ def route(
     aux = (chosen.counted * shares.view(logits.shape).mean(1)).sum() * (num_experts / chosen.num_counted)
     # any column gives log-sum-exp, the logit less its log-share, in one kernel instead of logsumexp's six
     z = (rows[:, 0] - log_shares[:, 0]).square().sum() / group_size
-    auxiliary = None
-    if training and (spec.aux_coefficient or spec.z_coefficient):
-        auxiliary = spec.aux_coefficient * aux + spec.z_coefficient * z
+    counted = [one for one in ((spec.aux_coefficient, aux), (spec.z_coefficient, z)) if training and one[0]]
+    terms = [coefficient * loss for coefficient, loss in counted]  # without the others' graphs
+    auxiliary = terms[0] + terms[1] if len(terms) == 2 else terms[0] if terms else None
     sizes = (entropy.new_full((1,), rows.size(0)), entropy.new_full((1,), num_groups))  # no copy that waits for a GPU
     means = (aux.detach().view(1), z.detach().view(1), entropy.view(1))
     vector = torch.cat((chosen.load.sum(0), chosen.kept_load, *sizes, chosen.lost, *means))

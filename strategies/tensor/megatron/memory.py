@@ -12,6 +12,7 @@ Counted per storage, as autograd keeps them: once, however many nodes save it. R
     row            its input R in, its rounded weights
     linear         its input, its rounded weights, what the activation behind it reads (bert's head)
     dropout        a byte per element
+    experts        see `expert_memory`
     loss           the logits and two numbers a row (one device: log-probabilities in the accurate dtype)
 
 Recompute `selective` leaves out what norms and activations give; `full` keeps a block's input and nothing else.
@@ -35,6 +36,7 @@ from ..keeping import (
     follows_attention,
     norm_bytes,
 )
+from . import expert_memory
 from .layouts import AXIS, largest, row_range
 from .traffic import overlaps, rows
 
@@ -74,6 +76,10 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         dropped = activated and plan.recompute == "selective" and block.is_recomputed
         held = 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
         return held + _rounded(layer, plan)
+    if layer.layer_role == "router":
+        return expert_memory.input_bytes(block, plan) + expert_memory.routing_bytes(plan)
+    if layer.layer_role == "expert":
+        return expert_memory.rows_bytes(layer, block, plan)
     if layer.layer_role == "dropout":
         return _local_rows(plan) * layer.out_features * MASK if plan.dropout > 0 else 0
     if layer.layer_role == "embedding":

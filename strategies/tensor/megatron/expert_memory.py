@@ -1,0 +1,112 @@
+"""Bytes that one microbatch of a layer with experts keeps for backward, every expert being at home. Torch-free.
+
+T tokens choose among E experts; n rows come of it. a: bytes of the accurate dtype, in which routing computes.
+
+    router    its input T h, in the accurate dtype (where that is the compute dtype: the norm's output); with jitter its
+              factors too; scores of all experts, as its softmax and its gather keep them; of each choice its expert,
+              weight and whether it was kept; loads for the auxiliary loss
+    spread    of each row where it goes, of each token where its rows begin
+    experts   the rows n h and, of each product, its rounded weights; the activation's input; what it gives, n f
+    combine   what the experts give, n h, its weights and tokens
+
+n is that of an even load: of a limited router at most its places. What an expert way keeps beyond that is its own.
+"""
+
+from __future__ import annotations
+
+from parallelrun.models.moe.spec import inside_dim
+from parallelrun.models.spec import BlockSpec, LayerSpec, RouterSpec
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+
+from ..keeping import INDEX, MASK, activation_bytes, cast_bytes
+from .layouts import AXIS, largest
+from .traffic import rows
+
+OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
+
+
+def input_bytes(block: BlockSpec, plan: Plan) -> int:
+    """What the router keeps of its input: another tensor than the norm's output where sequences were gathered, or where
+    it is widened or jittered."""
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    assert plan.spec.router is not None
+    own = rows(plan) * plan.spec.hidden * accurate
+    if plan.spec.router.jitter > 0.0:
+        return 2 * own
+    if compute != accurate or plan.tensor.sequence_parallel:
+        return own
+    counted = any(layer.layer_role == "columns" for layer in _behind(block))  # a shared expert reads it too
+    again = plan.recompute == "selective" and block.is_recomputed
+    return 0 if counted or again else own
+
+
+def routing_bytes(plan: Plan) -> int:
+    """Scores, choices and what the auxiliary losses read."""
+    spec, router, tokens = plan.spec, plan.spec.router, rows(plan)
+    assert router is not None
+    accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
+    kept = scores * accurate
+    if router.score == "softmax" or router.z_coefficient:
+        kept += scores * accurate  # of the logarithms
+    if router.score != "softmax" and router.aux_coefficient:
+        kept += 2 * tokens * accurate  # sums over experts
+    if router.aux_coefficient:
+        kept += _groups(plan) * spec.experts * INDEX
+    if router.z_coefficient:
+        kept += tokens * accurate
+    return kept + _choices(router, plan)
+
+
+def _choices(router: RouterSpec, plan: Plan) -> int:
+    tokens, accurate = rows(plan), BYTES[plan.precision.accurate]
+    if router.kind == "expert_choice":
+        return num_rows(plan) * INDEX * (1 if router.renormalise == "none" else 2)
+    kept = tokens * router.top_k * INDEX
+    if router.top_k > 1 and router.renormalise != "none":
+        kept += tokens * (router.top_k + 2) * accurate
+    group = tokens // _groups(plan)
+    refuses = router.capacity(group, plan.spec.experts) < group
+    refuses |= router.kind == "gshard" and router.second_expert == "random"
+    return kept + (tokens * router.top_k * MASK if refuses else 0)
+
+
+def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    """Of spreading rows, the experts and combining."""
+    router, compute, count = plan.spec.router, BYTES[plan.precision.compute], num_rows(plan)
+    assert router is not None
+    hidden = layer.in_features
+    assigned = count if router.kind == "expert_choice" else rows(plan) * router.top_k
+    indices = (2 * count + assigned + rows(plan)) * INDEX
+    inside = layer.parameters[0].shape[inside_dim(layer.parameters[0])] // plan.mesh.size(AXIS)
+    opened = activation_bytes(count, inside * (len(layer.parameters) - 1), layer, plan)
+    again = plan.recompute == "selective" and block.is_recomputed
+    activated = 0 if again else count * inside * compute
+    return indices + count * (2 * hidden + 1) * compute + opened + activated + _weights(layer, plan)
+
+
+def _weights(layer: LayerSpec, plan: Plan) -> int:
+    """What products keep of them: rounded ones, and where each expert's rows end (fp64 has no grouped product)."""
+    ep = plan.mesh.size("ep")
+    rounded = cast_bytes(plan) * sum(largest(weight, plan) // ep for weight in layer.parameters)
+    ends = len(layer.parameters) * plan.spec.experts // ep * OFFSET
+    return rounded + (ends if plan.precision.compute != "float64" else 0)
+
+
+def num_rows(plan: Plan) -> int:
+    """Rows of a microbatch, of an even load: one for every choice, as far as there are places for them."""
+    router, tokens, groups = plan.spec.router, rows(plan), _groups(plan)
+    assert router is not None
+    places = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
+    return places if router.kind == "expert_choice" else min(tokens * router.top_k, places)
+
+
+def _groups(plan: Plan) -> int:
+    assert plan.spec.router is not None
+    return plan.batch.micro_batch // plan.spec.router.group_samples
+
+
+def _behind(block: BlockSpec) -> tuple[LayerSpec, ...]:
+    """The layers behind the router."""
+    roles = [layer.layer_role for layer in block.layers]
+    return block.layers[roles.index("router") :]
