@@ -119,14 +119,12 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
             parameter.tensor.grad = gradients[parameter.name].clone()
     trace.gradients.append(_kept(plan, [_on_cpu(_gradients(one.held)) for one in replicas]))
     routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
-    routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
     squares = [float(one.gradients.squared_norm()) for one in replicas]
     for one, square in zip(replicas, squares):
         one.gradients.clip(square**0.5, one.config.optimizer.clip)
         one.optimizer.step(lr)
         one.data.finish_update()
         one.statistics.finish_step(applied=True)
-        one.routing.finish_step(True, routed)
         one.routing.finish_step(True, routed)
     if not plan.data.independent:
         _share_statistics(replicas)
