@@ -1,35 +1,60 @@
 """Bytes that a microbatch of a block keeps for backward on a rank because rows travel. Torch-free.
 
-The tensor way counts a layer whose experts are all at home: the rows that experts read, what is inside them, and what
-they give. Here is what there is beyond that: rows of empty places, and the numbers by which rows are sorted on arrival.
+The tensor way counts a layer whose experts are all at home: the rows that experts read, what is inside them, what they
+give, and where rows come from. Here is what an expert way keeps beyond that, of an even load: rows of empty places, the
+numbers by which rows are put into places or sorted on arrival, and what every chunk rounds anew.
 """
 
 from __future__ import annotations
 
+from parallelrun.models.moe.spec import inside_dim
 from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from .traffic import Rows, kept_rows
+from .traffic import Rows, kept_rows, num_assignments
 
-INT64_BYTES = 8
-INDICES = 2  # of each row that is sorted: where it comes from, where it goes
+INDEX, FLAG = 8, 1  # bytes of a number of a row, and of kept or dropped
 
 
-def saved_bytes(block: BlockSpec, plan: Plan, loads: tuple[Rows, ...], num_sorts: int) -> int:
-    """loads: `Way.loads`, of an even load. num_sorts: how often rows are sorted on their way."""
+def saved_bytes(block: BlockSpec, plan: Plan, loads: tuple[Rows, ...], index_bytes: int) -> int:
+    """loads: `Way.loads`. index_bytes: of a layer, beyond those of rows that stay at home."""
     if plan.recompute == "full" and block.is_recomputed:
         return 0
-    at_home, here = kept_rows(plan)[0].even, loads[-1].even
+    extra = loads[-1].even - num_at_home(plan)
     experts = [layer for layer in block.layers if layer.layer_role == "expert"]
-    empty = sum((here - at_home) * _row_bytes(layer, block, plan) for layer in experts)
-    return empty + len(experts) * num_sorts * here * INDICES * INT64_BYTES
+    return sum(extra * _row_bytes(layer, block, plan) + index_bytes + _rounded(layer, plan) for layer in experts)
+
+
+def num_at_home(plan: Plan) -> int:
+    """Rows of a microbatch without an expert way: the kept assignments of an even load."""
+    return kept_rows(plan)[0].even
+
+
+def placing_bytes(num_places: int, plan: Plan) -> int:
+    """Index bytes of rows in places: the token, the assignment and the weight of each, as of rows at home, and whether
+    each assignment was kept."""
+    empty = num_places - num_at_home(plan)
+    return empty * (2 * INDEX + BYTES[plan.precision.compute]) + num_assignments(plan) * FLAG
+
+
+def sorting_bytes(num_rows: int) -> int:
+    """Index bytes of rows that are sorted: where each comes from and where it goes."""
+    return 2 * num_rows * INDEX
 
 
 def _row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     """What one row keeps: itself, the inside of its expert, and what that gives."""
-    inside = layer.parameters[0].shape[1] // plan.mesh.size("tp")
-    gated = plan.spec.activation == "swiglu"
-    opened = 3 if gated else 1  # swiglu: gate, silu(gate), up
+    weight = layer.parameters[0]
+    inside = weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
+    opened = 3 if plan.spec.activation == "swiglu" else 1  # gate, silu(gate), up
     activated = 0 if plan.recompute == "selective" and block.is_recomputed else 1
     return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]
+
+
+def _rounded(layer: LayerSpec, plan: Plan) -> int:
+    """Weights in the compute dtype, of all chunks but one: every call of the experts rounds them."""
+    if plan.precision.compute == plan.precision.stored:
+        return 0
+    local = sum(weight.numel for weight in layer.parameters) // (plan.mesh.size("ep") * plan.mesh.size("tp"))
+    return (plan.expert.chunks - 1) * local * BYTES[plan.precision.compute]

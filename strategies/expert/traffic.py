@@ -50,6 +50,13 @@ def num_places(plan: Plan, num_experts: int | None = None) -> int:
     return (spec.experts if num_experts is None else num_experts) * groups * capacity
 
 
+def num_assignments(plan: Plan) -> int:
+    """Of a microbatch's tokens to experts, kept or not."""
+    router = plan.spec.router
+    assert router is not None, "an expert way for a model without experts"
+    return num_places(plan) if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
+
+
 def all_places(plan: Plan) -> tuple[Rows, ...]:
     """Of `Way.loads`: every place travels, filled or not."""
     return (Rows(num_places(plan)),) * (len(legs(plan)) + 1)
@@ -68,10 +75,10 @@ def kept_rows(plan: Plan) -> tuple[Rows, ...]:
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """What so many ranks have for so many of the experts. A token never goes twice to the same one."""
     router, tokens, places = plan.spec.router, num_tokens(plan), num_places(plan, num_experts)
-    assert router is not None
+    assert router is not None, "an expert way for a model without experts"
     if router.kind == "expert_choice":
         return Rows(num_ranks * places)  # every expert takes its number of every group
-    even = min(tokens * router.top_k, num_places(plan))
+    even = min(num_assignments(plan), num_places(plan))
     most = num_ranks * min(tokens * min(router.top_k, num_experts), places)
     return Rows(even, most)
 

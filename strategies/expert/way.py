@@ -50,11 +50,11 @@ class Way:
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """What is kept beyond what the tensor way counts for experts that are all at home. See `memory`."""
-        return memory.saved_bytes(block, plan, self.loads(plan), self.num_sorts(plan))
+        return memory.saved_bytes(block, plan, self.loads(plan), self.index_bytes(plan))
 
-    def num_sorts(self, plan: Plan) -> int:
-        """How often rows are put in another order by index on their way."""
-        return 0
+    def index_bytes(self, plan: Plan) -> int:
+        """Of one layer's numbers by which rows are arranged."""
+        raise AssertionError(f"{type(self)} arranges nothing")
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Who goes where is the model's: the same function and the same gradients as on one device."""

@@ -40,19 +40,22 @@ def pack(routing: Routing, places: Tensor, chunks: int) -> list[Places]:
     """places: int64 (A,), that of every kept assignment among all, chunk by chunk."""
     num_places = routing.num_experts * routing.num_groups * routing.capacity
     tokens_per_chunk = routing.num_tokens // chunks
-    places = torch.where(routing.kept, places, num_places)  # one place more, for all that are dropped
-    sources = places.new_full((num_places + 1,), tokens_per_chunk)
-    sources.index_copy_(0, places, routing.tokens.remainder(tokens_per_chunk))
-    weights = routing.weights.new_zeros(num_places + 1).index_copy(0, places, routing.weights)
+    num_assignments, dropped = routing.tokens.size(0), num_places  # one place more, for all that are dropped
+    places = torch.where(routing.kept, places, dropped)
+    assigned = places.new_full((num_places + 1,), num_assignments)  # who has a place; one more: nobody
+    assigned.index_copy_(0, places, torch.arange(num_assignments, device=places.device))
+    assigned = assigned[:-1]
+    tokens = routing.tokens.remainder(tokens_per_chunk)
+    sources = torch.cat((tokens, tokens.new_full((1,), tokens_per_chunk))).index_select(0, assigned)
+    weights = torch.cat((routing.weights, routing.weights.new_zeros(1))).index_select(0, assigned)
     by_token = torch.argsort(routing.tokens, stable=True)
     numbers = torch.arange(tokens_per_chunk, device=places.device)
-    tokens = routing.tokens[by_token].remainder(tokens_per_chunk)
     by_chunk = zip(
-        sources[:-1].chunk(chunks),
-        weights[:-1].chunk(chunks),
+        sources.chunk(chunks),
+        weights.chunk(chunks),
         places[by_token].remainder(num_places // chunks).chunk(chunks),
         routing.kept[by_token].chunk(chunks),
-        [torch.searchsorted(own.contiguous(), numbers) for own in tokens.chunk(chunks)],
+        [torch.searchsorted(own, numbers) for own in tokens[by_token].chunk(chunks)],
     )
     return [Places(*parts) for parts in by_chunk]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.plan.structure import Plan
 
-from .. import traffic, way
+from .. import memory, traffic, way
 
 
 class Way(way.Way):
@@ -15,3 +15,7 @@ class Way(way.Way):
     def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
         """The same everywhere, known to the byte."""
         return traffic.all_places(plan)
+
+    def index_bytes(self, plan: Plan) -> int:
+        """Of places."""
+        return memory.placing_bytes(traffic.num_places(plan), plan)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from parallelrun.plan.structure import Plan
 
-from .. import traffic, way
-from ..axes import legs
+from .. import memory, traffic, way
 
 INT64_BYTES = 8
 
@@ -23,6 +22,6 @@ class Way(way.Way):
         """A count for every expert and chunk."""
         return plan.spec.experts * plan.expert.chunks * INT64_BYTES
 
-    def num_sorts(self, plan: Plan) -> int:
-        """By expert on arrival, and between two legs."""
-        return len(legs(plan))
+    def index_bytes(self, plan: Plan) -> int:
+        """Rows are sorted by expert on arrival, and between two legs."""
+        return sum(memory.sorting_bytes(rows.even) for rows in self.loads(plan)[1:])
