@@ -1,0 +1,58 @@
+"""Experts on several ranks train as on one device, and send what their plan says; bugs that people had are caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity import assert_equal, parity
+
+EXPERTS = {"model.experts": 8, "model.expert_period": 2, "model.router.capacity_factor": 1.25}
+CAPACITY = {"strategy.expert.kind": "capacity"}
+DROPLESS = {"strategy.expert.kind": "dropless"}
+EP2, EP4 = {"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}
+TWO_LEVELS = {**EP4, "strategy.expert.group_size": 2}
+CHUNKS = {"micro_batch": 2, "strategy.expert.chunks": 2}
+SHARED = {"model.shared_experts": 1}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+
+
+def pipeline(kind: str, micro_batch: int = 1) -> dict[str, Any]:
+    return {"pp": 2, "global_batch": 16, "micro_batch": micro_batch, "strategy.pipeline.kind": kind}
+
+
+def router(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"model.router.kind": kind, **{f"model.router.{key}": value for key, value in settings.items()}}
+
+
+CELLS = {
+    "capacity": {**EP4, **CAPACITY},
+    "dropless": {**EP4, **DROPLESS},
+    "dropless, no limit": {**EP2, **DROPLESS, "model.router.capacity_factor": None},
+    "capacity, experts on two replicas": {"dp": 4, "ep": 2, **CAPACITY, **CHUNKS, **SHARED},
+    "dropless, experts on two replicas": {"dp": 4, "ep": 2, **DROPLESS},
+    "capacity, two levels": {**TWO_LEVELS, **CAPACITY, **CHUNKS},
+    "dropless, two levels, recomputed": {**TWO_LEVELS, **DROPLESS, **CHUNKS, **FULL},
+    "capacity, tp": {**EP2, "tp": 2, **CAPACITY},
+    "dropless, tp, sequence": {**EP2, "tp": 2, **DROPLESS, "strategy.tensor.sequence_parallel": True},
+    "capacity, 1f1b": {**EP2, **pipeline("1f1b"), **CAPACITY},
+    "dropless, interleaved": {**EP2, **pipeline("interleaved"), **DROPLESS},
+    "capacity, zero bubble": {**EP2, **pipeline("zero_bubble", 2), **CAPACITY, **CHUNKS, **SHARED},
+    "dropless, zero bubble, recomputed": {**EP2, **pipeline("zero_bubble"), **DROPLESS, **FULL, **SHARED},
+    "dropless, zero bubble, tp": {**EP2, "tp": 2, **pipeline("zero_bubble"), **DROPLESS},
+    "capacity, recomputed, dropout": {**EP2, **CAPACITY, **FULL, **SHARED, "dropout": 0.1},
+    "capacity, selective": {**EP2, **CAPACITY, **SELECTIVE, **SHARED, "model.activation": "swiglu"},
+    "dropless, selective, blocking": {**EP2, **DROPLESS, **SELECTIVE, **SHARED, "strategy.expert.overlap": False},
+    "capacity, gshard": {**EP2, **CAPACITY, **router("gshard", second_expert="random", group_samples=2)},
+    "dropless, gshard": {**EP2, **DROPLESS, **router("gshard", second_expert="random", drop_policy="probability")},
+    "capacity, switch": {**EP2, **CAPACITY, **router("switch", top_k=1, jitter=0.01, z_coefficient=0.001)},
+    "capacity, expert choice": {**EP2, **CAPACITY, **router("expert_choice")},
+    "dropless, expert choice": {**EP2, **DROPLESS, **router("expert_choice")},
+    "dropless, bias": {**EP2, **DROPLESS, **router("top_k", score="sigmoid", bias_rate=0.01, top_k=3)},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_is_that_of_one_device_and_sends_what_was_predicted(cell):
+    assert_equal(parity({**EXPERTS, **CELLS[cell]}))
