@@ -36,6 +36,7 @@ _KEYS = """  degrees     world dp tp pp ep
   batch       global_batch local_batch micro_batch microbatches
   schedule    schedule chunks layout strategy.data.* strategy.tensor.* strategy.pipeline.*
   model       model.layers hidden heads kv_heads ffn vocab seq ...
+  experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name resume path runs
   records     eval.every eval.batches checkpoint.every checkpoint.keep tracker

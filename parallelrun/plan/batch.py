@@ -19,7 +19,7 @@ def fill(
 ) -> Batch | None:
     """The batch, or None with the violations appended to `problems`.
 
-    parts: the tensor way cuts the samples of a microbatch into so many, so micro_batch must divide by it. violations:
+    parts: micro_batch must divide by it (parts that the tensor way cuts it into, whole routing groups). violations:
     what the schedule has against a Batch; a count of microbatches is legal when it has nothing. Unset counts become the
     fewest microbatches (the largest micro-batch) that both allow.
     """
@@ -43,7 +43,7 @@ def fill(
             if global_batch == DEFAULT_GLOBAL_BATCH
             else f"{DEFAULT_GLOBAL_BATCH} are too few for the plan"
             if parts == 1
-            else f"{DEFAULT_GLOBAL_BATCH} do not divide into {parts} parts a microbatch"
+            else f"{DEFAULT_GLOBAL_BATCH} give no microbatches of multiples of {parts} samples"
         )
         filled.append(f"global_batch={global_batch} (filled: {why})")
     if global_batch % dp:
