@@ -11,15 +11,18 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh.runtime import Group
+from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
 from parallelrun.plan.structure import ExpertWay
 from parallelrun.strategies.expert.axes import INNER, OUTER
+from parallelrun.strategies.expert.capacity import places
 from parallelrun.strategies.expert.capacity.dispatch import CapacityDispatch
 from parallelrun.strategies.expert.dispatch import Dispatch
 from parallelrun.strategies.expert.dropless.dispatch import DroplessDispatch
 from parallelrun.strategies.expert.exchange import Exchange, Meter, finish, start
 from parallelrun.strategies.expert.levels import Levels
+from parallelrun.strategies.expert.travel import Order, Swap
 
 EXPERTS, HIDDEN, FFN, GROUPS, GROUP_TOKENS, CHOICES = 8, 4, 6, 4, 6, 2
 TOKENS = GROUPS * GROUP_TOKENS
@@ -199,3 +202,24 @@ def order_of_events(case: Case) -> list[str]:
 def strided_output() -> None:
     (group,) = groups_of_world(1)
     comm.all_to_all(torch.empty(2, 4).t(), torch.zeros(4, 2), group, "test")
+
+
+def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
+    """`passes`, with a bug planted."""
+    if fault == "arrival order":  # experts read rows as they come, by rank
+        Swap.there = Swap.back = Order.there = Order.back = lambda self, rows: rows
+    elif fault == "expert order":  # rows are packed for one level
+        Levels.places = lambda self, device: torch.arange(EXPERTS, device=device)
+    elif fault == "gradient of the row alone":  # as if every row that comes back had weight 1 in backward
+        spreads = (rows._Combine, places._Combine)
+        for node in spreads:
+            backward = node.backward
+            node.backward = staticmethod(
+                lambda ctx, grad, backward=backward: unweighted(backward(ctx, grad), ctx, grad)
+            )
+    return passes(case)
+
+
+def unweighted(found: tuple, ctx: Any, grad: Tensor) -> tuple:
+    tokens = ctx.saved_tensors[2]
+    return grad[tokens.clamp(max=TOKENS - 1)], *found[1:]

@@ -98,3 +98,12 @@ def test_a_chunk_travels_while_the_one_before_it_is_computed_in_both_passes():
     forward = ["send", "send", "shared", "wait", "experts", "send", "wait", "experts", "send", "wait", "wait"]
     half = ["wait", "experts backward", "send"]
     assert events == [*forward, "|", "send", "send", *half, *half, "shared backward", "wait", "wait"]
+
+
+@pytest.mark.parametrize("kind", ["capacity", "dropless"])
+@pytest.mark.parametrize("fault", ["arrival order", "expert order", "gradient of the row alone"])
+def test_a_planted_bug_is_caught(fault, kind):
+    case = Case(kind, group_size=2)
+    results = run_ranks(4, body.with_fault, fault, case)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_right(results, case)
