@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallelrun.config.schema import RouterConfig
 from parallelrun.models import initialise, recompute
 from parallelrun.models.gpt import network, spec
+from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.precision import TABLE
 from tests.plans import tiny_config
 
+GSHARD = RouterConfig(kind="gshard", second_expert="random", capacity_factor=1.0, jitter=0.1)
+EXPERTS = {"model.experts": 4, "model.shared_experts": 1, "model.router": GSHARD}
 LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 2}
 TOKENS = torch.arange(16).view(2, 8)
 SAMPLES = torch.tensor([5, 9])
@@ -26,7 +30,13 @@ def built(mode: str, overrides: dict[str, Any], precision: str = "fp64") -> Netw
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(initialise.logical(made.parameters[name], 1))
-    recompute.apply(gpt, mode)
+    if mode == recompute.KEPT:  # what engines that split backward make of full
+        gpt.recompute = mode
+    else:
+        recompute.apply(gpt, mode)
+    for module in gpt.modules():
+        if isinstance(module, MoE):
+            module.auxiliary_scale = 0.5
     return gpt
 
 
@@ -56,9 +66,11 @@ def kept_bytes(gpt: Network) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "full", recompute.KEPT])
 @pytest.mark.parametrize(
-    "overrides", [{}, LLAMA, {"model.attention_dropout": 0.1}], ids=["gpt", "llama", "attention dropout"]
+    "overrides",
+    [{}, LLAMA, {"model.attention_dropout": 0.1}, EXPERTS],
+    ids=["gpt", "llama", "attention dropout", "experts"],
 )
 def test_gradients_are_bitwise_those_of_keeping_everything(mode: str, overrides: dict[str, Any]) -> None:
     loss, expected = gradients(built("none", overrides))
@@ -132,6 +144,17 @@ def test_a_block_traces_in_one_piece(mode: str) -> None:
     loss, expected = gradients(built("none", overrides))
     gpt = built(mode, overrides)
     gpt.block("layers.0").compile(backend="eager", fullgraph=True)
+    again, found = gradients(gpt)
+    assert again == pytest.approx(loss, rel=1e-12)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_experts_stay_out_of_the_graphs() -> None:
+    overrides = {**EXPERTS, "model.layers": 2}
+    loss, expected = gradients(built("none", overrides))
+    gpt = built("none", overrides)
+    compile_blocks(gpt, backend="eager")
     again, found = gradients(gpt)
     assert again == pytest.approx(loss, rel=1e-12)
     for name, gradient in expected.items():

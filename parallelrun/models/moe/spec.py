@@ -65,7 +65,9 @@ def check(model: ModelConfig) -> list[Problem]:
             f"model.experts={model.experts}, but none of {model.layers} layers has any: the first is layer "
             f"{model.dense_layers + model.expert_period - 1} (counted from 0)"
         )
-        problems.append(Problem(what, "model.expert_period", "model.expert_period=1", kind="arithmetic"))
+        key = "model.expert_period" if model.dense_layers < model.layers else "model.dense_layers"
+        value = 1 if key == "model.expert_period" else max(0, model.layers - model.expert_period)
+        problems.append(Problem(what, key, f"{key}={value}", kind="arithmetic"))
     return problems
 
 
