@@ -45,7 +45,6 @@ class Mesh:
         self.coordinate = shape.coordinate(rank)
         self.device = device
         self._groups: dict[str, Group] = {}
-        self._root: DeviceMesh | None = None
 
     def group(self, axis: str) -> Group:
         """The group of an axis (leaf, factored, `world`: all workers, or `embedding`: the first and the last stage)."""
@@ -55,9 +54,16 @@ class Mesh:
         return Group(axis, (self.rank,), 0, None)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """torch's DeviceMesh over those leaf axes, each of degree > 1, for the engines that want one."""
-        assert self._root is not None, "a mesh of one rank has no DeviceMesh"
-        return self._root[axes if len(axes) > 1 else axes[0]]
+        """torch's DeviceMesh over those axes, major first, each of degree > 1, for the engines that want one.
+
+        Made of the groups that are there: an axis made of leaves (dp with ep in it) is none of torch's own mesh.
+        """
+        groups = [self.group(axis) for axis in axes]
+        process_groups = [group.process_group for group in groups if group.process_group is not None]
+        assert len(process_groups) == len(axes), f"not every axis of {axes} has several ranks"
+        ranks = torch.tensor(self.shape.group_of(self.rank, *axes)).view([group.size for group in groups])
+        of_all = process_groups if len(axes) > 1 else process_groups[0]
+        return DeviceMesh.from_group(of_all, self.device.type, mesh=ranks, mesh_dim_names=axes)
 
     @property
     def axis_of_group(self) -> dict[str, str]:
@@ -92,12 +98,12 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     everyone = tuple(range(world))
     mesh._groups[WORLD] = Group(WORLD, everyone, rank, dist.group.WORLD)
     leaves = [(axis, degree) for axis, degree in plan.mesh.leaves if degree > 1]
-    mesh._root = init_device_mesh(
+    root = init_device_mesh(
         device.type, tuple(degree for _, degree in leaves), mesh_dim_names=tuple(axis for axis, _ in leaves)
     )
     for axis, _ in leaves:
         ranks = plan.mesh.group_of(rank, axis)
-        mesh._groups[axis] = Group(axis, ranks, ranks.index(rank), mesh._root.get_group(axis))
+        mesh._groups[axis] = Group(axis, ranks, ranks.index(rank), root.get_group(axis))
     for axis, parts in plan.mesh.factors:
         whole = [part for part in parts if plan.mesh.size(part) > 1]
         if len(whole) == 1:  # the other factors have degree 1: the leaf's group is the axis's

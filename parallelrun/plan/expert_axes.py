@@ -14,7 +14,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Request
+from parallelrun.plan.ways import DataWayPlan, Request
 
 EP, DP, EXPERT = "ep", "dp", "expert_"
 Leaves = tuple[tuple[str, int], ...]
@@ -60,7 +60,28 @@ def _listed(number: int) -> str:
     return ", ".join(map(str, found if len(found) <= 12 else [*found[:6], "...", *found[-3:]]))
 
 
-def check(request: Request, data_leaves: Leaves) -> list[Problem]:
+def check(request: Request, way: DataWayPlan) -> list[Problem]:
+    """What a data way has against experts that are spread over its ranks."""
+    if way.check(request):  # those are told first: an illegal way has no settings to ask
+        return []
+    return [*_check_way(request, way), *_check_leaves(request, way.leaves(request)[0])]
+
+
+def _check_way(request: Request, way: DataWayPlan) -> list[Problem]:
+    """Tokens go to other ranks inside every step, and experts have copies on a part of dp only: a way says that it
+    takes them (`takes_experts`)."""
+    data, kind = way.settle(request), request.config.strategy.data.kind
+    if data.in_step and getattr(way, "takes_experts", False):
+        return []
+    where, said = "strategy.data.kind", f"strategy.data.kind={kind}" + (f" ({data.detail})" if data.detail else "")
+    if data.in_step:
+        what = f"ep={request.ep}: {said} holds whole layers only, and no layer of experts that is spread over dp"
+    else:
+        what = f"ep={request.ep} sends tokens to other ranks of dp inside every step; under {said} they are not in step"
+    return [Problem(what, where, f"{where}=ddp or ep=1", kind="not_built" if data.in_step else "undefined")]
+
+
+def _check_leaves(request: Request, data_leaves: Leaves) -> list[Problem]:
     """ep lies inside the minor-most axis of dp: it must divide that too (HSDP: the ranks that share one copy)."""
     axis, size = data_leaves[-1]
     if axis == DP or size % request.ep == 0:

@@ -183,7 +183,7 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
     problems += ways.tensor.check(request) + ways.data.check(request) + standing
     problems += _depth(request)
     if ways.expert:
-        problems += ways.expert.check(request) + expert_axes.check(request, ways.data.leaves(request)[0])
+        problems += ways.expert.check(request) + expert_axes.check(request, ways.data)
 
     def violations(batch: Batch) -> list[Problem]:
         return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]

@@ -62,7 +62,7 @@ def _check_experts(size: int, request: Request) -> list[Problem]:
         return []
     where = "strategy.data.group_size"
     legal = [n for n in divisors(request.dp) if n % ep == 0 or ep % n == 0]
-    what = f"inner groups of {size} members of dp do not hold equally many of the experts' copies, every {ep}th member"
+    what = f"inner groups of {size} members of dp do not hold equally many copies of an expert, one in {ep} members"
     return [Problem(what, where, either(where, nearest(size, legal)), kind="arithmetic")]
 
 

@@ -79,8 +79,8 @@ def check(request: Request) -> list[Problem]:
         problems.append(Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
     if data.compression != "none" and request.ep > 1:
         what = (
-            f"strategy.data.compression={data.compression} with ep={request.ep}: what it rounds away of the experts' "
-            "gradients, summed over fewer ranks than the others, has no replay"
+            f"strategy.data.compression={data.compression} with ep={request.ep}: experts' gradients are summed over "
+            "fewer ranks than the others, and the replay that proves compressed sums knows one set of ranks"
         )
         fix = "strategy.data.compression=none or ep=1"
         problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))

@@ -7,6 +7,7 @@ in no unit (`units.is_whole`) it ignores; ddp's buckets sum those gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,7 +38,8 @@ def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
     part_of = {stage.index: part for stage, part in zip(plan.stages_of(position), parts, strict=True)}
     own = units(plan, position)
     axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in own)])
-    meshes = {axis: _device_mesh(axis, plan, mesh) for axis in axes}
+    copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
+    meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
     held = [p for p in held_parameters(plan, position) if is_whole(p, plan)]
     whole = {part_of[p.stage].get_parameter(p.name) for p in held}
     shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, meshes)
@@ -151,20 +153,6 @@ def _part(held: HeldParameter, weight: Tensor, plan: Plan) -> LocalParameter:
     return LocalParameter(held.name, _local(weight), held.spec, layout, held.shared)
 
 
-def _device_mesh(axis: str, plan: Plan, mesh: Mesh) -> DeviceMesh:
-    """The mesh that splits weights over `axis`; under HSDP its dim 0 are the copies. Made of groups that are there: an
-    axis which ep has cut in two is no leaf of the mesh."""
-    copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()
-    groups = [mesh.group(one) for one in (*copies, axis)]
-    ranks = torch.tensor(next(r for r in plan.mesh.groups(*copies, axis) if mesh.rank in r))
-    return DeviceMesh.from_group(
-        [group.process_group for group in groups] if copies else groups[0].process_group,
-        mesh.device.type,
-        mesh=ranks.view([group.size for group in groups]),
-        mesh_dim_names=(*copies, axis),
-    )
-
-
 def _shard_block(
     own: list[Unit], part: nn.Module, plan: Plan, meshes: Meshes, ignored: set[nn.Parameter]
 ) -> list[FSDPModule]:
@@ -174,6 +162,8 @@ def _shard_block(
     """
     of = {unit.kind: part.get_submodule(unit.module) for unit in own}
     experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
+    if experts:  # blocks add what their layers give out of place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     made = {}
     for unit in sorted(own, key=lambda unit: (ROUTER, BLOCK, EXPERTS).index(unit.kind)):
         others = set(of[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts

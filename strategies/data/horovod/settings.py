@@ -71,7 +71,8 @@ class HorovodWay(RingWay):
 def check(request: Request) -> list[Problem]:
     """What Horovod refuses too, with the nearest that is legal."""
     data = request.config.strategy.data
-    return [*_sets(request), *_batches(request), *(_adasum(request) if data.reduction == ADASUM else [])]
+    adasum = _adasum(request) if data.reduction == ADASUM else []
+    return [*_sets(request), *_batches(request), *adasum, *(_experts(request) if request.ep > 1 else [])]
 
 
 def _sets(request: Request) -> list[Problem]:
@@ -133,6 +134,26 @@ def _adasum(request: Request) -> list[Problem]:
         what = f"strategy.data.algorithm={data.algorithm} is not read with adasum, which has its own exchange"
         problems.append(Problem(what, "strategy.data.algorithm", "leave it out", kind="unread"))
     return problems
+
+
+def _experts(request: Request) -> list[Problem]:
+    """Tokens go to experts on other workers in every step: all workers must hold one model, and be there."""
+    data, ep = request.config.strategy.data, request.ep
+    settings = [
+        ("reduction", data.reduction == ADASUM, "adasum steps every worker by its own gradient", "=average"),
+        ("process_sets", bool(data.process_sets), "process sets train models of their own", "=[]"),
+        ("worker_batches", bool(data.worker_batches), "a worker that has joined has no step to take part in", "=[]"),
+    ]
+    return [
+        Problem(
+            f"ep={ep} sends tokens to other workers inside every step, and {why}",
+            f"strategy.data.{key}",
+            f"strategy.data.{key}{fix} or ep=1",
+            kind="undefined",
+        )
+        for key, asked, why, fix in settings
+        if asked
+    ]
 
 
 def _text(value: Sequence[object]) -> str:
