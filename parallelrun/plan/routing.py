@@ -134,7 +134,8 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
     """Settings of experts and routers that were given although nothing reads them (`config` is folded)."""
     if experts < 1:
         without = f"model={config.model.preset} has no experts"
-        keys = [*(f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts"))]
+        keys = [f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts")]
+        keys += ["model.experts"] if config.model.experts else []  # of a model that knows none
         return [_unread(key, config, without, MODEL) for key in sorted(given) if key in keys or _is_expert_key(key)]
     found = []
     if ep == 1 and (config.ep or 1) == 1:
@@ -158,7 +159,7 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
 
 
 def _is_expert_key(key: str) -> bool:
-    return key.startswith((KEY, "strategy.router.")) or _is_way_key(key)
+    return key.startswith(KEY) or _is_way_key(key)
 
 
 def _is_way_key(key: str) -> bool:
@@ -168,7 +169,7 @@ def _is_way_key(key: str) -> bool:
 def _unread(key: str, config: Config, why: str, fix: str) -> Problem:
     value: Any = config
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+        value = getattr(value, part)
     return Problem(f"{key}={value} is not read: {why}", key, f"{fix} or leave {key} out", kind="unread")
 
 

@@ -105,6 +105,7 @@ def test_every_example_of_the_help_is_legal(run, command):
         ("model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2", ["ep is 1", "ep=2 or leave"]),
         ("strategy=gshard", ["model=gpt has none", "model=moe_gpt"]),
         ("ep=2", ["model=moe_gpt"]),
+        ("model=moe_gpt strategy=gshard strategy.router.jitter=0.1", ["did you mean: model.router.jitter"]),
         ("tp=-1", ["tp=-1"]),
         ("optimizer.lr=nan", ["optimizer.lr"]),
         ("optimizer.lr=-1", ["optimizer.lr"]),

@@ -293,6 +293,7 @@ class TestUnread:
             ({"model.experts": 0}, "model.router.top_k"),
             ({"model.experts": 0}, "model.expert_ffn"),
             ({"model.experts": 0}, "strategy.expert.overlap"),
+            ({"model.name": "mlp", "dataset.name": "digits"}, "model.experts"),
         ],
     )
     def test_a_key_that_nobody_reads_is_refused_and_noted_in_a_sweep(self, overrides, key):
