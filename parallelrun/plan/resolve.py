@@ -194,8 +194,9 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
     if batch is not None:
         request = replace(request, batch=batch)
         problems += violations(batch)
-        for way in (ways.tensor, ways.data, *([ways.expert] if ways.expert else [])):
+        for way in (ways.tensor, ways.data):
             problems += way.check(request)
+        problems += ways.expert.check(request) if ways.expert else []
         problems += routing.check(request, parts)
     return request
 
