@@ -6,6 +6,7 @@ Drawn from routing.jsonl alone, which is read in one pass: of a long run only th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +26,7 @@ PICTURE = "routing.svg"
 MOST_LAYERS, MOST_ROWS = 4, 16
 SHADES = " .:-=+*#%@"  # of loads from 0 to MOST_LOAD, where there is no colour
 MOST_LOAD = 2.0  # of the mean load: more looks alike
+_STEP = re.compile(r'\{"schema": \d+, "step": (\d+), "layers": \[\{')  # of a line, without parsing all of it
 LEAST_WIDTH = 24  # of a map on the terminal, without its labels
 
 
@@ -58,7 +60,7 @@ def read(directory: Path, columns: int) -> Maps | None:
 
     Of more than four layers four are taken, evenly over the depth; experts share 16 rows where there are more.
     """
-    steps = [row["step"] for row in _rows(directory)]
+    steps = [int(found[1]) for line in _lines(directory) if (found := _STEP.match(line))]
     if not steps:
         return None
     first, last = min(steps), max(steps)
@@ -111,16 +113,15 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def _rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """The steps that were written, one at a time. A torn line is left out."""
+    """The steps that were written, one at a time."""
+    return (json.loads(line) for line in _lines(directory) if _STEP.match(line))
+
+
+def _lines(directory: Path) -> Iterator[str]:
+    """Whole lines: the last one of a run that was killed may be torn."""
     try:
         with (directory / FILE).open(encoding="utf-8") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if row.get("layers"):
-                    yield row
+            yield from (line for line in file if line.endswith("}\n"))
     except FileNotFoundError:
         return
 
@@ -149,9 +150,10 @@ def panel(directory: Path, summary: dict[str, Any], console: Console) -> Group |
 def _headline(summary: dict[str, Any], maps: Maps) -> Text:
     text = Text.assemble(("experts   ", "bold"))
     if summary.get("first_max_vio") is not None:
+        dropped = f"{summary['drop_rate']:.1%} of assignments dropped" if summary["drop_rate"] else "nothing dropped"
         text.append(
-            f"MaxVio {summary['first_max_vio']:.2f} -> {summary['max_vio']:.2f}, "
-            f"{summary['drop_rate']:.1%} of assignments dropped, load entropy {summary['load_entropy']:.3f}"
+            f"MaxVio {summary['first_max_vio']:.2f} -> {summary['max_vio']:.2f}, {dropped}, "
+            f"load entropy {summary['load_entropy']:.3f}"
         )
     if maps.num_layers > len(maps.layers):
         text.append(f"; {len(maps.layers)} of {maps.num_layers} layers")

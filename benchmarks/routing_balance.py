@@ -1,0 +1,161 @@
+"""Does the load of experts even out? Real text, ep=2, dropless experts, so that nothing but the router balances them.
+
+    python -m benchmarks.routing_balance                  # about three minutes on two cores
+    python -m benchmarks.routing_balance --steps 60 --name ""
+
+The text is Python's standard library, byte by byte: bytes are far from even, and without balancing so is the load.
+softmax: nothing balances. auxiliary loss: GShard's soft limit, coefficient 0.01. sigmoid: the scores of DeepSeek-V3,
+nothing balances. selection bias: the same, and biases that move by 0.001 a step against the load. All start from the
+same weights and see the same samples; MaxVio is the largest load over the mean load, less 1, of the global batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.pairs import RESULTS, environment, on_ranks
+from parallelrun.plan.resolve import resolve
+from parallelrun.report.chart import Axis, HeatMap, Line, Panel, draw
+from parallelrun.report.figures import digits
+from parallelrun.train import schedule
+from parallelrun.train.build import build
+from parallelrun.train.routing_log import mean_over_layers
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import evaluate, train_step
+from tests.plans import tiny_config
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"aux_coefficient": 0.0},
+    "auxiliary loss": {"aux_coefficient": 0.01},
+    "sigmoid": {"score": "sigmoid", "aux_coefficient": 0.0},
+    "selection bias": {"score": "sigmoid", "aux_coefficient": 0.0, "bias_rate": 0.001},
+}
+BALANCED = {"auxiliary loss": "softmax", "selection bias": "sigmoid"}  # and what each is to be compared with
+MODEL: dict[str, Any] = {  # conf/model/moe_gpt.yaml
+    "model.layers": 4, "model.hidden": 64, "model.heads": 8, "model.seq": 64, "model.vocab": None, "model.experts": 8,
+    "dataset.name": "pystdlib", "dataset.vocab": None, "global_batch": 16, "optimizer.lr": 3e-3,
+    "strategy.expert.kind": "dropless", "dp": 2, "ep": 2,
+}  # fmt: skip
+COLUMNS, AVERAGED = 50, 10
+
+
+def _train(router: dict[str, Any], steps: int) -> dict[str, Any]:
+    """One rank of two: a row a step, and the loads of the first layer with experts."""
+    settings = {f"model.router.{key}": value for key, value in router.items()}
+    config = tiny_config({**MODEL, **settings, "steps": steps, "optimizer.warmup": 5})
+    training = build(config, resolve(config), torch.device("cpu"))
+    scaler = LossScaler(config.precision, scaled=False)
+    rows, loads = [], []
+    for step in range(1, steps + 1):
+        result = train_step(training, step, schedule.learning_rate(config.optimizer, step, steps), scaler)
+        layers = training.routing.described()
+        rows.append({"step": step, "loss": result.loss, **mean_over_layers(layers)})
+        loads.append(layers[0]["load"])
+    return {"rows": rows, "loads": loads, "layer": layers[0]["layer"], "val_loss": evaluate(training)}
+
+
+def summarise(name: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """First and last ten steps of one router."""
+    rows, span = measured["rows"], min(AVERAGED, len(measured["rows"]))
+    first, last = rows[:span], rows[-span:]
+
+    def mean(part: list[dict[str, Any]], key: str) -> float:
+        return statistics.fmean(row[key] for row in part)
+
+    return {
+        "router": name,
+        "steps": len(rows),
+        "first_max_vio": mean(first, "max_vio"),
+        "max_vio": mean(last, "max_vio"),
+        "first_load_entropy": mean(first, "load_entropy"),
+        "load_entropy": mean(last, "load_entropy"),
+        "loss": mean(last, "loss"),
+        "val_loss": measured["val_loss"],
+        "max_vio_by_step": [round(row["max_vio"], 4) for row in rows],
+    }
+
+
+def verdicts(summaries: list[dict[str, Any]]) -> dict[str, bool]:
+    """Does MaxVio fall under each balancing, and end below that of the same router without?"""
+    last = {row["router"]: row["max_vio"] for row in summaries}
+    first = {row["router"]: row["first_max_vio"] for row in summaries}
+    return {name: last[name] < first[name] and last[name] < last[plain] for name, plain in BALANCED.items()}
+
+
+def picture(measured: dict[str, dict[str, Any]]) -> str:
+    """MaxVio and loss of all, and a heat map of one layer's load for each router, as SVG."""
+    step = Axis("step", digits)
+    steps = len(next(iter(measured.values()))["rows"])
+
+    def lines(key: str) -> tuple[Line, ...]:
+        return tuple(
+            Line(style, _smooth([(row["step"], row[key]) for row in one["rows"]]))
+            for style, one in enumerate(measured.values())
+        )
+
+    panels: list[Panel | HeatMap] = [
+        Panel("MaxVio, mean over layers", step, Axis("", digits, from_zero=True), lines("max_vio")),
+        Panel("Training loss", step, Axis("", digits), lines("loss")),
+    ]
+    for name, one in measured.items():
+        cells = _binned(one["loads"])
+        rows = tuple(str(expert) for expert in range(len(cells)))
+        panels.append(HeatMap(f"{name}: load, {one['layer']}", cells, rows, "expert", step, (1, steps), 2.0))
+    facts = environment()
+    notes = (
+        "colour: load of an expert over the mean load; lines: means of five steps",
+        f"8 experts, top-2, dropless, dp=2 ep=2, bytes of Python's standard library; torch {facts['torch']}, "
+        f"{facts['date']}",
+    )
+    return draw("Load of experts on real text, with and without balancing", panels, list(measured), notes)
+
+
+def _smooth(points: list[tuple[int, float]], width: int = 5) -> tuple[tuple[float, float], ...]:
+    parts = [points[start : start + width] for start in range(0, len(points), width)]
+    return tuple((statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for part in parts)
+
+
+def _binned(loads: list[list[float]]) -> tuple[tuple[float | None, ...], ...]:
+    """Per expert and part of the steps: load over the mean load."""
+    columns, mean = min(COLUMNS, len(loads)), sum(loads[0]) / len(loads[0])
+    parts = [loads[i * len(loads) // columns : (i + 1) * len(loads) // columns] for i in range(columns)]
+    return tuple(
+        tuple(statistics.fmean(load[expert] for load in part) / mean for part in parts)
+        for expert in range(len(loads[0]))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--name", default="routing_balance", help="results/<date>-NAME.json and .svg; empty: do not")
+    arguments = parser.parse_args()
+    measured = {}
+    for name, router in ROUTERS.items():
+        measured[name] = on_ranks(2, _train, router, arguments.steps)
+        row = summarise(name, measured[name])
+        print(
+            f"{name:16} MaxVio {row['first_max_vio']:.2f} -> {row['max_vio']:.2f}, load entropy "
+            f"{row['first_load_entropy']:.3f} -> {row['load_entropy']:.3f}, validation loss {row['val_loss']:.3f}"
+        )
+    rows = [summarise(name, one) for name, one in measured.items()]
+    held = verdicts(rows)
+    print("MaxVio falls, and ends lower than without:", ", ".join(f"{name}: {ok}" for name, ok in held.items()))
+    if arguments.name:
+        RESULTS.mkdir(exist_ok=True)
+        stem = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{arguments.name}"
+        found = {"holds": held, "environment": environment(), "rows": rows}
+        Path(f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
+        Path(f"{stem}.svg").write_text(picture(measured))
+        print(f"written to {stem}.json and .svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Experts as a user sees them: a heat map in the summary, routing.jsonl and routing.svg in the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from parallelrun.cli import main as program
+from parallelrun.report.progress import Progress
+
+STEPS = 12
+COMMAND = [
+    "model=moe_gpt", "strategy=aux_free", "dp=2", "ep=2", f"steps={STEPS}", "model.hidden=32", "model.seq=32",
+    "global_batch=8", "tracker=none", "eval.every=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Dropless experts: what is sent depends on the data."""
+    folder = tmp_path_factory.mktemp("experts")
+    done = subprocess.run(
+        [sys.executable, "-m", "parallelrun", *COMMAND],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (directory,) = folder.glob("runs/moe_gpt-aux_free-dp2ep2/*")
+    return done.stdout, directory
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_a_step_in_both_files(trained: tuple[str, Path]) -> None:
+    _, directory = trained
+    rows, metrics = read(directory / "routing.jsonl"), read(directory / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+    for row, metric in zip(rows, metrics):
+        assert [layer["layer"] for layer in row["layers"]] == ["layers.1.moe", "layers.3.moe"]
+        assert metric["max_vio"] == pytest.approx(sum(layer["max_vio"] for layer in row["layers"]) / 2)
+        assert metric["drop_rate"] == 0.0 and metric["aux_loss"] > 0.5
+        for layer in row["layers"]:
+            assert layer["kept"] == layer["load"] and sum(layer["load"]) == 8 * 32 * 2
+            assert layer["all_to_all_bytes"] > 0 and layer["capacity_used"] is None
+
+
+def test_the_summary_has_the_balance_and_what_was_sent_was_within_bounds(trained: tuple[str, Path]) -> None:
+    _, directory = trained
+    summary = json.loads((directory / "summary.json").read_text())
+    vio = [row["max_vio"] for row in read(directory / "metrics.jsonl")]
+    assert summary["first_max_vio"] == pytest.approx(sum(vio[:10]) / 10)
+    assert summary["max_vio"] == pytest.approx(sum(vio[-10:]) / 10)
+    assert summary["drop_rate"] == 0.0 and 0 < summary["load_entropy"] <= 1
+    rows = json.loads((directory / "comm.json").read_text())["rows"]
+    bounded = [row for row in rows if row["predicted_most_bytes"] is not None]
+    assert {(row["axis"], row["purpose"]) for row in bounded} == {("ep", "experts")}
+    assert all(0 < row["payload_bytes"] <= row["predicted_most_bytes"] for row in bounded)
+    assert summary["communication_as_predicted"] is True
+
+
+def test_the_heat_map_is_on_the_screen_and_in_the_directory(trained: tuple[str, Path]) -> None:
+    screen, directory = trained
+    lines = screen.splitlines()
+    (start,) = [number for number, line in enumerate(lines) if "layers.1.moe" in line and "layers.3.moe" in line]
+    assert [line.strip("│ ").split()[0] for line in lines[start + 1 : start + 9]] == [
+        str(expert) for expert in range(8)
+    ]
+    assert "MaxVio" in lines[start - 1] and "nothing dropped" in lines[start - 1]
+    assert "within the predicted bounds" in screen and "routing.svg" in screen
+    assert any(line.startswith("step") and "max_vio" in line for line in lines)
+    ElementTree.fromstring((directory / "routing.svg").read_text())
+
+
+def test_the_plan_says_what_no_step_can_exceed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["plan", "model=moe_gpt", "strategy=dropless", "dp=2", "ep=2"]) == 0
+    out = capsys.readouterr().out
+    assert "(<= " in out and "where bytes depend on the data" in " ".join(out.split())
+    assert program.main(["plan", "model=moe_gpt", "strategy=gshard", "dp=2", "ep=2"]) == 0
+    assert "<=" not in capsys.readouterr().out
+
+
+def test_other_models_show_no_routing(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 5.0, "samples": 8, "tokens": 64}
+    Progress(2, enabled=True).update(row)
+    assert "max_vio" not in capsys.readouterr().out
