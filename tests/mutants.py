@@ -233,3 +233,60 @@ def ring_over_the_wrong_group() -> None:
             self.group, self.coordinate = lambda axis: mesh.group("tp" if axis == "dp" else axis), mesh.coordinate
 
     runtime.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
+
+
+def expert_gradients_summed_over_dp() -> None:
+    """Experts are taken for what all of dp has copies of: gradients of different experts are added."""
+    from parallelrun.strategies.data import buckets
+
+    buckets.sum_axis = lambda held, plan: "dp"
+
+
+def expert_gradients_not_summed() -> None:
+    """Experts are taken for what has no copies."""
+    from parallelrun.strategies.data import buckets
+    from parallelrun.strategies.data.ddp import runtime
+
+    right = buckets.is_summed
+    buckets.is_summed = runtime.is_summed = lambda held, plan: "ep" not in held.layout.axes and right(held, plan)
+
+
+def expert_gradients_ep_times_too_large() -> None:
+    """Experts as means over their copies of sums over ep, everything else as means over dp: the loss is exact
+    (DeepSpeed #5259, Megatron-LM #5956)."""
+    from parallelrun.train import step
+
+    right = step.finish_gradients
+
+    def wrong(training: Any) -> None:
+        right(training)
+        for parameter in training.parameters:
+            if "ep" in parameter.layout.axes:
+                parameter.tensor.grad.mul_(training.plan.mesh.size("ep"))
+
+    step.finish_gradients = wrong
+
+
+def experts_summed_with_other_experts() -> None:
+    """Groups of as many ranks, but across ep: ZeRO sums different experts and shares out their updates."""
+    from parallelrun.mesh.runtime import Mesh
+
+    right = Mesh.group
+    Mesh.group = lambda self, axis: right(self, "ep" if axis == "expert_dp" else axis)
+
+
+def norm_of_own_experts() -> None:
+    """Every rank measures what it holds, as if all held the same experts."""
+    from parallelrun.train import gradients
+
+    gradients._are_everywhere = lambda *arguments: True
+
+
+def fsdp_divides_experts() -> None:
+    """The divide factor does not reach the units of experts."""
+    from torch.distributed.fsdp import FSDPModule
+
+    right = FSDPModule.set_gradient_divide_factor
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: (
+        None if hasattr(self, "experts") else right(self, factor)
+    )

@@ -1,0 +1,89 @@
+"""Data ways over experts that lie on a part of dp equal one device and send what the plan says, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallelrun.config.presets import values
+from tests.parity import assert_equal, parity
+from tests.pool import run_ranks
+from tests.ranks.data_way_body import run
+
+# 4 experts in the second of 2 layers; uneven rows of the vocabulary; clipped: a wrong norm makes a wrong update
+MOE: dict[str, Any] = {
+    "model.layers": 2,
+    "model.experts": 4,
+    "model.expert_period": 2,
+    "model.vocab": 37,
+    "dataset.vocab": 37,
+    "global_batch": 16,
+    "optimizer.clip": 0.05,
+}
+KIND, SHARD = "strategy.data.kind", "strategy.data.shard"
+HALF, ALL = {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}
+FEW = {**HALF, "model.experts": 2}  # one expert a rank, for two copies to share
+ZERO1, ZERO2, FSDP, RING = ({KIND: kind} for kind in ("zero1", "zero2", "fsdp", "ring"))
+SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.005}
+CELLS: dict[str, dict[str, Any]] = {
+    "ddp, many buckets of both axes": {**HALF, "microbatches": 2, **SMALL_BUCKETS},
+    "ddp, no copies of experts": {**ALL, "microbatches": 2},
+    "ddp under zero bubble": {"dp": 2, "ep": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble"},
+    "ring, inner groups": {**HALF, **RING, "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
+    "horovod": {**HALF, KIND: "horovod", "strategy.data.algorithm": "halving_doubling"},
+    "zero1, empty chunks": {**FEW, **ZERO1},
+    "zero1, no copies of experts": {**ALL, **ZERO1, "microbatches": 2},
+    "zero1 x tp": {"dp": 2, "ep": 2, "tp": 2, **ZERO1},
+    "zero2, accumulated in many buckets": {**HALF, "microbatches": 2, **ZERO2, **SMALL_BUCKETS},
+    "zero2, no copies of experts": {**ALL, **ZERO2, "microbatches": 2},
+    "fsdp, recomputed": {**HALF, "microbatches": 2, "recompute": "full", **FSDP},
+    "fsdp, in parts, empty shards": {**FEW, **FSDP, "strategy.expert.chunks": 2},
+    "fsdp, no copies of experts": {**ALL, **FSDP, "microbatches": 2},
+    "fsdp x pp, gathered again": {
+        "dp": 4, "ep": 2, "pp": 2, **FSDP, "strategy.data.reshard_after_forward": True, "model.expert_period": 1,
+    },
+    "hsdp": {"dp": 8, "ep": 2, **FSDP, SHARD: 4},
+    "hsdp whose shards are ep": {**HALF, **FSDP, SHARD: 2, "microbatches": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_way_equals_one_device_and_sends_what_the_plan_says(cell: str) -> None:
+    assert_equal(parity({**MOE, **CELLS[cell]}))
+
+
+@pytest.mark.parametrize("way", [ZERO1, {**FSDP, "microbatches": 2}], ids=["zero1", "fsdp"])
+def test_a_selection_bias_follows_the_load_however_it_is_split(way: dict[str, Any]) -> None:
+    router = {f"model.router.{key}": value for key, value in values("strategy", "aux_free")["router"].items()}
+    assert router["model.router.bias_rate"] > 0
+    assert_equal(parity({**MOE, **HALF, **router, **way}))
+
+
+def test_a_router_beside_rounded_weights_is_gathered_as_the_plan_says() -> None:
+    for result in run_ranks(4, run, {**MOE, **HALF, **FSDP, "precision.name": "bf16"}):
+        data = [row for row in result.counted if row.purpose == "engine"]
+        assert data == [row for row in result.predicted if row.purpose == "engine"] != []
+
+
+MUTANTS: dict[str, list[dict[str, Any]]] = {
+    "expert_gradients_summed_over_dp": [HALF, ALL],
+    "expert_gradients_not_summed": [HALF],
+    "expert_gradients_ep_times_too_large": [HALF, ALL, {**HALF, **FSDP}],
+    "experts_summed_with_other_experts": [{**HALF, **ZERO1}, {**HALF, **ZERO2}],
+    "norm_of_own_experts": [HALF],
+    "fsdp_divides_experts": [{**HALF, **FSDP}],
+}
+
+
+@pytest.mark.parametrize("mutant, where", [(name, cell) for name, cells in MUTANTS.items() for cell in cells], ids=str)
+def test_a_planted_bug_is_caught_by_the_verdict(mutant: str, where: dict[str, Any]) -> None:
+    document = parity({**MOE, **where}, mutant)  # a crash would prove nothing about the comparison
+    assert not document["passed"]
+
+
+@pytest.mark.parametrize("where", [HALF, ALL], ids=str)
+def test_the_classic_bug_leaves_the_first_loss_exact_and_one_kind_of_gradient_wrong(where: dict[str, Any]) -> None:
+    document = parity({**MOE, **where, "verify.steps": 1}, "expert_gradients_ep_times_too_large")
+    assert document["max_error"]["loss"] < 1e-12
+    assert ".experts." in document["worst"]["grads"]
