@@ -61,22 +61,17 @@ class Routing:
         self._seen: Tensor | None = None
         self._work: Work | None = None
 
-    def begin_step(self, step: int, loss_scale: float) -> None:
-        """Before the forward passes: what a group's auxiliary loss weighs in this step's gradient.
-
-        Its mean is over the groups of the global batch, counted as targets are where replicas have run out of data.
-        """
-        plan, router = self._plan, self._plan.spec.router
+    def begin_step(self, loss_scale: float, num_samples: float) -> None:
+        """Before the forward passes: a group's auxiliary loss weighs loss_scale / (groups of num_samples samples), as a
+        target's loss weighs loss_scale / (targets of these samples)."""
+        router = self._plan.spec.router
         if router is None:
             return
-        num_replicas = plan.mesh.size("dp")
-        counted = plan.batch.global_batch * plan.data.num_counted(step, num_replicas) / num_replicas
-        scale = loss_scale * plan.num_norms * router.group_samples / counted
         for kept in self._kept:
             # gradients of what all tensor ranks compute alike are summed over tp
-            kept.layer.auxiliary_scale = scale / plan.mesh.size("tp")
+            kept.layer.auxiliary_scale = loss_scale * router.group_samples / num_samples / self._plan.mesh.size("tp")
             kept.layer.router.take_statistics()
-            kept.layer.dispatch.take_bytes()  # of an evaluation
+            kept.layer.dispatch.take_bytes()  # what was seen outside of a step is not the step's
 
     @torch.no_grad()
     def launch(self) -> None:

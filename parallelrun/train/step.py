@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh.runtime import WORLD
+from parallelrun.plan.structure import Plan
 from parallelrun.train import control
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
@@ -54,6 +55,13 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
     return max(int(everyone) * num_counted // num_active, 1), int(mine)
 
 
+def count_samples(plan: Plan, step: int) -> float:
+    """Samples of the step that means over routing groups are taken of: with replicas that have run out of data, as
+    `count_valid` counts their targets."""
+    num_replicas = plan.mesh.size("dp")
+    return plan.batch.global_batch * plan.data.num_counted(step, num_replicas) / num_replicas
+
+
 def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
     """Put the global gradient (times loss_scale) on its way; return (local loss sum, local valid targets).
 
@@ -64,7 +72,7 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     batch = training.reader.batch(step) if has_batch else None
     everyone, mine = count_valid(training, batch, step)
     training.data.begin_step()
-    training.routing.begin_step(step, loss_scale)
+    training.routing.begin_step(training.plan.num_norms * loss_scale, count_samples(training.plan, step))
     if batch is None:
         loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
     else:

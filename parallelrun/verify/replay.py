@@ -25,7 +25,7 @@ from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
 from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
-from parallelrun.train.step import count_valid
+from parallelrun.train.step import count_samples, count_valid
 from parallelrun.verify.alone import one_device
 from parallelrun.verify.trace import Trace, replica_name
 
@@ -104,11 +104,10 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
     counts = [0 if batch is None else count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
     divisor = max(sum(counts) * plan.data.num_counted(step, len(replicas)) / sum(has_batch), 1)
     weight = len(replicas) if plan.data.independent else 1
-    of_all = len(replicas) / plan.data.num_counted(step, len(replicas))  # means over groups leave out what losses do
     losses = []
     for one, batch in zip(replicas, batches):
         one.data.begin_step()
-        one.routing.begin_step(step, weight * of_all)
+        one.routing.begin_step(weight, count_samples(plan, step))
         with torch.enable_grad():
             losses.append(0.0 if batch is None else float(one.engine.train(batch, weight / divisor)))
         one.data.finish_gradients()

@@ -104,8 +104,9 @@ def assert_same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
         {**TWO_SERVERS, "dp": 2, "micro_batch": 2},
         {**SSP, "strategy.data.staleness": 0},
         {"model.name": "bert", "dp": 2, **TWO_SERVERS},
+        {"model.experts": 4, "model.router.aux_coefficient": 0.5, "dp": 2, "micro_batch": 2},
     ],
-    ids=["one server", "two servers", "microbatches", "ssp 0", "ignored targets"],
+    ids=["one server", "two servers", "microbatches", "ssp 0", "ignored targets", "experts"],
 )
 def test_in_step_it_equals_one_device(tmp_path, overrides) -> None:
     run(tmp_path, {**overrides}, "verify")

@@ -107,6 +107,7 @@ def data(**way: Any) -> dict[str, Any]:
 
 
 REPLAYED: dict[str, dict[str, Any]] = {
+    "replicas that seldom meet": {"dp": 2, **data(kind="local_sgd", sync_every=2)},
     "compressed gradients": {"dp": 2, **data(kind="ddp", compression="powersgd")},
     "a replica without data": {"dp": 2, **data(kind="horovod", worker_batches=(5, 1))},
     "a replica without data, not counted": {
@@ -125,7 +126,7 @@ def test_replicas_of_a_replayed_way_move_by_the_load_of_all(name: str) -> None:
 
 
 def forget_the_scale_of_replicas(training: Training) -> None:
-    training.routing.begin_step = lambda step, scale: Routing.begin_step(training.routing, step, 2 * scale)
+    training.routing.begin_step = lambda scale, samples: Routing.begin_step(training.routing, 2 * scale, samples)
 
 
 def move_by_the_own_load(training: Training) -> None:
@@ -148,7 +149,7 @@ def move_in_one_replica_only(training: Training) -> None:
 
 def count_auxiliary_on_each_tensor_rank(training: Training) -> None:
     size = training.mesh.group("tp").size
-    training.routing.begin_step = lambda step, scale: Routing.begin_step(training.routing, step, size * scale)
+    training.routing.begin_step = lambda scale, n: Routing.begin_step(training.routing, size * scale, n)
 
 
 FAULTS = {

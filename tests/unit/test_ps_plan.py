@@ -126,6 +126,7 @@ class TestWaysToBeConsistent:
             ({"strategy.data.delays": [0, 0, 0, 1.0]}, "has 4 entries, and there are 3 workers"),
             ({"strategy.data.delays": [0, -1.0]}, "are not seconds, each at least 0"),
             ({"tp": 2}, "strategy.data.kind=ps with tp=2: a worker is one rank, it pushes whole gradients (not_built"),
+            ({"model.experts": 4, "model.router.bias_rate": 0.1}, "workers of ps do not tell theirs (not_built"),
             ({"pp": 2}, "strategy.data.kind=ps with pp=2"),
             ({"servers": 500}, "servers=500: the model has only"),
         ],

@@ -36,7 +36,7 @@ class Way(Replicated):
             return found
         return [
             problem
-            for check in (_check_staleness, _check_backup, _check_delays, _check_shares)
+            for check in (_check_staleness, _check_backup, _check_delays, _check_router, _check_shares)
             for problem in check(request)
         ]
 
@@ -145,6 +145,15 @@ def _check_delays(request: Request) -> list[Problem]:
         what = f"{key} has {len(delays)} entries, and there are {counted(request.dp, 'worker')}"
         return [Problem(what, key, f"dp={len(delays)}", kind="arithmetic")]
     return []
+
+
+def _check_router(request: Request) -> list[Problem]:
+    """Biases move by the load of all workers, and those tell nobody theirs."""
+    router, key = request.spec.router, "model.router.bias_rate"
+    if router is None or router.bias_rate == 0.0:
+        return []
+    what = f"{key}={router.bias_rate} moves by the load of the global batch, and workers of ps do not tell theirs"
+    return [Problem(what, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built")]
 
 
 def _check_shares(request: Request) -> list[Problem]:

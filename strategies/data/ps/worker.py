@@ -157,6 +157,7 @@ def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float
     """
     num_valid = count_valid(training, batch)
     training.data.begin_step()
+    training.routing.begin_step(scale, len(batch))
     loss_sum = training.engine.train(batch, scale / max(num_valid, 1))
     training.data.finish_gradients()
     if scale != 1.0:
