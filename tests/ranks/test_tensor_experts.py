@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.config.schema import RouterConfig
+from tests.parity import assert_equal, parity
 from tests.ranks.test_tensor_gpt import APART, SEQUENCE, assert_proved
 from tests.tensor_cases import llama
 
@@ -50,3 +51,24 @@ def test_compiled_blocks_leave_experts_out(sequence):
 
 def test_other_precisions_differ_by_their_rounding():
     assert_proved(experts(AUX_FREE, **SHARED, **{"precision.name": "fp32", "model.bias": False}), bound=1e-5)
+
+
+# Whole training runs of three steps, the auxiliary loss as the loop scales it
+TRAINED = {
+    "model.experts": 4, "model.shared_experts": 1, "model.router.kind": "gshard", "model.router.capacity_factor": 1.0,
+    "model.router.second_expert": "random", "model.router.aux_coefficient": 0.1, "microbatches": 2, "tp": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        SEQUENCE,
+        {"recompute": "full", "dp": 2},
+        {**SEQUENCE, "pp": 2, "strategy.pipeline.kind": "zero_bubble"},
+        {"pp": 2, "recompute": "full", "dropout": 0.1, "strategy.pipeline.kind": "zero_bubble"},
+    ],
+    ids=str,
+)
+def test_a_training_run_is_that_of_one_device(overrides):
+    assert_equal(parity({**TRAINED, **overrides}))
