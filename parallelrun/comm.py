@@ -138,9 +138,9 @@ def all_to_all(
     if group.size == 1:
         output.copy_(tensor)
         return None
-    uneven = [None if sizes is None else list(sizes) for sizes in (output_sizes, input_sizes)]
+    arriving, leaving = (None if sizes is None else list(sizes) for sizes in (output_sizes, input_sizes))
     with label(group.axis, purpose):
-        return dist.all_to_all_single(output, tensor, *uneven, group=group.process_group, async_op=async_op)
+        return dist.all_to_all_single(output, tensor, arriving, leaving, group=group.process_group, async_op=async_op)
 
 
 def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0, async_op: bool = False) -> dist.Work | None:
