@@ -13,7 +13,7 @@ from tests.pool import run_ranks
 # Uneven vocab shards (33 over 2 and 4), kv heads copied (2 over tp=4), tied embeddings across stages, empty ZeRO
 # chunks (3 ranks of small dims), HSDP, more than one stage per rank, dims split by several axes (2D, 2.5D, 3D).
 MODEL = {"model.vocab": 33, "model.kv_heads": 2, "dataset.vocab": 33}
-PLANS = {
+DENSE = {
     "one": {},
     "dp2": {"dp": 2},
     "zero1": {"dp": 4, "strategy.data.kind": "zero1"},
@@ -31,12 +31,25 @@ PLANS = {
     "deep": {"layout": "2.5d", "tp": 8, "depth": 2},
     "cube": {"layout": "3d", "tp": 8},
 }
+# A model with experts, spread over ep = 1, 2 and 4, in one level and in two, split further, with tp, with pp.
+EXPERTS = {"model.experts": 4, "model.layers": 2}
+SPREAD = {
+    "experts_ep1": {"dp": 2},
+    "experts_ep2": {"dp": 2, "ep": 2},
+    "experts_ep4": {"dp": 4, "ep": 4, "strategy.expert.group_size": 2},
+    "experts_ep2_zero1": {"dp": 4, "ep": 2, "strategy.data.kind": "zero1"},
+    "experts_ep4_fsdp": {"dp": 4, "ep": 4, "strategy.data.kind": "fsdp"},
+    "experts_ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "experts_ep2_pp2": {"dp": 2, "ep": 2, "pp": 2},
+    "experts_one": {},
+}
+PLANS = {**DENSE, **SPREAD}
 # besides those of `sources`: from 3D to one device, 1D and 2D, and back
 BETWEEN_LAYOUTS = {"cube": ("one", "tp4", "grid"), "one": ("cube",), "tp4": ("cube", "grid"), "grid": ("cube", "tp4")}
 
 
 def overrides(name):
-    return {**MODEL, **PLANS[name]}
+    return {**(MODEL if name in DENSE else EXPERTS), **PLANS[name]}
 
 
 def save_once(folder, changes, salt):
@@ -68,8 +81,8 @@ def load_and_save(root, folder, names):
 
 
 def sources(name):
-    """The plans whose checkpoints plan `name` loads: its own, two others and those of `BETWEEN_LAYOUTS`."""
-    names = list(PLANS)
+    """The plans whose checkpoints plan `name` loads: its own, two others of its model, those of `BETWEEN_LAYOUTS`."""
+    names = list(DENSE if name in DENSE else SPREAD)
     near = [names[(names.index(name) + ahead) % len(names)] for ahead in (0, 1, 5)]
     return [*dict.fromkeys((*near, *BETWEEN_LAYOUTS.get(name, ())))]
 

@@ -15,6 +15,7 @@ from parallelrun.train.step import train_step
 from tests.pool import run_ranks
 from tests.ranks.data_way_body import start
 
+EXPERTS = {"model.experts": 4, "model.expert_period": 2}
 WORLDS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "tp": {"tp": 2},
@@ -23,6 +24,11 @@ WORLDS: dict[str, dict[str, Any]] = {
     "zero1": {"dp": 2, "tp": 2, "strategy.data.kind": "zero1"},
     "fsdp": {"dp": 4, "strategy.data.kind": "fsdp"},
     "hsdp x tp": {"dp": 4, "tp": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
+    "experts": {**EXPERTS, "dp": 4, "ep": 2},
+    "experts without copies": {**EXPERTS, "dp": 2, "ep": 2},
+    "experts x tp": {**EXPERTS, "dp": 2, "ep": 2, "tp": 2},
+    "experts, zero1": {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "zero1"},
+    "experts, hsdp": {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
 }
 
 
@@ -33,14 +39,10 @@ def fill_with_ones(overrides: dict[str, Any], alone_bytes: int) -> tuple[float, 
     """
     gradients.MEASURED_ALONE_BYTES = alone_bytes
     training = start(overrides)
-    if training.plan.data.kind == "fsdp":
-        for parameter in training.parameters:
-            parameter.tensor.grad = torch.ones_like(parameter.tensor)
-    else:
-        training.data.begin_step()
-        training.data.finish_gradients()
-        for parameter in training.parameters:
-            parameter.tensor.grad.fill_(1.0)  # in the data way's flat buffers, where it has such
+    training.data.begin_step()
+    training.data.finish_gradients()
+    for parameter in training.parameters:
+        parameter.tensor.grad.fill_(1.0)  # in the data way's flat buffers, where it has such
     share = training.gradients.squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
     return float(share), training.plan.spec.num_parameters, training.gradients.measured_alone
