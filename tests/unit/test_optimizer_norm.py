@@ -26,7 +26,7 @@ def parameter(gradient: torch.Tensor, shared: bool = False) -> LocalParameter:
 
 def gradients(*parameters: LocalParameter, flat: Sequence[torch.Tensor] = ()) -> Gradients:
     plan = tiny_plan()
-    return Gradients(parameters, plan, Mesh(plan.mesh, 0, torch.device("cpu")), flat)
+    return Gradients(parameters, plan, Mesh(plan.mesh, 0, torch.device("cpu")), {"dp": flat} if flat else {})
 
 
 def squares(*parameters: LocalParameter) -> float:
