@@ -23,6 +23,8 @@ LOCAL_SGD = {"dp": 2, "tp": 2, "strategy.data.kind": "local_sgd", "strategy.data
 DILOCO = {"dp": 2, "pp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 2}
 FSDP = {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"}
 PIPELINE = {"pp": 2, "tp": 2}
+EXPERTS = {"model.experts": 4, "model.expert_period": 2, "model.router.bias_rate": 0.05, "model.router.jitter": 0.01}
+SPREAD = {**EXPERTS, "dp": 4, "ep": 2, "strategy.data.kind": "fsdp"}
 IMAGES = {**RESNET, "dp": 2, "dropout": 0.0}  # running statistics change without a gradient
 
 
@@ -46,8 +48,8 @@ def world(overrides):
 
 @pytest.mark.parametrize(
     "plan",
-    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES],
-    ids=["one", "zero1", "zero2", "fsdp_tp2", "tp2_pp2", "local_sgd_tp2", "diloco_pp2", "batch_norm"],
+    [ONE, ZERO1, ZERO2, FSDP, PIPELINE, LOCAL_SGD, DILOCO, IMAGES, SPREAD],
+    ids=["one", "zero1", "zero2", "fsdp_tp2", "tp2_pp2", "local_sgd_tp2", "diloco_pp2", "batch_norm", "experts"],
 )
 def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_path, run_ranks):
     whole = run_ranks(world(plan), train, tmp_path / "whole", plan, None)[0]
@@ -58,14 +60,22 @@ def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_pat
     assert same(*ends) and any(key.startswith("optimizer/exp_avg/") for key in ends[0])
 
 
-def test_going_on_under_another_plan_gives_the_same_losses(tmp_path, run_ranks):
+@pytest.mark.parametrize(
+    "model, first, others",
+    [
+        ({}, ONE, (PIPELINE, ZERO1, FSDP)),
+        (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 4, "microbatches": 1}, SPREAD, ONE)),
+    ],
+    ids=["dense", "experts"],
+)
+def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""
-    exact = {"precision.name": "fp64", "optimizer.name": "sgd", "optimizer.momentum": 0.9}
-    whole = run_ranks(1, train, tmp_path / "one", {**exact, **ONE}, None)[0]
+    exact = {"precision.name": "fp64", "optimizer.name": "sgd", "optimizer.momentum": 0.9, **model}
+    whole = run_ranks(world({**exact, **first}), train, tmp_path / "one", {**exact, **first}, None)[0]
     source = tmp_path / "one" / "checkpoints" / f"step_{SAVED}"
-    for number, plan in enumerate((PIPELINE, ZERO1, FSDP)):
+    for number, plan in enumerate(others):
         folder = tmp_path / str(number)
-        rest = run_ranks(world(plan), train, folder, {**exact, **plan}, source)[0]
+        rest = run_ranks(world({**exact, **plan}), train, folder, {**exact, **plan}, source)[0]
         assert list(rest) == [4, 5, 6]
         assert all(abs(loss - whole[step]) <= 1e-10 * whole[step] for step, loss in rest.items()), (plan, rest, whole)
         loaded = read_whole(folder / "checkpoints" / f"step_{STEPS}")

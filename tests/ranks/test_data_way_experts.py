@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from parallelrun.config.presets import values
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
+from tests.ranks import horovod_body
 from tests.ranks.data_way_body import run
 
 # 4 experts in the second of 2 layers; uneven rows of the vocabulary; clipped: a wrong norm makes a wrong update
@@ -64,6 +69,31 @@ def test_a_router_beside_rounded_weights_is_gathered_as_the_plan_says() -> None:
     for result in run_ranks(4, run, {**MOE, **HALF, **FSDP, "precision.name": "bf16"}):
         data = [row for row in result.counted if row.purpose == "engine"]
         assert data == [row for row in result.predicted if row.purpose == "engine"] != []
+
+
+def gone_on_under_horovod(directory: str) -> dict[str, Tensor]:
+    """This rank's weights and AdamW state in a run that goes on, for which only ranks 0 and 1 have read sense."""
+    training = horovod_body.start({**MOE, **HALF, "optimizer.name": "adamw"})
+    horovod_body.step(training, 1)
+    held = {p.name: p.tensor.detach() for p in training.parameters}
+    for p in training.parameters:
+        held |= {f"{kind} of {p.name}": value for kind, value in training.optimizer.state(p.name).items()}
+    read = {name: value.clone() for name, value in held.items()}
+    if dist.get_rank() > 1:
+        for value in held.values():
+            value.add_(1)
+    training.data.begin_run(training, horovod_body.context(directory), 1)
+    training.data.end_run()
+    if dist.get_rank() <= 1:
+        assert all(torch.equal(value, read[name]) for name, value in held.items())
+    return held
+
+
+def test_horovod_hands_out_experts_to_their_copies_only(tmp_path: Path) -> None:
+    first, second, third, fourth = run_ranks(4, gone_on_under_horovod, str(tmp_path))
+    for name in first:
+        assert torch.equal(first[name], third[name]) and torch.equal(second[name], fourth[name])
+        assert torch.equal(first[name], second[name]) == (".experts." not in name or name.startswith("step"))
 
 
 MUTANTS: dict[str, list[dict[str, Any]]] = {
