@@ -62,7 +62,7 @@ def _train(router: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def summarise(name: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """First and last ten steps of one router."""
+    """First and last ten steps of one router, and what the picture shows of it."""
     rows, span = measured["rows"], min(AVERAGED, len(measured["rows"]))
     first, last = rows[:span], rows[-span:]
 
@@ -78,7 +78,10 @@ def summarise(name: str, measured: dict[str, Any]) -> dict[str, Any]:
         "load_entropy": mean(last, "load_entropy"),
         "loss": mean(last, "loss"),
         "val_loss": measured["val_loss"],
-        "max_vio_by_step": [round(row["max_vio"], 4) for row in rows],
+        "max_vio_by_step": _smooth([(row["step"], row["max_vio"]) for row in rows]),
+        "loss_by_step": _smooth([(row["step"], row["loss"]) for row in rows]),
+        "layer": measured["layer"],
+        "load_over_mean": _binned(measured["loads"]),
     }
 
 
@@ -89,47 +92,46 @@ def verdicts(summaries: list[dict[str, Any]]) -> dict[str, bool]:
     return {name: last[name] < first[name] and last[name] < last[plain] for name, plain in BALANCED.items()}
 
 
-def picture(measured: dict[str, dict[str, Any]]) -> str:
+def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     """MaxVio and loss of all, and a heat map of one layer's load for each router, as SVG."""
-    step = Axis("step", digits)
-    steps = len(next(iter(measured.values()))["rows"])
+    step, steps = Axis("step", digits), rows[0]["steps"]
 
     def lines(key: str) -> tuple[Line, ...]:
-        return tuple(
-            Line(style, _smooth([(row["step"], row[key]) for row in one["rows"]]))
-            for style, one in enumerate(measured.values())
-        )
+        return tuple(Line(style, tuple((x, y) for x, y in row[key])) for style, row in enumerate(rows))
 
     panels: list[Panel | HeatMap] = [
-        Panel("MaxVio, mean over layers", step, Axis("", digits, from_zero=True), lines("max_vio")),
-        Panel("Training loss", step, Axis("", digits), lines("loss")),
+        Panel("MaxVio, mean over layers", step, Axis("", digits, from_zero=True), lines("max_vio_by_step")),
+        Panel("Training loss", step, Axis("", digits), lines("loss_by_step")),
     ]
-    for name, one in measured.items():
-        cells = _binned(one["loads"])
-        rows = tuple(str(expert) for expert in range(len(cells)))
-        panels.append(HeatMap(f"{name}: load, {one['layer']}", cells, rows, "expert", step, (1, steps), 2.0))
-    facts = environment()
+    for row in rows:
+        cells = tuple(tuple(values) for values in row["load_over_mean"])
+        experts = tuple(str(expert) for expert in range(len(cells)))
+        panels.append(
+            HeatMap(f"{row['router']}: load, {row['layer']}", cells, experts, "expert", step, (1, steps), 2.0)
+        )
     notes = (
         "colour: load of an expert over the mean load; lines: means of five steps",
         f"8 experts, top-2, dropless, dp=2 ep=2, bytes of Python's standard library; torch {facts['torch']}, "
         f"{facts['date']}",
     )
-    return draw("Load of experts on real text, with and without balancing", panels, list(measured), notes)
+    title = "Load of experts on real text, with and without balancing"
+    return draw(title, panels, [row["router"] for row in rows], notes)
 
 
-def _smooth(points: list[tuple[int, float]], width: int = 5) -> tuple[tuple[float, float], ...]:
+def _smooth(points: list[tuple[int, float]], width: int = 5) -> list[tuple[float, float]]:
+    """Means of `width` steps."""
     parts = [points[start : start + width] for start in range(0, len(points), width)]
-    return tuple((statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for part in parts)
+    return [(statistics.fmean(x for x, _ in part), round(statistics.fmean(y for _, y in part), 4)) for part in parts]
 
 
-def _binned(loads: list[list[float]]) -> tuple[tuple[float | None, ...], ...]:
+def _binned(loads: list[list[float]]) -> list[list[float]]:
     """Per expert and part of the steps: load over the mean load."""
     columns, mean = min(COLUMNS, len(loads)), sum(loads[0]) / len(loads[0])
     parts = [loads[i * len(loads) // columns : (i + 1) * len(loads) // columns] for i in range(columns)]
-    return tuple(
-        tuple(statistics.fmean(load[expert] for load in part) / mean for part in parts)
+    return [
+        [round(statistics.fmean(load[expert] for load in part) / mean, 3) for part in parts]
         for expert in range(len(loads[0]))
-    )
+    ]
 
 
 def main() -> None:
@@ -137,23 +139,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--name", default="routing_balance", help="results/<date>-NAME.json and .svg; empty: do not")
     arguments = parser.parse_args()
-    measured = {}
+    rows = []
     for name, router in ROUTERS.items():
-        measured[name] = on_ranks(2, _train, router, arguments.steps)
-        row = summarise(name, measured[name])
+        row = summarise(name, on_ranks(2, _train, router, arguments.steps))
+        rows.append(row)
         print(
             f"{name:16} MaxVio {row['first_max_vio']:.2f} -> {row['max_vio']:.2f}, load entropy "
             f"{row['first_load_entropy']:.3f} -> {row['load_entropy']:.3f}, validation loss {row['val_loss']:.3f}"
         )
-    rows = [summarise(name, one) for name, one in measured.items()]
     held = verdicts(rows)
     print("MaxVio falls, and ends lower than without:", ", ".join(f"{name}: {ok}" for name, ok in held.items()))
     if arguments.name:
         RESULTS.mkdir(exist_ok=True)
         stem = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{arguments.name}"
-        found = {"holds": held, "environment": environment(), "rows": rows}
-        Path(f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
-        Path(f"{stem}.svg").write_text(picture(measured))
+        facts = environment()
+        text = ",\n".join(json.dumps(row) for row in rows)
+        document = f'{{"holds": {json.dumps(held)},\n"environment": {json.dumps(facts)},\n"rows": [\n{text}\n]}}\n'
+        Path(f"{stem}.json").write_text(document)
+        Path(f"{stem}.svg").write_text(picture(rows, facts))
         print(f"written to {stem}.json and .svg")
 
 

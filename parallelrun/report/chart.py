@@ -109,8 +109,8 @@ def draw(
         f'<text x="16" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
     for index, panel in enumerate(panels):
-        drawn = _heat_map if isinstance(panel, HeatMap) else _panel
-        parts += drawn(panel, index % columns * WIDTH, top + index // columns * HEIGHT)
+        place = index % columns * WIDTH, top + index // columns * HEIGHT
+        parts += _heat_map(panel, *place) if isinstance(panel, HeatMap) else _panel(panel, *place)
     for index, text in enumerate(legend):
         x, y = 20 + index % per_row * (width - 20) // per_row, bottom + 12 + index // per_row * LEGEND_ROW
         parts.append(_stroke([(x, y), (x + 30, y)], index))
@@ -177,7 +177,7 @@ def _heat_map(heat: HeatMap, left: float, top: float) -> list[str]:
         f'<text x="{(start + stop) / 2:.1f}" y="{lower + 34:.1f}" text-anchor="middle">{escape(heat.x.label)}</text>'
         f'<text x="{left + 12}" y="{upper - 12}" fill="#4a5568">{escape(heat.y_label)}</text>'
     )
-    return parts + _colour_key(heat.most, stop, upper - 22)
+    return parts + _colour_key(heat.most, stop, lower + 25)  # beside the axis label: a title may be long
 
 
 def _colour_key(most: float, right: float, top: float) -> list[str]:
