@@ -52,7 +52,7 @@ class ModelConfig:
     seq: int = 64
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float = 1e-5
-    activation: str = "gelu"  # gelu | swiglu
+    activation: str = "gelu"  # gelu | relu | swiglu
     position: str = "learned"  # learned | rope
     rope_theta: float = 10000.0
     bias: bool = True

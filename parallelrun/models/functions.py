@@ -38,11 +38,13 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
 
 def activate(kind: str, *parts: Tensor) -> Tensor:
-    """gelu(up), in GPT-2's tanh form, or silu(gate) * up (swiglu; Shazeer 2020)."""
+    """gelu(up), in GPT-2's tanh form, relu(up), or silu(gate) * up (swiglu; Shazeer 2020)."""
     if kind == "swiglu":
         gate, up = parts
         return functional.silu(gate) * up
     (up,) = parts
+    if kind == "relu":
+        return functional.relu(up)
     return functional.gelu(up, approximate="tanh")
 
 

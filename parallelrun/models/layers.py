@@ -175,7 +175,8 @@ class Leave(RoleLayer):
 
 
 class Activation(nn.Module):
-    """The MLP's elementwise middle; splits with its inputs, so no tensor way replaces it. kind: gelu | swiglu."""
+    """The MLP's elementwise middle; splits with its inputs, so no tensor way replaces it. kind: gelu | relu |
+    swiglu."""
 
     layer_role: ClassVar[str] = "activation"
 

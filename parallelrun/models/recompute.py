@@ -43,7 +43,10 @@ def apply(network: Network, mode: str) -> None:
 
 
 def _is_cheap(module: nn.Module) -> bool:
-    """Is its output computed again rather than kept? Not where that would send something again."""
+    """Is its output computed again rather than kept? Not where that would send something again, nor of relu, which
+    keeps its output for its own backward."""
+    if getattr(module, "kind", "") == "relu":
+        return False
     return getattr(module, "layer_role", "") in CHEAP_ROLES and not getattr(module, "communicates", False)
 
 

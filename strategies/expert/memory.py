@@ -47,8 +47,8 @@ def _row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     """What one row keeps: itself, the inside of its expert, and what that gives."""
     weight = layer.parameters[0]
     inside = weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
-    opened = 3 if plan.spec.activation == "swiglu" else 1  # gate, silu(gate), up
-    activated = 0 if plan.recompute == "selective" and block.is_recomputed else 1
+    opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps what it gives
+    activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
     return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]
 
 

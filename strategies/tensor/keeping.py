@@ -60,7 +60,14 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
     return num_rows * 3 * own * compute + kept + angles  # k and v are repeated for every query head
 
 
+def activates_again(block: BlockSpec, plan: Plan) -> bool:
+    """Is the result of the MLP's middle computed again in backward? Not of relu, which keeps it for itself."""
+    return plan.recompute == "selective" and block.is_recomputed and plan.spec.activation != "relu"
+
+
 def activation_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:
     """What the MLP's middle reads, of a column layer of so many outputs on this rank; swiglu also keeps silu(gate)."""
+    if plan.spec.activation == "relu":
+        return 0  # it keeps what it gives, which the layer behind it keeps too
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
     return num_rows * (outputs + (outputs // 2 if gated else 0)) * BYTES[plan.precision.compute]

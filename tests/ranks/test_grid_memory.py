@@ -30,8 +30,15 @@ def forms(*names: str) -> list[dict[str, Any]]:
 
 FLAT = [*forms("auto", "stationary_x", "stationary_y", "stationary_w", "summa"), LEAN, APART, APART | BF16, LLAMA]
 CASES = {
-    "2d": [*FLAT, LLAMA | BF16, LEAN | BF16, {"dropout": 0.1}, {"model.attention_dropout": 0.1}],
-    "2.5d": [{}, LEAN | LLAMA],
+    "2d": [
+        *FLAT,
+        LLAMA | BF16,
+        LEAN | BF16,
+        {"dropout": 0.1},
+        {"model.attention_dropout": 0.1},
+        {"model.activation": "relu"},
+    ],
+    "2.5d": [{"model.activation": "relu"}, LEAN | LLAMA],
     "3d": [{}, LEAN, LLAMA | BF16, APART | LLAMA],
 }
 

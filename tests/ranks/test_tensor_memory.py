@@ -28,6 +28,7 @@ GPT = [
     {"precision.name": "bf16"},
     {"dropout": 0.1},
     {"model.attention_dropout": 0.1, "precision.name": "bf16"},
+    {"model.activation": "relu"},
 ]
 
 
@@ -56,7 +57,7 @@ EXPERTS = {"model.experts": 4, "model.expert_ffn": 32, "model.expert_period": 1}
 MOE = [
     {},
     {"precision.name": "bf16"},
-    {"precision.name": "fp32", "model.shared_experts": 2, "dropout": 0.1},
+    {"precision.name": "fp32", "model.shared_experts": 2, "dropout": 0.1, "model.activation": "relu"},
     llama(model__shared_experts=1),
     llama(model__shared_experts=1, precision__name="bf16"),
 ]
@@ -74,7 +75,11 @@ def test_saved_bytes_of_experts_are_those_of_the_formula(router, tp):
         assert saved >= (0.75 if limited else 1) * said - SCALAR, (case, saved, said)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"precision.name": "bf16"}, llama(precision__name="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"precision.name": "bf16"}, {"model.activation": "relu"}, llama(precision__name="bf16")],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_recomputed_block_holds_what_the_formula_says(overrides, mode):
     held, expected = run_ranks(1, held_by_layer, {**SIZES, **overrides, "recompute": mode})[0]

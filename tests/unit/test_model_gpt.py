@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layernorm without biases": {"bias": False},
     "experts": EXPERTS,
     "gated experts, a shared one, balanced by bias": {**LLAMA, **EXPERTS, "shared_experts": 2, "router": AUX_FREE},
-    "shared expert with biases": {**EXPERTS, "shared_experts": 1},
+    "shared expert with biases": {**EXPERTS, "shared_experts": 1, "activation": "relu"},
 }
 
 
@@ -250,12 +250,15 @@ def reference_rotation(x: Tensor, theta: float) -> Tensor:
 
 def reference_mlp(weights: dict, name: str, model: Any, x: Tensor) -> Tensor:
     gate = affine(weights, f"{name}.up.gate", x) if model.activation == "swiglu" else None
-    return affine(weights, f"{name}.down", reference_activation(gate, affine(weights, f"{name}.up.up", x)))
+    inside = reference_activation(model.activation, gate, affine(weights, f"{name}.up.up", x))
+    return affine(weights, f"{name}.down", inside)
 
 
-def reference_activation(gate: Tensor | None, up: Tensor) -> Tensor:
+def reference_activation(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
     if gate is not None:
         return gate * torch.sigmoid(gate) * up
+    if kind == "relu":
+        return up * (up > 0)
     return 0.5 * up * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
 
 
@@ -271,7 +274,7 @@ def reference_experts(weights: dict, name: str, model: Any, x: Tensor) -> Tensor
         for expert in best:
             one = {part: weights[f"{name}.experts.{part}"][expert] for part in ("up", "down")}
             gate = weights[f"{name}.experts.gate"][expert] @ row if model.activation == "swiglu" else None
-            inside = reference_activation(gate, one["up"] @ row)
+            inside = reference_activation(model.activation, gate, one["up"] @ row)
             share = scores[expert] / sum(scores[other] for other in best)
             out = out + model.router.scaling * share * (one["down"] @ inside)
         rows.append(out)

@@ -185,7 +185,7 @@ def test_fp64_and_lines_that_no_kernel_takes_go_expert_by_expert(monkeypatch: py
         assert torch.equal(y, torch.full((3, 8), inside, dtype=dtype))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
 def test_equally_many_rows_are_one_batched_product(activation: str) -> None:
     experts = Experts(EXPERTS, HIDDEN, FFN, activation, torch.float64).double()
     generator = torch.Generator().manual_seed(0)

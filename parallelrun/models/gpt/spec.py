@@ -17,7 +17,7 @@ ZEROS = Initialiser("zeros")
 ONES = Initialiser("ones")
 CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "swiglu"),
+    "activation": ("gelu", "relu", "swiglu"),
     "position": ("learned", "rope"),
 }
 TIED = ("head.head.weight", "embedding.tokens.weight")

@@ -69,7 +69,8 @@ def _layer(name: str, model: ModelConfig, rows: int) -> BlockSpec:
     down = row(f"{name}.mlp.down", ffn_size(model), model.hidden, model.bias, outer)
     dropout = LayerSpec(f"{name}.mlp.dropout", "dropout", model.hidden, model.hidden)
     products = up.in_features * up.out_features + down.in_features * down.out_features
-    inside = 4 if model.activation == "swiglu" else 2  # gate, up, silu(gate) and their product; or up and gelu(up)
+    # gate, up, silu(gate) and their product; relu(up); or up and gelu(up)
+    inside = {"swiglu": 4, "relu": 1}.get(model.activation, 2)
     return BlockSpec(
         name,
         "mlp",

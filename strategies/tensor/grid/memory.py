@@ -26,6 +26,7 @@ from parallelrun.product import Activation, Product, transfers
 from ..keeping import (
     INDEX,
     MASK,
+    activates_again,
     activation_bytes,
     attends,
     attention_bytes,
@@ -90,11 +91,12 @@ def _input(layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> 
     gathered = _gathered(layer, product, plan).get("x", 0) * compute
     own = _elements(product.x, layer.in_features, plan) * compute
     attended = layer.layer_role == "row" and follows_attention(layer, block)
-    if gathered:  # torch's attention keeps its result for itself, unless the row layer has read a copy of it
-        kept = attended and not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
-        return gathered + (own if kept else 0)
     activated = layer.layer_role == "row" and not attended
-    return 0 if activated and plan.recompute == "selective" and block.is_recomputed else own
+    if gathered:  # torch's attention keeps its result for itself, unless the row layer has read a copy; relu always
+        kept = attended and not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
+        kept |= activated and plan.spec.activation == "relu"
+        return gathered + (own if kept else 0)
+    return 0 if activated and activates_again(block, plan) else own
 
 
 def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:

@@ -19,7 +19,7 @@ from parallelrun.models.spec import BlockSpec, LayerSpec, RouterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from ..keeping import INDEX, MASK, activation_bytes, cast_bytes
+from ..keeping import INDEX, MASK, activates_again, activation_bytes, cast_bytes
 from .layouts import AXIS, largest
 from .traffic import rows
 
@@ -80,8 +80,7 @@ def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     indices = (2 * count + assigned + rows(plan)) * INDEX
     inside = layer.parameters[0].shape[inside_dim(layer.parameters[0])] // plan.mesh.size(AXIS)
     opened = activation_bytes(count, inside * (len(layer.parameters) - 1), layer, plan)
-    again = plan.recompute == "selective" and block.is_recomputed
-    activated = 0 if again else count * inside * compute
+    activated = 0 if activates_again(block, plan) else count * inside * compute
     return indices + count * (2 * hidden + 1) * compute + opened + activated + _weights(layer, plan)
 
 

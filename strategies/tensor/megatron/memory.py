@@ -29,6 +29,7 @@ from parallelrun.precision import BYTES
 from ..keeping import (
     INDEX,
     MASK,
+    activates_again,
     activation_bytes,
     attends,
     attention_bytes,
@@ -72,8 +73,7 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if layer.layer_role == "linear":  # its input, and its output as the activation's input
         return _local_rows(plan) * (layer.in_features + layer.out_features) * compute + _rounded(layer, plan)
     if layer.layer_role == "row":
-        activated = not follows_attention(layer, block)
-        dropped = activated and plan.recompute == "selective" and block.is_recomputed
+        dropped = not follows_attention(layer, block) and activates_again(block, plan)
         held = 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
         return held + _rounded(layer, plan)
     if layer.layer_role == "router":
