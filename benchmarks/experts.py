@@ -103,7 +103,7 @@ def products(pairs: int, warmup: int) -> dict[str, Any]:
 
 
 def _step(training: Training) -> Any:
-    state = {"step": 0, "loss": 0.0}
+    state: dict[str, Any] = {"step": 0, "loss": 0.0}
 
     def run() -> None:
         state["step"] += 1
