@@ -89,10 +89,10 @@ class PipelineWayPlan(Protocol):
 
 
 class DataWayPlan(Protocol):
-    """Optional beside these: `gathered_bytes` (weights held gathered at the peak, and what else the way keeps),
-    `filled` (what the way filled in), `links` (bytes from rank to rank, where the way itself decides who sends to
-    whom), `sending_classes` (where members of dp send different things: (the first of those alike, how many)
-    each), and of a way with server ranks what `ServerWayPlan` adds."""
+    """Optional beside these: `takes_experts` (True: experts may be spread over its ranks), `gathered_bytes` (weights
+    held gathered at the peak, and what else the way keeps), `filled` (what the way filled in), `links` (bytes from rank
+    to rank, where the way itself decides who sends to whom), `sending_classes` (where members of dp send different
+    things: (the first of those alike, how many) each), and of a way with server ranks what `ServerWayPlan` adds."""
 
     reads: tuple[str, ...]  # the keys of `strategy.data` beside `kind` that this way reads; others given are violations
 
