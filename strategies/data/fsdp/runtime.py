@@ -160,14 +160,14 @@ def _shard_block(
 
     Experts last: their unit's module holds the router too, which by then is sharded with the block, or by itself.
     """
-    of = {unit.kind: part.get_submodule(unit.module) for unit in own}
+    modules = {unit.kind: part.get_submodule(unit.module) for unit in own}
     experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
     if experts:  # blocks add what their layers give out of place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     made = {}
     for unit in sorted(own, key=lambda unit: (ROUTER, BLOCK, EXPERTS).index(unit.kind)):
-        others = set(of[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts
-        made[unit.kind] = _fully_shard(of[unit.kind], unit, plan, meshes, ignored | others)
+        others = set(modules[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts
+        made[unit.kind] = _fully_shard(modules[unit.kind], unit, plan, meshes, ignored | others)
     return [made[unit.kind] for unit in own]
 
 

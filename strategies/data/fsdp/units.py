@@ -87,6 +87,7 @@ def units(plan: Plan, position: int) -> tuple[Unit, ...]:
                 out += _of_block(mine, reshard, plan)
         shared = tuple(p for p in held if p.block in together)
         if shared:
+            assert {p.spec.layer_role for p in shared}.isdisjoint({"expert"}), "experts beside a tied weight"
             reshard = plan.data.reshard_after_forward and plan.mesh.size("pp") > 1
             out.append(Unit(ROOT, stage.index, "", shared, reshard, _rounded(shared), shard_axis(plan)))
     weights = tuple(p for p in held if p.name in across)

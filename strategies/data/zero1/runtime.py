@@ -69,8 +69,7 @@ class Zero1Runtime(LocalRuntime):
         filled = partition([held for held, _ in pairs], [tuple(w.shape) for w in weights], plan, padded=True)
         self._chunks: list[list[Chunk]] = []
         self._groups = [group_of(bucket.axis) for bucket in filled]
-        flat = []
-        buckets = []
+        flat, buckets = [], []
         for bucket, group in zip(filled, self._groups):
             reduced, made = self._bucket([weights[i] for i in bucket.indices], group)
             flat.append((bucket.axis, reduced))
