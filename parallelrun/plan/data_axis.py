@@ -84,7 +84,7 @@ class DataAxis:
 def costs(plan: Plan, cluster: ClusterConfig, compute_s: float | None) -> DataAxis | None:
     """The data axis of `plan` under every way; None where there is nothing to combine.
 
-    compute_s: of one rank in a step (`account.Cost`).
+    compute_s: of one rank in a step (`cluster_cost.Cost`).
     """
     workers = plan.mesh.size("dp")
     nodes, size = workers + plan.servers, gradient_bytes(plan)

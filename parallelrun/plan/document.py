@@ -8,7 +8,7 @@ from math import gcd
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import account, expert_facts, simulate
+from parallelrun.plan import account, cluster_cost, expert_facts, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, costs
@@ -28,7 +28,7 @@ class Facts:
     busiest_rank: int
     traffic: tuple[account.Traffic, ...]
     memories: dict[int, account.Memory]
-    cost: account.Cost
+    cost: cluster_cost.Cost
     layouts: Comparison | None
     data_axis: DataAxis | None
 
@@ -43,7 +43,7 @@ def facts(plan: Plan, config: Config) -> Facts:
     simulation = simulate.of_plan(plan, ways_of(plan).pipeline)
     busiest, rows = account.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
-    cost = account.cost(plan, config.cluster, rows, flops)
+    cost = cluster_cost.cost(plan, config.cluster, rows, flops)
     data_axis = costs(plan, config.cluster, cost.compute_s)
     return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config), data_axis)
 
@@ -122,7 +122,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     """The plan's own warnings, and what its costs give reason to say."""
     cluster, texts = config.cluster, list(plan.warnings)
     memory = found.memories[found.heaviest_position]
-    if account.fits(memory, cluster) == "no":
+    if cluster_cost.fits(memory, cluster) == "no":
         texts.append(
             f"does not fit: a rank of pp={found.heaviest_position} needs {memory.total / 1e9:.1f} GB, "
             f"a device has {cluster.memory_gb:g} GB; more tp or pp, recompute=full or strategy=fsdp need less"
@@ -130,7 +130,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     per_node = ranks_per_node(cluster, plan.world)
     if cluster.nodes and plan.world > cluster.nodes * per_node:
         texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
-    if plan.mesh.size("tp") > 1 and not account.stays_in_node(plan, cluster, "tp"):
+    if plan.mesh.size("tp") > 1 and not cluster_cost.stays_in_node(plan, cluster, "tp"):
         texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
     texts += _across_hosts(plan, cluster)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -149,7 +149,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
 def _across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
     """A hint where experts lie on several hosts that a flat all-to-all does not know of."""
     ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
-    if ep == 1 or plan.expert.group_size > 1 or account.stays_in_node(plan, cluster, "ep"):
+    if ep == 1 or plan.expert.group_size > 1 or cluster_cost.stays_in_node(plan, cluster, "ep"):
         return []
     inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
     two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
@@ -188,7 +188,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "per_position": [{"position": position, **_bytes(memory)} for position, memory in found.memories.items()],
             "heaviest_position": found.heaviest_position,
             "leaves_out": list(worst.leaves_out),
-            "fits": account.fits(worst, config.cluster),
+            "fits": cluster_cost.fits(worst, config.cluster),
         },
         "schedule": {
             "kind": plan.pipeline.kind,

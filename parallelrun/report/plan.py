@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import account, expert_facts
+from parallelrun.plan import account, cluster_cost, expert_facts
 from parallelrun.plan.document import (
     Facts,
     axis_rows,
@@ -181,7 +181,7 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
             style="bold" if mark else None,
         )
     worst = found.memories[heaviest]
-    fits = account.fits(worst, config.cluster)
+    fits = cluster_cost.fits(worst, config.cluster)
     size = config.cluster.memory_gb
     known = f"a device has {size:g} GB" if size else "cluster.memory_gb is not given"
     verdict = Text.assemble("fits: ", (fits, {"yes": "bold green", "no": "bold red"}.get(fits, "bold yellow")))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan import account, simulate
+from parallelrun.plan import account, cluster_cost, simulate
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Collective, Memory
 from tests.plans import tiny_plan
@@ -158,7 +158,7 @@ def test_time_of_communication_is_the_mean_over_a_round():
         overrides = {"dp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": sync_every}
         plan = tiny_plan(overrides)
         rows = tuple(row for row in account.traffic(plan)[1] if row.purpose == "sync")
-        seconds.append(account.cost(plan, cluster, rows, 1.0).communication_s)
+        seconds.append(cluster_cost.cost(plan, cluster, rows, 1.0).communication_s)
     assert seconds[0] == pytest.approx(10 * seconds[1]) and seconds[1] > 0
 
 
@@ -192,19 +192,19 @@ def test_gpipe_keeps_every_microbatch_and_1f1b_at_most_pp():
 @pytest.mark.parametrize(("total", "fits"), [(80, "yes"), (95, "unknown"), (101, "no")])
 def test_fits_says_unknown_where_what_is_left_out_decides(total, fits):
     memory = Memory(total * 10**9, 0, 0, 0)
-    assert account.fits(memory, ClusterConfig(memory_gb=100)) == fits
-    assert account.fits(memory, ClusterConfig(), device_bytes=100 * 10**9) == fits
+    assert cluster_cost.fits(memory, ClusterConfig(memory_gb=100)) == fits
+    assert cluster_cost.fits(memory, ClusterConfig(), device_bytes=100 * 10**9) == fits
 
 
 def test_fits_is_unknown_without_a_size():
-    assert account.fits(Memory(1, 0, 0, 0), ClusterConfig()) == "unknown"
+    assert cluster_cost.fits(Memory(1, 0, 0, 0), ClusterConfig()) == "unknown"
 
 
 def test_flops_are_sc21_s_72_form():
     plan = tiny_plan({"dp": 2, "pp": 2, "recompute": "full"})
     b, s, layers, h, v = plan.batch.global_batch, 8, 4, 16, 32
     simulated = simulate.of_plan(plan, ways_of(plan).pipeline)
-    cost = account.cost(plan, ClusterConfig(), account.traffic(plan)[1], simulated.makespan)
+    cost = cluster_cost.cost(plan, ClusterConfig(), account.traffic(plan)[1], simulated.makespan)
     assert cost.model_flops == pytest.approx(72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)))
     form_96 = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert cost.hardware_flops == pytest.approx(form_96)
@@ -216,18 +216,20 @@ def test_time_comes_from_the_cluster_s_rates_alone():
     _, rows = account.traffic(plan)
     makespan = simulate.of_plan(plan, ways_of(plan).pipeline).makespan
     cluster = ClusterConfig(peak_tflops=1e-6, intra_gb_s=1e-3, latency_us=1000.0, gpus_per_node=2)
-    cost = account.cost(plan, cluster, rows, makespan)
+    cost = cluster_cost.cost(plan, cluster, rows, makespan)
     assert cost.compute_s == pytest.approx(cost.model_flops / 2 / 1e6)
     wire, calls = sum(row.wire_bytes for row in rows), sum(row.calls for row in rows)
     assert cost.communication_s == pytest.approx(wire / 1e6 + calls * 1e-3)
-    assert account.cost(plan, ClusterConfig(intra_gb_s=1.0, gpus_per_node=1), rows, makespan).communication_s is None
+    assert (
+        cluster_cost.cost(plan, ClusterConfig(intra_gb_s=1.0, gpus_per_node=1), rows, makespan).communication_s is None
+    )
 
 
 @pytest.mark.parametrize(("per_node", "inside"), [(2, {"tp"}), (4, {"tp", "dp"}), (8, {"tp", "dp", "pp"}), (3, set())])
 def test_which_axes_stay_inside_a_host(per_node, inside):
     plan = tiny_plan(dp=2, tp=2, pp=2)
     cluster = ClusterConfig(gpus_per_node=per_node)
-    assert {axis for axis in ("dp", "tp", "pp") if account.stays_in_node(plan, cluster, axis)} == inside
+    assert {axis for axis in ("dp", "tp", "pp") if cluster_cost.stays_in_node(plan, cluster, axis)} == inside
 
 
 def test_classes_of_ranks_count_every_rank_once():
