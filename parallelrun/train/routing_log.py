@@ -12,7 +12,7 @@ from parallelrun.records import append_jsonl
 
 FILE = "routing.jsonl"
 NUMBERS_WRITTEN = 2e7  # of loads, in one run: about 100 MB; of longer runs not every step is written
-STEPS_AVERAGED = 10  # what the summary calls first and last
+STEPS_AVERAGED = 10  # what the summary calls first and last; half of the run where it is shorter than twice that
 
 
 class RoutingLog:
@@ -22,7 +22,8 @@ class RoutingLog:
         self._path = directory / FILE
         self._steps = steps
         self._first: list[float] = []  # max_vio of the first steps
-        self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_AVERAGED)
+        self._window = max(1, min(STEPS_AVERAGED, steps // 2))
+        self._recent: deque[dict[str, float]] = deque(maxlen=self._window)
         self._every = 0
 
     def step(self, step: int, layers: list[dict[str, Any]]) -> dict[str, float]:
@@ -33,7 +34,7 @@ class RoutingLog:
         if not self._every:
             numbers = 2 * len(layers) * len(layers[0]["load"]) * self._steps
             self._every = max(1, -(-numbers // int(NUMBERS_WRITTEN)))
-        if len(self._first) < STEPS_AVERAGED:
+        if len(self._first) < self._window:
             self._first.append(means["max_vio"])
         self._recent.append(means)
         if step % self._every == 0 or len(self._recent) == 1:
@@ -42,7 +43,7 @@ class RoutingLog:
         return {name: means[name] for name in ("max_vio", "drop_rate", "aux_loss")}
 
     def summary(self) -> dict[str, float]:
-        """Means over the layers, and over the first and the last ten steps; empty where there are no experts."""
+        """Means over the layers, and over the first and the last steps; empty where there are no experts."""
         if not self._recent:
             return {}
         last = {name: statistics.fmean(one[name] for one in self._recent) for name in self._recent[0]}
