@@ -63,7 +63,8 @@ class BestShare:
 @dataclass(frozen=True)
 class DataAxis:
     """gradient_bytes: D, of the rank that holds most. nodes: ranks of a data group and servers. compute_s: of a worker
-    in a step, at the peak rate. worker_batch: its samples. best: None where the rates are not known."""
+    in a step, at the peak rate. worker_batch: its samples. best: None where the rates are not known. expert_bytes: of
+    experts that ep spreads, whose gradients are combined over `expert_dp` beside these, which is not compared."""
 
     gradient_bytes: int
     nodes: int
@@ -74,6 +75,7 @@ class DataAxis:
     worker_batch: int
     ways: tuple[Way, ...]
     best: BestShare | None
+    expert_bytes: int = 0
 
     @property
     def chosen(self) -> Way | None:
@@ -98,19 +100,20 @@ def costs(plan: Plan, cluster: ClusterConfig, compute_s: float | None) -> DataAx
     return DataAxis(
         size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch,
         tuple(way for way in ways if way.here or way.curve), _best(case),
+        gradient_bytes(plan, "expert_dp") if plan.mesh.size("expert_dp") > 1 else 0,
     )  # fmt: skip
 
 
-def gradient_bytes(plan: Plan) -> int:
-    """Bytes of the gradients that a rank combines with its data group, on the pp coordinate that holds most.
+def gradient_bytes(plan: Plan, axis: str = "dp") -> int:
+    """Bytes of the gradients that a rank combines over `axis`, on the pp coordinate that holds most of those.
 
-    Experts that ep spreads are not among them: their copies are fewer (`expert_dp`).
+    Over dp everything but experts that ep spreads: their copies are fewer (`expert_dp`).
     """
     numels = [
         sum(
             prod(held.layout.local_shape(held.spec.shape, plan.mesh.sizes, {}))
             for held in held_parameters(plan, positions[0])
-            if not held.spec.frozen and replica_axis(held.layout, plan) == "dp"
+            if not held.spec.frozen and replica_axis(held.layout, plan) == axis
         )
         for positions in account.position_classes(plan)
     ]

@@ -43,6 +43,8 @@ def _head(found: DataAxis) -> Text:
     if found.servers:
         nodes += f" ({counted(found.workers, 'worker')}, {counted(found.servers, 'server')})"
     text = f"D = {bytes_text(found.gradient_bytes)} of gradients a rank, combined over {nodes}; * marks the plan's way"
+    if found.expert_bytes:
+        text += f"\nbeside it {bytes_text(found.expert_bytes)} of experts' gradients over expert_dp, not compared here"
     if found.fabric.unit == kinds.RELATIVE:
         text += "\nthe cluster gives no rates of its links: times in D/B, that of sending D once"
     return Text(text)

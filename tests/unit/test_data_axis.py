@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from parallelrun.cli import main as program
+from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.plan import account, data_axis, data_ways
 from parallelrun.plan import data_cost as forms
@@ -20,7 +21,7 @@ from parallelrun.plan.data_cost import Link
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.data_axis import CSV_COLUMNS, panel, to_csv, to_svg, write
-from tests.plans import tiny_config
+from tests.plans import tiny_config, tiny_plan
 
 DGX = {"cluster.gpus_per_node": 4, "cluster.intra_gb_s": 100.0, "cluster.inter_gb_s": 10.0, "cluster.latency_us": 5.0}
 ETHERNET = {
@@ -351,3 +352,14 @@ def test_the_presets_of_clusters(cluster, per_node, inside, across):
     known = compose.compose_plainly(compose.prepare(parsed, (), "plan", False))[0].config.cluster
     assert (known.gpus_per_node, known.intra_gb_s, known.inter_gb_s) == (per_node, inside, across)
     assert known.peak_tflops and known.memory_gb and known.latency_us
+
+
+def test_experts_that_ep_spreads_are_combined_beside() -> None:
+    spread = {"model.experts": 4, "model.expert_period": 2, "dp": 4, "ep": 2}
+    found = costs(tiny_plan(spread), Config().cluster, None)
+    alone = costs(tiny_plan({**spread, "ep": 4}), Config().cluster, None)
+    together = costs(tiny_plan({**spread, "ep": 1}), Config().cluster, None)
+    assert found is not None and alone is not None and together is not None
+    experts = 2 * 4 * 2 * 64 * 16 * 4  # layers x experts x (up, down) x (ffn x hidden) x bytes
+    assert found.expert_bytes == experts // 2 and alone.expert_bytes == together.expert_bytes == 0
+    assert found.gradient_bytes == alone.gradient_bytes == together.gradient_bytes - experts
