@@ -37,7 +37,7 @@ def parts_of(plan: Plan, mesh: Mesh, salt: int | None) -> tuple[list[LocalParame
     way = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     parameters = []
     for held in held_parameters(plan, mesh.coordinate.get("pp", 0)):
-        layout = way.state_layout(held.layout, plan)
+        layout = way.state_layout(held.spec, held.layout, plan)
         shape = layout.local_shape(held.spec.shape, plan.mesh.sizes, mesh.coordinate)
         tensor = torch.full(shape, torch.nan).requires_grad_()
         parameters.append(LocalParameter(held.name, tensor, held.spec, layout, held.shared))

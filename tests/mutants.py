@@ -282,6 +282,37 @@ def norm_of_own_experts() -> None:
     gradients._are_everywhere = lambda *arguments: True
 
 
+def chunks_of_experts_in_a_row() -> None:
+    """Chunks inside of every expert are taken as if they lay one after the other, as chunks of dim 0 do."""
+    from parallelrun.strategies.data.chunks import Cut
+
+    right = Cut.pieces
+    Cut.pieces = lambda self, regions, whole: (
+        [(regions, whole.reshape(regions.shape))] if self.dim else right(self, regions, whole)
+    )
+
+
+def own_chunk_of_experts_stays_old() -> None:
+    """The optimizer's copy of a chunk inside of several experts is not brought back into the weight."""
+    from parallelrun.strategies.data.zero1.runtime import Zero1Runtime
+
+    right = Zero1Runtime.finish_update
+
+    def wrong(self: Zero1Runtime) -> None:
+        places = [
+            one.cut.weight.detach().chunk(group.size, one.cut.dim)[group.index]
+            for group, chunks in zip(self._groups, self._chunks)
+            for one in chunks
+            if one.cut.dim
+        ]
+        old = [place.clone() for place in places]
+        right(self)
+        for place, value in zip(places, old):
+            place.copy_(value)
+
+    Zero1Runtime.finish_update = wrong
+
+
 def fsdp_divides_experts() -> None:
     """The divide factor does not reach the units of experts."""
     from torch.distributed.fsdp import FSDPModule

@@ -50,7 +50,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
                 continue
             filled.add(id(parameter))
             spec = plan.spec.parameters[originals.get(name, name)]
-            layout: Layout = data_way.weight_layout(module_layout(spec, plan), plan)
+            layout: Layout = data_way.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
             fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)

@@ -135,9 +135,9 @@ def memory(plan: Plan, rank: int) -> Memory:
     num_states = plan.optimizer_states + getattr(ways.data, "kept_states", 0)  # diloco: its outer optimizer's
     weights = gradients = states = 0
     for held in held_parameters(plan, place["pp"]):
-        for_weight = ways.data.weight_layout(held.layout, plan)
-        for_gradient = ways.data.gradient_layout(held.layout, plan)
-        for_state = ways.data.state_layout(held.layout, plan)
+        for_weight = ways.data.weight_layout(held.spec, held.layout, plan)
+        for_gradient = ways.data.gradient_layout(held.spec, held.layout, plan)
+        for_state = ways.data.state_layout(held.spec, held.layout, plan)
         weights += _numel(held, for_weight, plan, place) * stored
         if held.spec.frozen:
             continue
@@ -206,8 +206,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
         held = held_parameters(plan, positions[0])
         parts = {(h.spec.shape, h.layout) for h in held}
         last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
-        summed_last = {(h.spec.shape, h.layout) for h in last}
-        shards = {(shape, state_layout(layout, plan)) for shape, layout in summed_last}
+        shards = {(h.spec.shape, state_layout(h.spec, h.layout, plan)) for h in last}
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=positions[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]
             replicas = [plan.mesh.rank(pp=positions[0], dp=i, tp=tensor) for i in range(num_data)]

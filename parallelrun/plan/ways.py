@@ -104,13 +104,13 @@ class DataWayPlan(Protocol):
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """(leaf axes that make up dp, factors): (("dp", 4),) or (("dp_replicate", 2), ("dp_shard", 2))."""
 
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        """How the stored weights lie, given their tensor layout."""
+    def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        """How the stored weights of a logical parameter lie, given their tensor layout."""
 
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """How the optimizer's state lies (and the shard of the weight that the optimizer updates)."""
 
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """How the stored gradients lie at their peak, for memory."""
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:

@@ -36,8 +36,9 @@ class HeldParameter:
 class LocalParameter:
     """What the optimizer updates: this rank's part of one logical parameter.
 
-    tensor: local leaf whose `.grad` the data way fills; it shares storage with what the module computes with. layout:
-    which part it is (the data way's state_layout), with the axes its gradient is partial over.
+    tensor: local leaf whose `.grad` the data way fills; it shares storage with what the module computes with, or
+    `DataRuntime.finish_update` brings it there. layout: which part it is (the data way's state_layout), with the axes
+    its gradient is partial over.
     """
 
     name: str

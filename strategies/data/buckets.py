@@ -17,6 +17,8 @@ from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
+from .sharding import shard_dim
+
 FIRST_BUCKET_BYTES = 2**20
 
 
@@ -43,9 +45,9 @@ def fill(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     return (*buckets, tuple(filling)) if filling else tuple(buckets)
 
 
-def padded_numel(shape: Sequence[int], parts: int) -> int:
-    """Elements of a tensor whose dim 0 is padded to `parts` equal chunks, as `torch.chunk` sizes them."""
-    return parts * -(-shape[0] // parts) * prod(shape[1:])
+def padded_numel(shape: Sequence[int], parts: int, dim: int = 0) -> int:
+    """Elements of a tensor whose dim `dim` is padded to `parts` equal chunks, as `torch.chunk` sizes them."""
+    return parts * -(-shape[dim] // parts) * prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
 def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[tuple[int, ...]]:
@@ -77,8 +79,11 @@ def is_summed(held: HeldParameter, plan: Plan) -> bool:
 
 
 def exchanged_numel(held: HeldParameter, shape: Sequence[int], plan: Plan, padded: bool) -> int:
-    """Elements of a parameter of local `shape` on their way; padded: to equal chunks of dim 0 for all its copies."""
-    return padded_numel(shape, plan.mesh.size(sum_axis(held, plan))) if padded else prod(shape)
+    """Elements of a parameter of local `shape` on their way; padded: to equal chunks for all its copies."""
+    if not padded:
+        return prod(shape)
+    axis = sum_axis(held, plan)
+    return padded_numel(shape, plan.mesh.size(axis), shard_dim(held.spec, held.layout, axis, plan))
 
 
 def partition(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.layout import Layout
+from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.ways import Request
 
@@ -13,11 +14,11 @@ class Replicated:
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         return (("dp", request.dp),), ()
 
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return tensor_layout
 
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return tensor_layout
 
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return tensor_layout

@@ -31,21 +31,23 @@ DENSE = {
     "deep": {"layout": "2.5d", "tp": 8, "depth": 2},
     "cube": {"layout": "3d", "tp": 8},
 }
-# A model with experts, spread over ep = 1, 2 and 4, in one level and in two, split further, with tp, with pp.
+# A model with experts, spread over ep = 1, 2 and 4, in one level and in two, split further (whole ones, or inside of
+# every one), with tp, with pp.
 EXPERTS = {"model.experts": 4, "model.layers": 2}
 SPREAD = {
     "experts_ep1": {"dp": 2},
     "experts_ep2": {"dp": 2, "ep": 2},
     "experts_ep4": {"dp": 4, "ep": 4, "strategy.expert.group_size": 2},
     "experts_ep2_zero1": {"dp": 4, "ep": 2, "strategy.data.kind": "zero1"},
-    "experts_ep4_fsdp": {"dp": 4, "ep": 4, "strategy.data.kind": "fsdp"},
+    "experts_ep4_fsdp": {"dp": 8, "ep": 4, "strategy.data.kind": "fsdp"},
     "experts_ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
     "experts_ep2_pp2": {"dp": 2, "ep": 2, "pp": 2},
     "experts_one": {},
 }
 PLANS = {**DENSE, **SPREAD}
-# besides those of `sources`: from 3D to one device, 1D and 2D, and back
+# besides those of `sources`: from 3D to one device, 1D and 2D, and back; from whole experts to parts of every one
 BETWEEN_LAYOUTS = {"cube": ("one", "tp4", "grid"), "one": ("cube",), "tp4": ("cube", "grid"), "grid": ("cube", "tp4")}
+BETWEEN_LAYOUTS |= {"experts_ep4_fsdp": ("experts_ep2_zero1",)}
 
 
 def overrides(name):

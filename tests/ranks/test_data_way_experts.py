@@ -28,7 +28,8 @@ MOE: dict[str, Any] = {
 }
 KIND, SHARD = "strategy.data.kind", "strategy.data.shard"
 HALF, ALL = {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}
-FEW = {**HALF, "model.experts": 2}  # one expert a rank, for two copies to share
+THREE = {**HALF, "model.experts": 6}  # three experts a rank, which two copies cannot deal out: they split every one
+FEW = {**HALF, "model.experts": 2, "model.ffn": 33}  # one expert a rank, of which one matrix is odd: a copy gets none
 ZERO1, ZERO2, FSDP, RING = ({KIND: kind} for kind in ("zero1", "zero2", "fsdp", "ring"))
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.005}
 CELLS: dict[str, dict[str, Any]] = {
@@ -37,18 +38,20 @@ CELLS: dict[str, dict[str, Any]] = {
     "ddp under zero bubble": {"dp": 2, "ep": 2, "pp": 2, "strategy.pipeline.kind": "zero_bubble"},
     "ring, inner groups": {**HALF, **RING, "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
     "horovod": {**HALF, KIND: "horovod", "strategy.data.algorithm": "halving_doubling"},
+    "zero1, inside of every expert": {**THREE, **ZERO1},
     "zero1, empty chunks": {**FEW, **ZERO1},
     "zero1, no copies of experts": {**ALL, **ZERO1, "microbatches": 2},
-    "zero1 x tp": {"dp": 2, "ep": 2, "tp": 2, **ZERO1},
-    "zero2, accumulated in many buckets": {**HALF, "microbatches": 2, **ZERO2, **SMALL_BUCKETS},
+    "zero1 x tp": {**THREE, "tp": 2, **ZERO1},
+    "zero2, accumulated in many buckets": {**THREE, "microbatches": 2, **ZERO2, **SMALL_BUCKETS},
     "zero2, no copies of experts": {**ALL, **ZERO2, "microbatches": 2},
-    "fsdp, recomputed": {**HALF, "microbatches": 2, "recompute": "full", **FSDP},
+    "fsdp, recomputed": {**THREE, "microbatches": 2, "recompute": "full", **FSDP},
     "fsdp, in parts, empty shards": {**FEW, **FSDP, "strategy.expert.chunks": 2},
+    "fsdp, all experts everywhere": {"dp": 4, **FSDP, "model.experts": 6},
     "fsdp, no copies of experts": {**ALL, **FSDP, "microbatches": 2},
     "fsdp x pp, gathered again": {
         "dp": 4, "ep": 2, "pp": 2, **FSDP, "strategy.data.reshard_after_forward": True, "model.expert_period": 1,
     },
-    "hsdp": {"dp": 8, "ep": 2, **FSDP, SHARD: 4},
+    "hsdp": {**THREE, "dp": 8, **FSDP, SHARD: 4},
     "hsdp whose shards are ep": {**HALF, **FSDP, SHARD: 2, "microbatches": 2},
 }  # fmt: skip
 
@@ -103,6 +106,8 @@ MUTANTS: dict[str, list[dict[str, Any]]] = {
     "experts_summed_with_other_experts": [{**HALF, **ZERO1}, {**HALF, **ZERO2}],
     "norm_of_own_experts": [HALF],
     "fsdp_divides_experts": [{**HALF, **FSDP}],
+    "chunks_of_experts_in_a_row": [{**THREE, **ZERO2}],
+    "own_chunk_of_experts_stays_old": [{**THREE, **ZERO1}],
 }
 
 

@@ -66,7 +66,7 @@ def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[s
         for name, value in parameters:
             logical = original.get(name, name)
             spec = plan.spec.parameters[logical]
-            layout = data_way.weight_layout(tensor_way.layout(spec, plan), plan)
+            layout = data_way.weight_layout(spec, tensor_way.layout(spec, plan), plan)
             ranges = layout.ranges(spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
             expected = whole[logical][tuple(slice(*pair) for pair in ranges)]
             assert torch.equal(value, expected), f"{name} on rank {rank}"

@@ -44,11 +44,12 @@ def test_nothing_to_reduce_makes_no_bucket():
     assert buckets.fill([], 100) == ()
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(1, 5))
-def test_padding_makes_equal_chunks_that_hold_everything(shape, parts):
-    padded = buckets.padded_numel(shape, parts)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(1, 5), st.integers(0, 2))
+def test_padding_makes_equal_chunks_that_hold_everything(shape, parts, dim):
+    dim = min(dim, len(shape) - 1)
+    padded = buckets.padded_numel(shape, parts, dim)
     assert padded % parts == 0
-    assert prod(shape) <= padded < prod(shape) + parts * max(1, prod(shape[1:]))
+    assert prod(shape) <= padded < prod(shape) + parts * max(1, prod(shape[:dim]) * prod(shape[dim + 1 :]))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "fsdp", "local_sgd", "diloco"])
@@ -101,7 +102,7 @@ def test_one_owner_for_every_element(overrides):
     for rank in range(plan.world):
         place = plan.mesh.coordinate(rank)
         for held in held_parameters(plan, place["pp"]):
-            layout = way.state_layout(held.layout, plan)
+            layout = way.state_layout(held.spec, held.layout, plan)
             if not held.shared and owns(layout, plan.mesh, place):
                 total += layout.local_numel(held.spec.shape, plan.mesh.sizes, place)
     assert total == plan.spec.num_parameters

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan.account import memory
 from parallelrun.plan.resolve import load_way
 from parallelrun.plan.structure import Plan
 from parallelrun.strategies.data import buckets
@@ -87,7 +88,7 @@ def first_dims(plan: Plan) -> set[tuple[bool, tuple[str, ...]]]:
     """(of experts, the axes of several ranks that split dim 0 of the optimizer's state) of every parameter."""
     state = load_way("data", plan.data.kind).state_layout
     return {
-        (is_expert(held.name), tuple(a for a in state(held.layout, plan).dims[0] if plan.mesh.size(a) > 1))
+        (is_expert(held.name), tuple(a for a in state(held.spec, held.layout, plan).dims[0] if plan.mesh.size(a) > 1))
         for held in held_parameters(plan, 0)
     }
 
@@ -113,10 +114,68 @@ class TestLayouts:
         for rank in range(plan.world):
             place = plan.mesh.coordinate(rank)
             for held in held_parameters(plan, 0):
-                layout = state(held.layout, plan)
+                layout = state(held.spec, held.layout, plan)
                 if owns(layout, plan.mesh, place):
                     total += layout.local_numel(held.spec.shape, plan.mesh.sizes, place)
         assert total == plan.spec.num_parameters
+
+
+def split_dims(plan: Plan) -> dict[str, int]:
+    """By kind of expert matrix: the dim that the copies of it share, as the optimizer's state lies."""
+    state, found = load_way("data", plan.data.kind).state_layout, {}
+    for held in held_parameters(plan, 0):
+        if is_expert(held.name):
+            layout = state(held.spec, held.layout, plan)
+            (found[held.name.rpartition(".")[2]],) = (
+                dim for dim, axes in enumerate(layout.dims) if axes != held.layout.dims[dim]
+            )
+    return found
+
+
+class TestSplitDim:
+    """Dim 0 (experts) where they are dealt out evenly, else dim 1 (64 rows of up, 16 of down) where that is even."""
+
+    @pytest.mark.parametrize("dp, ep, tp, experts, up, down", [
+        (4, 2, 1, 4, 0, 0),  # 2 experts, 2 copies
+        (4, 2, 1, 6, 1, 1),  # 3 experts
+        (4, 2, 1, 2, 1, 1),
+        (4, 1, 1, 6, 1, 1),  # all experts everywhere, 4 copies
+        (4, 1, 1, 8, 0, 0),
+        (8, 2, 2, 2, 1, 1),  # 4 copies of 1 expert, 32 rows of whose up are left by tp
+        (12, 2, 1, 2, 0, 0),  # 6 copies: neither 64 nor 16 is even
+        (64, 2, 1, 2, 1, 0),  # 32 copies
+        (64, 2, 2, 2, 1, 0),
+        (128, 2, 2, 2, 0, 0),  # 64 copies, and tp leaves 32 rows of up
+    ])  # fmt: skip
+    @pytest.mark.parametrize("way", ["zero1", "zero2", "fsdp"])
+    def test_it_is_the_first_even_one(self, way, dp, ep, tp, experts, up, down):
+        changes = {"global_batch": 2 * dp, "dataset.samples": 2 * dp, "model.experts": experts}
+        assert split_dims(plan_of(dp=dp, ep=ep, tp=tp, **changes, **WAYS[way])) == {"up": up, "down": down}
+
+    def test_hsdp_asks_what_ep_leaves_of_a_shard(self):
+        """4 copies of 2 experts, of which 2 share one."""
+        changes = {"dp": 8, "ep": 2, "model.experts": 4}
+        assert split_dims(plan_of(**changes, **WAYS["fsdp"])) == {"up": 1, "down": 1}
+        assert split_dims(plan_of(**changes, **{KIND: "fsdp", SHARD: 4})) == {"up": 0, "down": 0}
+        few = {**changes, "model.experts": 2}
+        assert split_dims(plan_of(**few, **{KIND: "fsdp", SHARD: 4})) == {"up": 1, "down": 1}
+
+    @pytest.mark.parametrize("way", ["zero1", "zero2", "fsdp"])
+    def test_the_state_of_one_expert_is_shared_out_evenly(self, way):
+        """AdamW's 8 bytes an element: two experts on 4 ranks."""
+        plan = plan_of(dp=4, ep=2, model__experts=2, **WAYS[way])
+        others = [p for p in plan.spec.parameters.values() if not is_expert(p.name)]
+        first = sum(-(-p.shape[0] // 4) * prod(p.shape[1:]) for p in others)
+        assert memory(plan, 0).optimizer == 8 * (numel(plan, of_experts=True) // 4 + first)
+
+    def test_a_chunk_inside_of_several_experts_is_kept_twice(self):
+        """In the weights it does not lie in one piece, and optimizers need it so."""
+        kept = {}
+        for experts in (4, 6, 2):
+            plan = plan_of(dp=4, ep=2, model__experts=experts, **WAYS["zero1"])
+            extra = memory(plan, 0).weights - memory(plan_of(dp=4, ep=2, model__experts=experts), 0).weights
+            kept[experts] = extra / (FP32 * numel(plan, of_experts=True) // 4)
+        assert kept == {4: 0, 6: 1, 2: 0}
 
 
 class TestTraffic:
@@ -131,14 +190,23 @@ class TestTraffic:
     def test_an_expert_without_copies_sends_nothing(self, way):
         assert {axis for axis, _ in rows(plan_of(dp=4, ep=4, **WAYS[way]))} == {"dp"}
 
-    @pytest.mark.parametrize("way, passes", [("zero1", 1), ("zero2", 2)])
-    def test_zero_pads_experts_to_equal_chunks_for_their_copies(self, way, passes):
-        plan = plan_of(dp=8, ep=2, global_batch=16, microbatches=2, **WAYS[way])
-        padded = (
-            FP32 * 4 * (numel(plan, of_experts=True) // 4)
-        )  # 2 of 4 experts a rank, one padded chunk for each of 4 copies
-        assert rows(plan)["expert_dp", "reduce_scatter"] == (passes, passes * padded)
-        assert rows(plan)["expert_dp", "all_gather"] == (1, padded)
+    @pytest.mark.parametrize("way, passes", [("zero1", 1), ("zero2", 2), ("fsdp", 1)])
+    @pytest.mark.parametrize("dp, experts", [(4, 4), (4, 2), (8, 4), (8, 2)])
+    def test_nothing_of_experts_is_padded_however_few_of_them_the_copies_share(self, way, passes, dp, experts):
+        """2 or 4 copies of 1 or 2 experts."""
+        plan = plan_of(dp=dp, ep=2, global_batch=16, microbatches=2, model__experts=experts, **WAYS[way])
+        local = FP32 * numel(plan, of_experts=True) // 2
+        assert rows(plan)["expert_dp", "reduce_scatter"] == (passes, passes * local)
+        gathers = 4 if way == "fsdp" else 1
+        assert rows(plan)["expert_dp", "all_gather"] == (gathers, gathers * local)
+
+    @pytest.mark.parametrize("way", ["zero1", "fsdp"])
+    def test_what_divides_along_neither_dim_is_padded_along_the_first(self, way):
+        """One expert for 2 copies; its `up` has 33 rows, its `down` 16."""
+        plan = plan_of(dp=4, ep=2, model__experts=2, model__ffn=33, **WAYS[way])
+        assert split_dims(plan) == {"up": 0, "down": 1}
+        padded = FP32 * (2 * 33 * 16 + 16 * 33)
+        assert rows(plan)["expert_dp", "reduce_scatter"] == (1, padded)
 
     def test_fsdp_gathers_experts_for_every_use_over_their_copies(self):
         plan = plan_of(dp=4, ep=2, microbatches=2, **WAYS["fsdp"])

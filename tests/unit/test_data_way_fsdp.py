@@ -86,9 +86,10 @@ def test_hsdp_reduces_shards_over_the_replicas():
 def test_memory_counts_gathered_weights_and_whole_gradients_while_accumulating():
     one, many = (tiny_plan({**FSDP, "dp": 2, "microbatches": m}) for m in (1, 4))
     way = load_way("data", "fsdp")
-    layout = load_way("tensor", "megatron").layout(one.spec.parameters["layers.0.mlp.up.up.weight"], one)
-    assert way.gradient_layout(layout, one).dims[0] == (*layout.dims[0], "dp")
-    assert "dp" not in way.gradient_layout(layout, many).axes
+    spec = one.spec.parameters["layers.0.mlp.up.up.weight"]
+    layout = load_way("tensor", "megatron").layout(spec, one)
+    assert way.gradient_layout(spec, layout, one).dims[0] == (*layout.dims[0], "dp")
+    assert "dp" not in way.gradient_layout(spec, layout, many).axes
     kept = tiny_plan({**FSDP, "dp": 2, "strategy.data.reshard_after_forward": False})
     assert way.gathered_bytes(0, one.mesh.coordinate(0), kept) == 4 * one.spec.num_parameters
 

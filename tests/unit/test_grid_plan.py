@@ -379,7 +379,8 @@ def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
     ways, places = ways_of(plan), [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
     for parameter in plan.spec.parameters.values():
         layout = ways.tensor.layout(parameter, plan)
-        for lies_so in (layout, ways.data.weight_layout(layout, plan), ways.data.state_layout(layout, plan)):
+        found = [lies(parameter, layout, plan) for lies in (ways.data.weight_layout, ways.data.state_layout)]
+        for lies_so in (layout, *found):
             cover(parameter.shape, lies_so, plan.mesh, places)
 
 

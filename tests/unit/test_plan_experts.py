@@ -383,7 +383,8 @@ class TestLayouts:
             assert replica_axis(held.layout, plan) == ("expert_dp" if of_experts else "dp")
             if of_experts:
                 assert held.layout.local_shape(held.spec.shape, shape.sizes, places[0])[0] == 8 // ep
-            for layout in (ways.data.weight_layout(held.layout, plan), ways.data.state_layout(held.layout, plan)):
+            for layout_of in (ways.data.weight_layout, ways.data.state_layout):
+                layout = layout_of(held.spec, held.layout, plan)
                 parts = [layout.ranges(held.spec.shape, shape.sizes, place) for place in places]
                 sizes = {part: prod(stop - start for start, stop in part) for part in parts}
                 assert sum(sizes.values()) == held.spec.numel

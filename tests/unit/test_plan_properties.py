@@ -180,9 +180,9 @@ def test_layouts_cover_every_parameter_once_per_copy_with_one_owner(overrides):
         for held in held_parameters(plan, position):
             seen[held.spec.name] += not held.shared
             for layout in {
-                ways.data.weight_layout(held.layout, plan),
-                ways.data.state_layout(held.layout, plan),
-                ways.data.gradient_layout(held.layout, plan),
+                ways.data.weight_layout(held.spec, held.layout, plan),
+                ways.data.state_layout(held.spec, held.layout, plan),
+                ways.data.gradient_layout(held.spec, held.layout, plan),
             }:
                 if (held.spec.shape, layout) in checked:
                     continue

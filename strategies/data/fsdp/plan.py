@@ -1,6 +1,6 @@
 """FSDP2 (torch's `fully_shard`), also as HSDP: weights, gradients and state split over dp or over an inner part of it.
 
-Layouts append the shard axis to dim 0's axes: each parameter's local tensor is split, never a flat concatenation.
+Layouts append the shard axis to one dim's axes: each parameter's local tensor is split, never a flat concatenation.
 Predictions follow torch 2.13's engine as this folder's runtime drives it; tests count it, so a minor version of torch
 that sends something else fails there.
 """
@@ -14,6 +14,7 @@ from math import prod
 from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
+from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.account import merge
 from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request, TensorWayPlan
@@ -21,7 +22,7 @@ from parallelrun.precision import BYTES
 from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
-from ..sharding import check_splits
+from ..sharding import check_splits, shard_dim, shard_layout
 from .units import Unit, is_whole, shard_axis, units
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
@@ -51,17 +52,16 @@ class Way:
         parts = (("dp_replicate", request.dp // shard), ("dp_shard", shard))
         return parts, (("dp", ("dp_replicate", "dp_shard")),)
 
-    def weight_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return self.state_layout(tensor_layout, plan)
+    def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        return self.state_layout(parameter, tensor_layout, plan)
 
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        axis = shard_axis(plan, tensor_layout)
-        return tensor_layout.split(0, axis) if plan.mesh.size(axis) > 1 else tensor_layout
+    def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        return shard_layout(parameter, tensor_layout, shard_axis(plan, tensor_layout), plan)
 
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """Split as the weights, unless gradients are accumulated: then they are whole until the last microbatch."""
         whole = plan.batch.microbatches > 1 or plan.mesh.size("pp") > 1
-        return tensor_layout if whole else self.state_layout(tensor_layout, plan)
+        return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
     def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Most bytes of gathered weights at once: all that is kept, and of what is let go two blocks (one to come)."""
@@ -79,7 +79,8 @@ class Way:
         """All-gathers per use, one reduce-scatter (HSDP: and all-reduce) per unit; the sums of what is in no unit; then
         the final sums."""
         held = held_parameters(plan, position)
-        final = buckets.final_collectives([(p, self.state_layout(p.layout, plan)) for p in held], coordinate, plan)
+        layouts = [(p, self.state_layout(p.spec, p.layout, plan)) for p in held]
+        final = buckets.final_collectives(layouts, coordinate, plan)
         if plan.mesh.size("dp") == 1:
             return final
         rows = []
@@ -115,7 +116,8 @@ def _num_gathers(unit: Unit, plan: Plan) -> int:
 
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     shapes = buckets.local_shapes(unit.parameters, coordinate, plan)
-    return sum(buckets.padded_numel(shape, plan.mesh.size(unit.axis)) for shape in shapes)
+    dims = [shard_dim(held.spec, held.layout, unit.axis, plan) for held in unit.parameters]
+    return sum(buckets.padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims))
 
 
 def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:

@@ -8,13 +8,14 @@ in no unit (`units.is_whole`) it ignores; ddp's buckets sum those gradients.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from parallelrun import torch_private
 from parallelrun.mesh.runtime import Mesh
@@ -23,6 +24,7 @@ from parallelrun.train.parameters import HeldParameter, LocalParameter, held_par
 
 from ..ddp.runtime import DdpRuntime
 from ..local import LocalRuntime, frozen, match, set_gradient, trained
+from ..sharding import shard_dim, shard_layout
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis, units
 
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
@@ -149,7 +151,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(held: HeldParameter, weight: Tensor, plan: Plan) -> LocalParameter:
-    layout = held.layout.split(0, shard_axis(plan, held.layout))
+    layout = shard_layout(held.spec, held.layout, shard_axis(plan, held.layout), plan)
     return LocalParameter(held.name, _local(weight), held.spec, layout, held.shared)
 
 
@@ -167,12 +169,29 @@ def _shard_block(
     made = {}
     for unit in sorted(own, key=lambda unit: (ROUTER, BLOCK, EXPERTS).index(unit.kind)):
         others = set(modules[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts
-        made[unit.kind] = _fully_shard(modules[unit.kind], unit, plan, meshes, ignored | others)
+        dims = _dims(unit, part, plan)
+        made[unit.kind] = _fully_shard(modules[unit.kind], unit, plan, meshes, ignored | others, dims)
     return [made[unit.kind] for unit in own]
 
 
-def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, meshes: Meshes, ignored: set[nn.Parameter]) -> FSDPModule:
-    """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data way."""
+def _dims(unit: Unit, part: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
+    """Along which dim those of a unit's weights are split that are not split along dim 0."""
+    dims = {part.get_parameter(p.name): shard_dim(p.spec, p.layout, unit.axis, plan) for p in unit.parameters}
+    return {weight: dim for weight, dim in dims.items() if dim}
+
+
+def _fully_shard(
+    module: nn.Module,
+    unit: Unit,
+    plan: Plan,
+    meshes: Meshes,
+    ignored: set[nn.Parameter],
+    dims: Mapping[nn.Parameter, int] = MappingProxyType({}),
+) -> FSDPModule:
+    """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data way.
+
+    dims: of weights that are not split along dim 0.
+    """
     precision = plan.precision
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute) if unit.rounded else None,
@@ -183,6 +202,7 @@ def _fully_shard(module: nn.Module, unit: Unit, plan: Plan, meshes: Meshes, igno
         module,
         mesh=meshes[unit.axis],
         reshard_after_forward=unit.reshard,
+        shard_placement_fn=(lambda weight: Shard(dims.get(weight, 0))) if dims else None,
         mp_policy=policy,
         ignored_params=ignored or None,
     )

@@ -1,23 +1,27 @@
 """ZeRO stage 1 (Rajbhandari et al. 2020): every rank of dp updates its chunk of each parameter, then they are shared.
 
-Chunks are those of `torch.chunk` along each parameter's dim 0, so that optimizer state has a layout and the one-device
-name; they may be uneven or empty, and are padded on the way.
+Chunks are those of `torch.chunk` along one dim of each parameter (`sharding.shard_dim`), so that optimizer state has a
+layout and the one-device name; along dim 0 they may be uneven or empty, and are padded on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
+from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.account import merge
+from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request
+from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .. import buckets
 from ..replicated import Replicated
-from ..sharding import check_splits, shard_layout
+from ..sharding import check_splits, shard_dim, shard_layout
 
 
 class Way(Replicated):
@@ -32,14 +36,24 @@ class Way(Replicated):
     def settle(self, request: Request) -> DataWay:
         return buckets.settle(request)
 
-    def state_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
-        return shard_layout(tensor_layout, plan)
+    def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        return shard_layout(parameter, tensor_layout, replica_axis(tensor_layout, plan), plan)
+
+    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """What is kept beside the weights: a chunk inside of several experts does not lie in one piece there."""
+        held = buckets.trained_parameters(plan, position)
+        numels = [
+            prod(shape) // plan.mesh.size(buckets.sum_axis(p, plan))
+            for p, shape in zip(held, buckets.local_shapes(held, coordinate, plan))
+            if shard_dim(p.spec, p.layout, buckets.sum_axis(p, plan), plan) > 0 and shape[0] > 1
+        ]
+        return BYTES[plan.precision.stored] * sum(numels)
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter of gradients and an all-gather of updated parameters, then the final sums."""
         trained = buckets.trained_parameters(plan, position)
         filled = buckets.partition(trained, buckets.local_shapes(trained, coordinate, plan), plan, padded=True)
-        layouts = [(held, self.state_layout(held.layout, plan)) for held in held_parameters(plan, position)]
+        layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, position)]
         return exchanges(filled, trained, coordinate, plan) + buckets.final_collectives(layouts, coordinate, plan)
 
     def equivalence(self, plan: Plan) -> Equivalence:

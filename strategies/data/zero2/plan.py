@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
+from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import HeldParameter, held_parameters
@@ -25,9 +26,10 @@ class Way(zero1.Way):
     def check(self, request: Request) -> list[Problem]:
         return check_splits(request, "zero2")
 
-    def gradient_layout(self, tensor_layout: Layout, plan: Plan) -> Layout:
+    def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """Shards; whole under schedules whose gradients come after them."""
-        return tensor_layout if plan.pipeline.splits_backward else self.state_layout(tensor_layout, plan)
+        whole = plan.pipeline.splits_backward
+        return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""
@@ -35,7 +37,7 @@ class Way(zero1.Way):
         of_stages = stage_buckets(trained, buckets.local_shapes(trained, coordinate, plan), plan)
         filled = [bucket for of_stage in of_stages for bucket in of_stage]
         sent = zero1.exchanges(filled, trained, coordinate, plan, reductions(plan))
-        layouts = [(held, self.state_layout(held.layout, plan)) for held in held_parameters(plan, position)]
+        layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, position)]
         return sent + buckets.final_collectives(layouts, coordinate, plan)
 
 

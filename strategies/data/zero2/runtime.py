@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from parallelrun import comm, torch_private
-from parallelrun.layout import chunk_range
 from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.parameters import LocalParameter
 
+from ..chunks import Cut, cut, local_parameter, starts_of
 from ..local import LocalRuntime, Pair, by_axis, frozen, match, set_gradient, trained
-from ..zero1.runtime import Chunk, chunk_parameter, shard
+from ..zero1.runtime import shard
 from .plan import reductions, stage_buckets
 
 __all__ = ["attach", "shard"]
@@ -36,29 +35,22 @@ def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
 class Bucket:
     """Weights that are reduced and gathered together. gradients: this rank's shards, padded and flat."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], group: Group):
-        self.weights, self._group = list(weights), group
-        self._rows = [-(-weight.shape[0] // group.size) for weight in weights]
-        widths = [rows * prod(weight.shape[1:]) for rows, weight in zip(self._rows, weights)]
-        self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
-        self.gradients = torch.zeros(self._starts[-1], dtype=weights[0].dtype, device=weights[0].device)
+    def __init__(self, cuts: Sequence[Cut], group: Group):
+        self.cuts, self.weights, self._group = list(cuts), [one.weight for one in cuts], group
+        self._starts = starts_of(cuts)
+        self.gradients = cuts[0].mine.new_zeros(self._starts[-1])
         self.num_arrived = 0
-        mine = [chunk_range(weight.shape[0], group.size, group.index) for weight in weights]
-        self.mine = [weight.detach()[start:stop] for weight, (start, stop) in zip(weights, mine)]
-        self.shards = [
-            self.gradients[start : start + part.numel()].view(part.shape)
-            for start, part in zip(self._starts, self.mine)
-        ]
+        self.shards = self._own(self.gradients)
 
-    def chunks(self, buffer: Tensor) -> list[Chunk]:
+    def _own(self, row: Tensor) -> list[Tensor]:
+        """Where this rank's chunk of each weight lies in a row."""
+        return [one.own(row[start:stop]) for one, start, stop in zip(self.cuts, self._starts, self._starts[1:])]
+
+    def _regions(self, buffer: Tensor) -> list[Tensor]:
         """Where each weight's chunks lie in a full-size buffer: row r holds chunk r of every weight."""
         rows = buffer.view(self._group.size, -1)
-        return [
-            Chunk(weight, rows[:, start:stop].unflatten(1, (num_rows, *weight.shape[1:])), mine, gradient)
-            for weight, num_rows, start, stop, mine, gradient in zip(
-                self.weights, self._rows, self._starts, self._starts[1:], self.mine, self.shards
-            )
-        ]
+        ends = zip(self.cuts, self._starts, self._starts[1:])
+        return [one.regions(rows[:, start:stop]) for one, start, stop in ends]
 
     def reduce(self, first: bool) -> Callable[[], None]:
         """Start summing what backward has left over dp, and let it go. What is returned waits, and adds the sum to the
@@ -66,9 +58,9 @@ class Bucket:
         buffer = self.gradients.new_zeros(self._group.size * self.gradients.numel())
         pairs = [
             pair
-            for chunk in self.chunks(buffer)
-            if chunk.weight.grad is not None
-            for pair in chunk.pieces(chunk.weight.grad)
+            for one, regions in zip(self.cuts, self._regions(buffer))
+            if one.weight.grad is not None
+            for pair in one.pieces(regions, one.weight.grad)
         ]
         with torch.no_grad():
             torch_private.copy_all([place for place, _ in pairs], [part for _, part in pairs])
@@ -87,18 +79,22 @@ class Bucket:
     def gather(self) -> Callable[[], None]:
         """Start sharing this rank's updated chunks; what is returned waits and puts everyone's into the weights."""
         row = torch.zeros_like(self.gradients)
-        for start, part in zip(self._starts, self.mine):
-            row[start : start + part.numel()].copy_(part.flatten())
+        for place, one in zip(self._own(row), self.cuts):
+            place.copy_(one.mine)
         buffer = row.new_empty(self._group.size * row.numel())
         work = comm.all_gather_into(buffer, row, self._group, "parameters", async_op=True)
 
         def finish() -> None:
             work.wait()
-            for chunk in self.chunks(buffer):
-                for region, part in chunk.pieces(chunk.weight.detach()):
+            for one, regions in zip(self.cuts, self._regions(buffer)):
+                for region, part in one.pieces(regions, one.weight.detach()):
                     part.copy_(region)
 
         return finish
+
+
+def _bucket(pairs: Sequence[Pair], group: Group, plan: Plan) -> Bucket:
+    return Bucket([cut(held, weight, group, plan) for held, weight in pairs], group)
 
 
 class UnderWay:
@@ -196,15 +192,15 @@ class Zero2Runtime(LocalRuntime):
         shards: dict[int, tuple[Tensor, Tensor]] = {}
         flat = []
         for of_stage in filled:
-            buckets = [Bucket([weights[i] for i in one.indices], group_of(one.axis)) for one in of_stage]
+            buckets = [_bucket([pairs[i] for i in one.indices], group_of(one.axis), plan) for one in of_stage]
             self._reducers.append(StageReducer(buckets, self._under_way, plan))
             for one, bucket in zip(of_stage, buckets):
-                shards.update(zip(one.indices, zip(bucket.mine, bucket.shards)))
+                shards.update(zip(one.indices, zip([each.mine for each in bucket.cuts], bucket.shards)))
                 flat.append((one.axis, bucket.gradients))
         self._shards = list(shards.values())
         self._alone = [weight for index, weight in enumerate(weights) if index not in shards]
         mine = [shards[index][0] if index in shards else weight for index, weight in enumerate(weights)]
-        self.parameters = [chunk_parameter(one, part, plan) for one, part in zip(held, mine)]
+        self.parameters = [local_parameter(one, part, plan) for one, part in zip(held, mine)]
         self.flat_gradients = by_axis(flat)
 
     @property
