@@ -12,6 +12,7 @@ EXAMPLES = (
     ("parallelrun verify model=gpt strategy=ptdp dp=2 tp=2 pp=2", "prove it equal to one device"),
     ("parallelrun bench model=gpt strategy=ddp dp=2", "time it"),
     ("parallelrun -m model=gpt strategy=ddp,tp,gpipe,ptdp world=4 steps=20", "strategies side by side"),
+    ("parallelrun model=moe_gpt strategy=gshard dp=2 ep=2", "experts, spread over the data replicas"),
     ("parallelrun plan recipe=gpt3_oneflow_3072", "a complete run from a shared recipe"),
 )
 
