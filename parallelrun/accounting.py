@@ -58,7 +58,10 @@ def _group(args: tuple) -> dist.ProcessGroup | None:
 
 
 def _tensor_text(value: Any) -> str:
-    """Dtype, shape and bytes of a tensor, or of those in nested lists: `float32 4x8 (128 bytes)`."""
+    """Dtype, shape and bytes of a tensor, or of those in nested lists: `float32 4x8 (128 bytes)`.
+
+    A scalar is of shape 1: torch 2.11's pipelines send one to who receives a vector of one element.
+    """
     tensors: list[Tensor] = []
     rest = [value]
     while rest:
@@ -67,7 +70,7 @@ def _tensor_text(value: Any) -> str:
             tensors.append(item)
         else:
             rest[:0] = item
-    shapes = " + ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors)
+    shapes = " + ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
     return f"{dtypes} {shapes} ({_nbytes(tensors)} bytes)"
 

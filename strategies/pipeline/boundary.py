@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 
@@ -71,6 +71,8 @@ class Stage(PipelineStage):
             output_args=output_example(plan, index),
             group=group,
         )
+        torch_private.trust_metadata(self)
+        torch_private.greet_others_only(self)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         # Not as an argument of `step`: torch takes every tensor argument for one that may need a gradient.

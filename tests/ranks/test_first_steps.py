@@ -98,3 +98,19 @@ def test_what_gloo_takes_for_the_same_is_told_apart(how: str, others: str, odd: 
         both = rf"is ranks 0, 2: all_reduce.*{re.escape(others)}; rank 1: all_reduce.*{re.escape(odd)}"
         assert re.search(both, told[rank]), told[rank]
     assert told[0] == "accepted" and os.listdir(tmp_path / "logs")
+
+
+def scalar_for_a_vector(directory: str) -> None:
+    """What torch 2.11's pipelines say first: a scalar, to who receives a vector of one element."""
+    config, mesh = tiny_config(steps=1), build_mesh(tiny_plan(pp=2), torch.device("cpu"))
+    group = mesh.group("pp").process_group
+    with FirstSteps(mesh, config, 0, Path(directory)).watch(1):
+        if mesh.rank == 0:
+            dist.send(torch.tensor(1.0), group=group, group_dst=1)
+        else:
+            dist.recv(torch.zeros(1), group=group, group_src=0)
+    dist.barrier()  # rank 0 serves the store
+
+
+def test_a_scalar_and_a_vector_of_one_element_are_the_same_message(tmp_path: Path) -> None:
+    run_ranks(2, scalar_for_a_vector, str(tmp_path))
