@@ -202,7 +202,7 @@ def test_experts_without_any_row_still_give_every_weight_a_gradient(precision: s
     moe, (x, grad) = layer(RouterConfig(), precision, activation="swiglu"), inputs()
     x = x.detach().flatten(0, 1).to(moe.experts.compute_dtype).requires_grad_()
     routing = moe.router(x.view(grad.shape))
-    nobody = Routing(**{**vars(routing), "kept": torch.zeros_like(routing.kept)})
+    nobody = routing._replace(kept=torch.zeros_like(routing.kept))
     y, _ = LocalDispatch()(x, nobody, moe.experts, None)
     assert y.shape == x.shape and (y == 0).all()
     for gradient in torch.autograd.grad(

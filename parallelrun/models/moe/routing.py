@@ -11,6 +11,7 @@ that on every device and for every batch size; `topk` promises no order of equal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from parallelrun.models.spec import RouterSpec
 LEAST_SUM = 1e-20  # of weights that are divided by their sum (DeepSeek-V3's), so that 0 / 0 is 0, backward too
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where the T tokens of one microbatch go: A assignments of a token to an expert.
+
+    A tuple, because torch 2.11's FSDP finds no tensors in a dataclass that a module gives, and so would not gather a
+    router's weights for its backward.
 
     tokens, experts: int64 (A,); in order of choice, then token (A = T x choices), for expert choice of group, expert,
     place (A = G x E x C). weights: (A,), differentiable, 0 where not kept. kept: bool (A,). slots: int64 (A,), place
