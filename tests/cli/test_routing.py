@@ -59,8 +59,9 @@ def test_the_summary_has_the_balance_and_what_was_sent_was_within_bounds(trained
     _, directory = trained
     summary = json.loads((directory / "summary.json").read_text())
     vio = [row["max_vio"] for row in read(directory / "metrics.jsonl")]
-    assert summary["first_max_vio"] == pytest.approx(sum(vio[:10]) / 10)
-    assert summary["max_vio"] == pytest.approx(sum(vio[-10:]) / 10)
+    window = min(10, len(vio) // 2)
+    assert summary["first_max_vio"] == pytest.approx(sum(vio[:window]) / window)
+    assert summary["max_vio"] == pytest.approx(sum(vio[-window:]) / window)
     assert summary["drop_rate"] == 0.0 and 0 < summary["load_entropy"] <= 1
     rows = json.loads((directory / "comm.json").read_text())["rows"]
     bounded = [row for row in rows if row["predicted_most_bytes"] is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.checkpoints import read_whole
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan
 from tests.ranks.test_model_parity import PLACED, Frozen
 
 MODULE: dict[str, Any] = {**PLACED, "model.vocab": 37, "dataset.vocab": 37, "dataset.name": "synthetic"}
 MODULE |= {"optimizer.weight_decay": 0.1, "global_batch": 16}
-FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"
 BOTTOM = "embed.*|layers.0.*"  # with two stages, all of the first
 TOP = "layers.1.*|head.*"
 SCATTERED = "*.bias|*.norm?.weight|*.k.weight"

@@ -5,11 +5,11 @@ Every cell has an uneven vocabulary (37) and label smoothing. PARALLELRUN_FULL_M
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.ranks.test_model_parity import NET, PLACED, Frozen
 from tests.tensor_cases import llama
@@ -94,7 +94,7 @@ FULL_CELLS: dict[str, dict[str, Any]] = {
     "2d fp32": {**SQUARE, "verify.precision": "fp32"},
     "3d fp32": {**CUBE, "verify.precision": "fp32"},
 }  # fmt: skip
-if os.environ.get("PARALLELRUN_FULL_MATRIX") == "1":
+if FULL:
     CELLS |= FULL_CELLS
 
 

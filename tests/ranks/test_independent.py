@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from parallelrun.verify.measure import BOUNDS, tensor_errors
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -56,7 +56,7 @@ RARE = (
     "local SGD, 4 replicas, accumulation, many buckets", "local SGD x 2d", "local SGD that ends between two rounds",
     "DiLoCo of a network with BatchNorm", "DiLoCo, heavy ball", "DiLoCo, 3 replicas",
 )  # fmt: skip
-if os.environ.get("PARALLELRUN_FULL_MATRIX") != "1":
+if not FULL:
     CELLS = {name: cell for name, cell in CELLS.items() if name not in RARE}
 
 

@@ -29,7 +29,7 @@ from tests.pool import run_ranks
 # gloo sends a reduce-scatter as a whole all-reduce, twice the bandwidth-optimal bytes; our own (`comm`) does not
 GLOO_FACTOR = {("reduce_scatter", ENGINE): 2.0}
 LARGE = {
-    "model.layers": 2,
+    "model.layers": 1,
     "model.hidden": 256,
     "model.seq": 128,
     "model.vocab": 2048,
@@ -37,7 +37,7 @@ LARGE = {
     "global_batch": 8,  # activations of 1 MiB a rank
     "microbatches": 1,
 }
-REPEATS = 3
+REPEATS = 2
 
 
 def sent_bytes() -> int:
@@ -75,7 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp": {"dp": 2, "strategy.data.kind": "fsdp"},
     "tp": {"tp": 2},
     "tp, sequence parallel": {"tp": 2, "strategy.tensor.sequence_parallel": True},
-    "gpipe": {"pp": 2, "strategy.pipeline.kind": "gpipe", "microbatches": 2},
+    "experts": {"dp": 2, "ep": 2, "model.experts": 4, "model.expert_period": 1, "model.router.capacity_factor": 1.0},
+    "gpipe": {"pp": 2, "model.layers": 2, "strategy.pipeline.kind": "gpipe", "microbatches": 2},
 }
 
 

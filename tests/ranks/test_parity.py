@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 
 DATA = {
@@ -21,9 +21,6 @@ DATA = {
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 DEGREES = [d for d in product((1, 2, 4), repeat=3) if 1 < d[0] * d[1] * d[2] <= 8]  # dp, tp, pp
 Cell = tuple[tuple[int, int, int], str, str]  # degrees, data way, schedule
-
-
-FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"  # every legal cell, instead of a choice that covers the pairs
 
 
 def is_legal(degrees: tuple[int, int, int], data: str, schedule: str) -> bool:

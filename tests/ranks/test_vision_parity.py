@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from parallelrun import comm
 from parallelrun.models.vision import batch_norm
 from parallelrun.models.vision.batch_norm import BatchNorm
 from parallelrun.train.build import Training
+from tests.matrix import FULL
 from tests.parity import assert_equal, parity
 from tests.vision import ALEXNET, BOTTLENECK, IMAGES, RESNET, VGG
 
@@ -78,7 +78,7 @@ RARE = (
     "interleaved, recomputed", "zero bubble", "interleaved under fsdp", "alexnet in a pipeline",
     "a user's BatchNorms, zero1, recomputed", "zero2", "local sgd", "vgg with dropout under fsdp",
 )  # fmt: skip
-if os.environ.get("PARALLELRUN_FULL_MATRIX") == "1":
+if FULL:
     CELLS["compiled"] = {**RESNET, "dp": 2, "compile": True}
 else:
     CELLS = {name: cell for name, cell in CELLS.items() if name not in RARE}

@@ -11,6 +11,7 @@ from hypothesis import strategies as some
 
 from parallelrun.cli.argv import read, starts_ranks
 from parallelrun.errors import ConfigError
+from tests.matrix import examples
 
 
 def overrides(line: str) -> list[str]:
@@ -158,7 +159,7 @@ WORDS = some.sampled_from(
 
 
 @given(some.lists(WORDS | some.text(max_size=12), max_size=8))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_no_command_line_breaks_the_reader(words):
     try:
         for override in read(words).overrides:

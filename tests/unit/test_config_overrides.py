@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from parallelrun.config.overrides import quote, read, split, unquoted
+from tests.matrix import examples
 
 
 def rewritten(text: str, multirun: bool = False) -> str:
@@ -25,7 +26,7 @@ def problem(*texts: str, multirun: bool = False):
 
 
 @given(some.text(some.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_hydra_reads_a_quoted_path_as_it_was_typed(path):
     path = path.replace("${", "$").lstrip("~")
     if path[:1] in ("'", '"', "") or path.lower() == "null" or "(" in path:

@@ -11,6 +11,7 @@ from hypothesis import strategies as some
 from parallelrun.config import recipes
 from parallelrun.config.recipes import RecipeFile, at_path, find, load
 from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError
+from tests.matrix import examples
 
 GOOD = """# What it is for.
 # @package _global_
@@ -157,7 +158,7 @@ def test_a_file_of_any_name_becomes_a_safe_name(tmp_path):
 
 
 @given(some.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_no_mutation_of_a_recipe_breaks_the_reader(tmp_path_factory, data):
     text = GOOD
     for _ in range(data.draw(some.integers(1, 4))):

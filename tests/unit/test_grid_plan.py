@@ -23,6 +23,7 @@ from parallelrun.plan.ways import Request
 from parallelrun.product import Activation
 from parallelrun.strategies.tensor.grid import axes, choose
 from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
+from tests.matrix import examples
 from tests.plans import tiny_config, tiny_plan
 from tests.unit.test_plan_properties import cover
 
@@ -511,7 +512,7 @@ def requests(draw) -> dict:
     }
 
 
-@settings(max_examples=500, **COMMON)
+@settings(max_examples=examples(500), **COMMON)
 @given(requests())
 def test_a_random_request_is_a_plan_that_tiles_every_parameter_or_violations_whose_values_are_legal(overrides):
     try:
@@ -596,7 +597,7 @@ def arranged(kind, tp, grid, depth):
     return expected if legal else None
 
 
-@settings(max_examples=1000, **COMMON)
+@settings(max_examples=examples(1000), **COMMON)
 @given(
     kind=st.sampled_from(["2d", "2.5d", "3d"]),
     side=st.integers(1, 4),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan.partition import partition
+from tests.matrix import examples
 from tests.plans import tiny_plan
 
 
@@ -27,7 +28,7 @@ def loads(costs, sizes):
     return out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())
 def test_no_partition_has_a_lighter_heaviest_stage_nor_a_smaller_sum_of_squares(costs, data):
     num_stages = data.draw(st.integers(1, len(costs)))

@@ -15,6 +15,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
 from parallelrun.strategies.data.ps import shards
 from parallelrun.train.parameters import held_parameters, owns
+from tests.matrix import examples
 from tests.plans import tiny_config
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128])
@@ -121,7 +122,7 @@ def anything(draw) -> dict:
     return overrides
 
 
-@settings(max_examples=1100, **COMMON)
+@settings(max_examples=examples(1100), **COMMON)
 @given(mostly_legal())
 def test_ranks_stages_and_batch_of_random_plans(overrides):
     try:
@@ -162,7 +163,7 @@ def check_stages(plan: Plan) -> None:
     assert runs == {position: plan.pipeline.chunks for position in range(plan.mesh.size("pp"))}
 
 
-@settings(max_examples=150, **COMMON)
+@settings(max_examples=examples(150), **COMMON)
 @given(mostly_legal())
 def test_layouts_cover_every_parameter_once_per_copy_with_one_owner(overrides):
     try:
@@ -211,7 +212,7 @@ def cover(shape, layout, mesh, places) -> None:
     assert sum(parts.values()) == copies * split
 
 
-@settings(max_examples=500, **COMMON)
+@settings(max_examples=examples(500), **COMMON)
 @given(anything())
 def test_whatever_is_asked_either_makes_a_plan_or_a_config_error(overrides):
     config = tiny_config(overrides)
@@ -252,7 +253,7 @@ def served(draw) -> dict:
     }
 
 
-@settings(max_examples=120, **COMMON)
+@settings(max_examples=examples(120), **COMMON)
 @given(served())
 def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_something(overrides):
     try:
@@ -269,7 +270,7 @@ def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_somethin
     assert sum(count for _, count in account.rank_classes(plan)) == plan.world
 
 
-@settings(max_examples=250, **COMMON)
+@settings(max_examples=examples(250), **COMMON)
 @given(
     overrides=mostly_legal(),
     key=st.sampled_from(
