@@ -10,9 +10,8 @@ EXAMPLES = (
     ("parallelrun model=gpt strategy=ptdp tp=2 pp=2", "train a small GPT on 4 ranks of this machine"),
     ("parallelrun plan model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6", "what 3072 GPUs would do, before they do it"),
     ("parallelrun verify model=gpt strategy=ptdp dp=2 tp=2 pp=2", "prove it equal to one device"),
-    ("parallelrun bench model=gpt strategy=ddp dp=2", "time it"),
+    ("parallelrun bench model=moe_gpt strategy=gshard dp=2 ep=2", "time experts, spread over the data replicas"),
     ("parallelrun -m model=gpt strategy=ddp,tp,gpipe,ptdp world=4 steps=20", "strategies side by side"),
-    ("parallelrun model=moe_gpt strategy=gshard dp=2 ep=2", "experts, spread over the data replicas"),
     ("parallelrun plan recipe=gpt3_oneflow_3072", "a complete run from a shared recipe"),
 )
 
