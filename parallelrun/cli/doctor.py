@@ -21,7 +21,7 @@ from pathlib import Path
 from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK
 
 _OLDEST_TORCH = (2, 11)
-_TESTED_TORCH = "2.13.0"
+_TESTED_TORCH = ("2.11", "2.13")
 _REDUCE_S = 30.0
 
 
@@ -93,7 +93,8 @@ def _torch() -> list[Check]:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         found = Check("torch", "fail", f"{torch.__version__}; at least {oldest} is needed")
     else:
-        tested = "" if torch.__version__.startswith(_TESTED_TORCH) else f" (tested: {_TESTED_TORCH})"
+        minor = ".".join(map(str, version))
+        tested = "" if minor in _TESTED_TORCH else f" (tested: {', '.join(_TESTED_TORCH)})"
         found = Check("torch", "pass", torch.__version__ + tested)
     gloo = dist.is_available() and dist.is_gloo_available()
     nccl = dist.is_available() and dist.is_nccl_available()

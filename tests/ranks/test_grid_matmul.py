@@ -138,7 +138,9 @@ def test_nodes_of_their_own_compute_bitwise_the_same(forms, sizes):
 @pytest.mark.parametrize(("forms", "sizes"), FORMS_ON, ids=["4 ranks", "8 ranks"])
 def test_a_split_backward_sends_what_belongs_to_each_half_once(forms, sizes):
     cases = [Case(form, sizes, outputs=QKV, fused=False) for form in forms]
-    cases += [replace(case, bias=False) for case in cases]  # what a product gives is then what a stage gives
+    # Without bias, what a product gives is what a stage gives. torch 2.11 lets go of such a node in Python between the
+    # two halves; only SUMMA ends in one, which the plan refuses there.
+    cases += [replace(case, bias=False) for case in cases if case.form != "summa" or torch.__version__ >= "2.12"]
     for case, ranks in zip(cases, zip(*run_ranks(prod(sizes.values()), split_all, cases)), strict=True):
         for found in ranks:
             assert max(found.errors.values()) < BOUND, (case, found.errors)

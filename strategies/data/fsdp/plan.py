@@ -1,8 +1,8 @@
 """FSDP2 (torch's `fully_shard`), also as HSDP: weights, gradients and state split over dp or over an inner part of it.
 
 Layouts append the shard axis to one dim's axes: each parameter's local tensor is split, never a flat concatenation.
-Predictions follow torch 2.13's engine as this folder's runtime drives it; tests count it, so a minor version of torch
-that sends something else fails there.
+Predictions follow the engine of torch 2.11 and 2.13, which send alike, as this folder's runtime drives it; tests count
+it, so a minor version of torch that sends something else fails there.
 """
 
 from __future__ import annotations
