@@ -102,6 +102,7 @@ class DatasetConfig:
     vocab: int | None = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
     flip: bool = False  # images: mirror half of the training samples
     crop: int = 0  # images: shift training samples by up to so many pixels, filling with the mean
+    num_workers: int | None = None  # imagefolder: processes per rank that decode ahead; None: spare cores, at most 4
 
 
 @dataclass

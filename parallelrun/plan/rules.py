@@ -51,6 +51,7 @@ WHOLE = {
     "dataset.vocab": 1,
     "dataset.max_bytes": 1,
     "dataset.crop": 0,
+    "dataset.num_workers": 0,
     "strategy.data.shard": 1,
     "strategy.data.sync_every": 1,
     "strategy.data.group_size": 1,

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from parallelrun import torch_private
+from parallelrun.data.order import Sampler
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
+from parallelrun.train.reader import Reader
 from parallelrun.train.recorder import mean_times, median_times
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
@@ -34,8 +36,11 @@ def slow_backward(training: Training, seconds: float) -> None:
 
 
 def slow_data(training: Training, seconds: float) -> None:
-    sample = training.reader._sample
-    training.reader._sample = lambda index, number: (time.sleep(seconds / 4), sample(index, number))[1]
+    """Reading a step takes `seconds` and the step that hides it: four samples are read, in the background."""
+    split = training.dataset.train
+    slow = SimpleNamespace(sample=lambda index: (time.sleep((seconds + 0.05) / 4), split.sample(index))[1])
+    sampler = Sampler(len(split), training.plan.batch.global_batch, training.config.seed)
+    training.reader = Reader(slow, sampler, training.plan, training.mesh, last_step=training.config.steps)
 
 
 FAULTS = {"forward": slow_forward, "backward": slow_backward, "data": slow_data}
@@ -45,12 +50,12 @@ def timed_steps(overrides: dict[str, Any], slow: dict[int, tuple[str, float]]) -
     """The parts of some steps and the time of each; slow: rank -> (fault, seconds)."""
     config = tiny_config(overrides)
     training = build(config, resolve(config), torch.device("cpu"))
-    scaler, clock, original = LossScaler(config.precision, False), StepClock(training), dist.Work.wait
+    scaler, original = LossScaler(config.precision, False), dist.Work.wait
     train_step(training, 1, 0.01, scaler)
     if training.mesh.rank in slow:
         fault, seconds = slow[training.mesh.rank]
         FAULTS[fault](training, seconds)
-    steps = []
+    clock, steps = StepClock(training), []
     for step in range(2, 5):
         dist.barrier()
         began = time.perf_counter()
