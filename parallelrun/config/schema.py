@@ -313,6 +313,7 @@ class Config:
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
     plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
+    profile: list[int] = field(default_factory=list)  # steps of which torch's profiler writes a trace, on every rank
     tracker: str = "none"  # none | tensorboard
     timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7
     verb: str = "run"

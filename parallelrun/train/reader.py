@@ -66,7 +66,8 @@ class Reader:
     last_step: the step after which nothing is read ahead; 0: nothing ever is, for readers that skip from step to step.
     num_workers: processes that decode, for a split whose samples are files (`decodes_files`); None: the cores that
     the ranks of this host leave, at most 4. Other splits are read ahead by one thread.
-    `seconds` is how long `batch` has kept its caller waiting so far, the copy to the device included.
+    `samples` are what is read, before the device; `seconds` is how long `batch` has kept its caller waiting so far, the
+    copy to the device included.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Reader:
         replica = mesh.coordinate.get("dp", 0) if replica is None else replica
         size = plan.batch.replica_batch
         position = mesh.coordinate.get("pp", 0)
-        self._samples = HostSamples(
+        self.samples = HostSamples(
             split,
             sampler,
             start=replica * size,
@@ -99,7 +100,7 @@ class Reader:
     def batch(self, step: int) -> Batch:
         """The samples of step `step` (from 1). Raises what reading them raised."""
         began = time.perf_counter()
-        samples = self._ahead.take(step) if self._ahead else self._samples[step]
+        samples = self._ahead.take(step) if self._ahead else self.samples[step]
         batch = Batch(self._moved(samples.inputs), self._moved(samples.targets), samples.sample_ids.to(self._device))
         self.seconds += time.perf_counter() - began
         return batch
@@ -113,10 +114,10 @@ class Reader:
         if not last_step:
             return None
         pin = self._device.type == "cuda"  # only from pinned memory does a copy run beside the kernels
-        reads = self._samples.has_inputs or self._samples.has_targets
+        reads = self.samples.has_inputs or self.samples.has_targets
         if num_workers and reads:
-            return InWorkerProcesses(self._samples, last_step, num_workers, pin)
-        return InBackgroundThread(self._samples, last_step, pin) if reads else None
+            return InWorkerProcesses(self.samples, last_step, num_workers, pin)
+        return InBackgroundThread(self.samples, last_step, pin) if reads else None
 
     def _moved(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(self._device, non_blocking=True)

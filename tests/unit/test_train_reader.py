@@ -98,7 +98,7 @@ def test_a_reader_that_falls_behind_is_timed() -> None:
 
 @pytest.mark.parametrize("split", [Tokens, Files])
 def test_what_reading_raises_comes_up_in_the_step_that_needs_it(split: type[Tokens]) -> None:
-    order = reader(Tokens())._samples.sampler
+    order = reader(Tokens()).samples.sampler
     broken = int(order.indices(3, 0, 1)[0][0])
     one = reader(split(broken=broken), last_step=STEPS, num_workers=1)
     one.batch(1)
@@ -180,4 +180,4 @@ def test_for_a_gpu_worker_processes_are_told_to_pin(monkeypatch: pytest.MonkeyPa
 
 
 def host_samples() -> HostSamples:
-    return replace(reader(Tokens())._samples)
+    return replace(reader(Tokens()).samples)
