@@ -78,21 +78,21 @@ def get(store: Store, key: str, timeout_s: float) -> Any:
 @dataclass(frozen=True)
 class Member:
     """What a rank tells when it joins. directory_seen: it can see the run directory that rank 0 has made; born: when
-    its process was started, see `birth`."""
+    its process was started, see `birth`; words and code: see `agreement`; gpu: the identity of the GPU it would use,
+    empty for none, with that GPU's memory and the number of GPUs that it sees."""
 
     rank: int
     host: str
     pid: int
     born: str
-    code: str
-    torch: str
+    words: dict[str, tuple[str, str]]
+    code: dict[str, str]
+    code_version: str
     config: str
     directory_seen: bool
-
-    @property
-    def version(self) -> tuple[str, str, str]:
-        """What must be equal on all ranks."""
-        return self.code, self.torch, self.config
+    gpu: str = ""
+    gpu_bytes: int = 0
+    visible_gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,21 +131,6 @@ def gather(store: Store, world: int, timeout_s: float) -> list[Member]:
         what = f"joined {world - len(missing)} of {world} ranks in {timeout_s:g} s; missing: {shown}"
         raise EnvironmentProblem(Problem(f"{what} (hosts that came: {', '.join(hosts)})", "world"), exit_code=EXIT_HANG)
     return [Member(**fields) for fields in said]
-
-
-def disagreement(members: list[Member]) -> list[Problem]:
-    """What keeps these ranks from running together: other code, other torch, another config, an unseen directory."""
-    reference, problems = members[0], []
-    for label, name in (("parallelrun's code", "code"), ("torch", "torch"), ("the frozen config", "config")):
-        odd = [m for m in members if getattr(m, name) != getattr(reference, name)]
-        if odd:
-            table = "; ".join(f"rank {m.rank} on {m.host}: {getattr(m, name)[:12]}" for m in (reference, *odd[:8]))
-            problems.append(Problem(f"{label} differs between ranks: {table}", where=name))
-    unseen = sorted({m.host for m in members if not m.directory_seen})
-    if unseen:
-        what = f"the run directory is not visible on {', '.join(unseen)}"
-        problems.append(Problem(what, where="runs", suggestion="runs=<a folder on a file system all hosts share>"))
-    return problems
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -26,13 +26,20 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
                 kind="arithmetic",
             )
         )
-    if attached:  # its ranks may be on other hosts
+    if attached:  # its ranks may be on other hosts: each tells of its GPU when it joins
+        if plan.device == "cuda":
+            _check_gpus(needed=1)
         on_this_host = plan.device == "cpu" and attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if on_this_host else []
     if plan.device == "cuda":
         _check_gpus(plan.num_workers)
-        return _check_memory(plan, gpu_bytes(), each=True)
+        return check_gpu_memory(plan, gpu_bytes())
     return [*crowding(plan.world, num_cores()), *_check_memory(plan, available_bytes(), each=False)]
+
+
+def check_gpu_memory(plan: Plan, available: int) -> list[str]:
+    """Sentences of warning. Raises EnvironmentProblem when a rank's state does not fit `available` bytes of a GPU."""
+    return _check_memory(plan, available, each=True)
 
 
 def crowding(world: int, cores: int) -> list[str]:

@@ -55,7 +55,7 @@ def start(
     attached = environment.detect(os.environ)
     job = _prepare(config, plan, command, attached, run_root, worker, method)
     if attached:
-        return attach.lead(attached, job, command.overrides, command.verbose)
+        return attach.lead(attached, job, command.argv, command.overrides, command.verbose)
     status = Status(job.directory)
     status.running()
     try:
