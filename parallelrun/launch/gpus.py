@@ -21,7 +21,7 @@ def index(local_rank: int, num_visible: int) -> int:
     A launcher may show every process all GPUs of the host (torchrun), or each process its own ones, which then count
     from 0 in each of them (`srun --gpus-per-task=1`).
     """
-    return local_rank % num_visible
+    return local_rank % max(num_visible, 1)  # without any, torch says what is missing
 
 
 def of_rank(local_rank: int) -> Gpu:
