@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
-from parallelrun.launch.environment import Attached
+from parallelrun.launch.environment import LISTENER, Attached
 from parallelrun.records import write_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def connect(attached: Attached, timeout_s: float = COMPOSE_S) -> Store:
     host, port, listener = attached.master_addr, attached.master_port, None
     agent_serves = attached.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if attached.rank == 0 and not agent_serves:
-        listener = _listen(host, port)
+        listener = _inherited_listener() or _listen(host, port)
         port = listener.getsockname()[1]
         if attached.master_port == 0:
             _announce_port(attached, port)
@@ -131,6 +131,12 @@ def gather(store: Store, world: int, timeout_s: float) -> list[Member]:
         what = f"joined {world - len(missing)} of {world} ranks in {timeout_s:g} s; missing: {shown}"
         raise EnvironmentProblem(Problem(f"{what} (hosts that came: {', '.join(hosts)})", "world"), exit_code=EXIT_HANG)
     return [Member(**fields) for fields in said]
+
+
+def _inherited_listener() -> socket.socket | None:
+    """The socket that our own launcher has opened on this host for the rendezvous. Child processes do not get it."""
+    descriptor = os.environ.pop(LISTENER, "")
+    return socket.socket(fileno=int(descriptor)) if descriptor else None
 
 
 def _listen(host: str, port: int) -> socket.socket:
