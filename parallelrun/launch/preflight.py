@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from parallelrun.config.schema import Config
@@ -26,6 +27,7 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
                 kind="arithmetic",
             )
         )
+    _check_compiler(config, plan)
     if attached:  # its ranks may be on other hosts: each tells of its GPU when it joins
         if plan.device == "cuda":
             _check_gpus(needed=1)
@@ -48,6 +50,16 @@ def crowding(world: int, cores: int) -> list[str]:
         return []
     note = f"step time is no scaling measurement: {world} ranks on {cores} core{'s' * (cores > 1)}"
     return [note + (f" (more than {CROWDED} a core: expect it to be slow)" if world > CROWDED * cores else "")]
+
+
+def _check_compiler(config: Config, plan: Plan) -> None:
+    """compile=true makes C++ on the CPU, as torch's inductor does: by CXX, or g++."""
+    compiler = os.environ.get("CXX") or "g++"
+    if config.compile and plan.device == "cpu" and shutil.which(compiler.split()[0]) is None:
+        what = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
+        raise EnvironmentProblem(
+            Problem(what, "compile", "compile=false", "apt-get install g++, or CXX=<your compiler>")
+        )
 
 
 def _check_gpus(needed: int) -> None:
