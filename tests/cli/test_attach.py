@@ -166,6 +166,7 @@ def test_a_hang_ends_with_7_and_names_the_rank_that_does_not_come(tmp_path):
     stopped[0].reaches(2)
     os.kill(stopped[1].pid, signal.SIGSTOP)
     assert codes(asleep) == [7, 7]
+    assert 4 < asleep[0].noticed_after(1) < 24
     assert "in misbehave" in asleep[0].log(1) and "in all_reduce" in asleep[0].log(0)
     assert (asleep[0].status["failed_rank"], asleep[0].status["exit_code"]) == (1, 7)
     assert re.search(r"error: rank 1 .* hangs: no progress for 4 s; in misbehave", asleep[0].stderr)
