@@ -6,10 +6,10 @@ No Hydra, no torch: a mistyped key is answered in a tenth of a second.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from parallelrun.cli import hosts as host_list
-from parallelrun.cli.hosts import HostRanks
+from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, TOOLS, VERBS
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.keys import GROUPS, known_keys, nearest
@@ -18,14 +18,21 @@ from parallelrun.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
-_OUR_FLAGS = (*_SWITCHES, "--version", "--help", "-np", "-H")
+_VALUED = {
+    "-np": "ranks",
+    "-H": "hosts",
+    "--ssh-port": "port",
+    "--ssh-identity-file": "identity_file",
+    "--ssh-config": "config",
+}
+_OUR_FLAGS = (*_SWITCHES, *_VALUED, "--version", "--help")
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """What the user typed, sorted. flags: Hydra's own, as given; overrides: `key=value` in order, as typed.
 
-    placed: the hosts of -np and -H with their ranks, empty where neither was given.
+    placed: the hosts of -np and -H with their ranks, empty where neither was given; ssh: how others are reached.
     """
 
     verb: str = "run"
@@ -36,6 +43,7 @@ class CommandLine:
     trust: bool = False
     multirun: bool = False
     placed: tuple[HostRanks, ...] = ()
+    ssh: SshOptions = field(default_factory=SshOptions)
 
 
 _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
@@ -56,15 +64,14 @@ def read(argv: list[str]) -> CommandLine:
     flags: list[str] = []
     switched: set[str] = set()
     problems: list[Problem] = []
-    ranks: str | None = None
-    hosts: str | None = None
+    valued: dict[str, str] = {}
     while words:
         word = words.pop(0)
+        flag, equals, value = word.partition("=")
         if word in _SWITCHES:
             switched.add(_SWITCHES[word])
-        elif word in ("-np", "-H"):
-            value = words.pop(0) if words else ""
-            ranks, hosts = (value, hosts) if word == "-np" else (ranks, value)
+        elif flag in _VALUED:
+            valued[_VALUED[flag]] = value if equals else words.pop(0) if words else ""
         elif word.startswith("-") and word != "-":
             problems += _flag(word, words, flags)
         elif "=" in word or word.startswith("~"):
@@ -72,7 +79,11 @@ def read(argv: list[str]) -> CommandLine:
         else:
             problems += _bare(word, words, argv)
     multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
-    placed = _ranks_and_hosts(ranks, hosts, multirun, problems)
+    placed = _ranks_and_hosts(valued.pop("ranks", None), valued.pop("hosts", None), multirun, problems)
+    ssh = SshOptions(**valued)
+    problems += ssh.problems()
+    if valued and not host_list.has_others(placed):
+        problems.append(Problem("--ssh-...: no other host is given", COMMAND_LINE, "-H server1:4,server2:4"))
     given += [f"world={sum(one.num_ranks for one in placed)}"] if placed else []
     line = replace(
         line,
@@ -82,6 +93,7 @@ def read(argv: list[str]) -> CommandLine:
         verbose="verbose" in switched,
         trust="trust" in switched,
         placed=placed,
+        ssh=ssh,
     )
     parsed, found = override_checks.read(given, multirun, COMMAND_LINE)
     problems += found

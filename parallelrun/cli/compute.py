@@ -77,7 +77,9 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if made is None or line.verb in _SHOWN:
         return EXIT_OK
     if hosts.has_others(line.placed) and attached is None:
-        return hosts.start(line.placed, words)
+        from parallelrun.cli import remote
+
+        return remote.run(line.placed, words, line.ssh)
     from parallelrun.launch.start import start
 
     return start(made.composed.config, made.plan, words, made.composed.overrides, made.run_root)

@@ -15,9 +15,21 @@ import traceback
 from collections.abc import Sequence
 
 from parallelrun.config.keys import GROUPS, nearest, nearest_keys
-from parallelrun.errors import ConfigError, ParallelrunError, Problem
+from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem
 
 _SHOWN = 20
+_PLUGINS = {  # Hydra's own (https://hydra.cc/docs/plugins), by what a user chooses
+    "optuna": "hydra-optuna-sweeper",
+    "ax": "hydra-ax-sweeper",
+    "nevergrad": "hydra-nevergrad-sweeper",
+    "joblib": "hydra-joblib-launcher",
+    "ray": "hydra-ray-launcher",
+    "ray_aws": "hydra-ray-launcher",
+    "rq": "hydra-rq-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "colorlog": "hydra-colorlog",
+}
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
@@ -72,7 +84,7 @@ def translate(error: Exception) -> ParallelrunError | None:
             return link
     names = {name for link in chain for name in (base.__name__ for base in type(link).__mro__)}
     if "MissingConfigException" in names:
-        return _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
+        return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
     from_hydra = any(type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4") for link in chain)
     if not from_hydra and "RecursionError" not in names:
         return _of_hydra_frames(error)
@@ -88,6 +100,17 @@ def _chain(error: BaseException | None) -> list[BaseException]:
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain
+
+
+def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
+    """A sweeper, launcher or log format of Hydra's own plugins, which is a package that is not installed."""
+    wanted = next(str(link.missing_cfg_file) for link in chain if hasattr(link, "missing_cfg_file"))
+    match = re.fullmatch(r"hydra/(sweeper|launcher|hydra_logging|job_logging)/(\w+)", wanted.removesuffix(".yaml"))
+    package = _PLUGINS.get(match[2]) if match else None
+    if match is None or package is None:
+        return None
+    what = f"hydra/{match[1]}={match[2]} needs the package {package}, which is not installed"
+    return EnvironmentProblem(Problem(what, f"hydra/{match[1]}", command=f"pip install {package}"))
 
 
 def _missing(error: BaseException) -> ConfigError:

@@ -12,10 +12,11 @@ VERBS = {
 TOOLS = {
     "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters",
     "show": "print a recipe's composed configuration",
-    "doctor": "check this machine: torch, GPUs, memory, loopback, a two-rank all-reduce",
+    "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
-# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS. Hydra's, with whether a value follows:
+# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS and how ssh reaches them (--ssh-port P,
+# --ssh-identity-file F, --ssh-config F). Hydra's, with whether a value follows:
 HYDRA_FLAGS = {
     "--hydra-help": False,
     "--run": False,

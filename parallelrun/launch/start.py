@@ -13,9 +13,21 @@ from pathlib import Path
 
 from parallelrun.checkpoint import check_resume, resumed_from
 from parallelrun.config.schema import Config
+from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
-from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor, tf_config
+from parallelrun.launch import (
+    attach,
+    directory,
+    disk,
+    environment,
+    failure,
+    output,
+    preflight,
+    rank,
+    supervisor,
+    tf_config,
+)
 from parallelrun.launch.board import Board
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.processes import Job
@@ -23,6 +35,7 @@ from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
 from parallelrun.plan.structure import Plan
+from parallelrun.train import tracker
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ def start(
     attached = environment.detect(os.environ)
     job = _prepare(config, plan, command, attached, run_root, worker, method)
     if attached:
-        return attach.lead(attached, job, command.overrides, command.verbose)
+        return attach.lead(attached, job, command.argv, command.overrides, command.verbose)
     status = Status(job.directory)
     status.running()
     try:
@@ -104,9 +117,12 @@ def _prepare(
     if attached is None:
         tf_config.refuse_other_hosts(config, command.argv, os.uname().nodename)
     name = directory.name_of(config, plan)
-    for note in preflight.check(config, plan, attached):
-        print(f"note: {note}", file=sys.stderr)
+    notes = preflight.check(config, plan, attached)
+    tracker.check(config.tracker)
     dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
+    notes += data_notes(config, plan.spec, dataset) if dataset else []
+    for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
+        print(f"note: {note}", file=sys.stderr)
     resumed = None
     if config.verb == "run":
         found = check_resume(config, plan)
