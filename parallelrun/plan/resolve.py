@@ -92,6 +92,9 @@ def _solve(
     config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
 ) -> Plan | list[Problem]:
     """The plan, or every violation."""
+    problems = rules.too_large(config)
+    if problems:
+        return problems
     config, problems = shorthands.fold(config, given)
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
