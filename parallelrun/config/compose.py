@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -20,14 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import presets, recipe_result, recipes
+from parallelrun.config import presets, recipe_result, recipes, sweeps
 from parallelrun.config.keys import nearest
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
 from parallelrun.config.schema import Config, DatasetConfig
 from parallelrun.errors import ConfigError, Problem
-
-_SWEEP = re.compile(r"^(choice|glob|sort|shuffle)\(|[*?]")
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Prepared:
 
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
+    sweeps.check_points(overrides)
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
@@ -63,7 +61,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
             argv.append(override.hydra())
             continue
         names = []
-        for value in map(unquoted, override.values):
+        for value in sweeps.recipes_of(override, files):
             if recipes.is_path(value):
                 file = recipes.at_path(value)
                 files[file.name] = file
@@ -241,7 +239,7 @@ def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
 def _load_all(files: Mapping[str, recipes.RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
     """The chosen recipes and those they build on; the others are not even opened."""
     loaded: dict[str, Recipe] = {}
-    wanted = [name for name in chosen if name.lower() != "null" and not _SWEEP.search(name)]
+    wanted = [name for name in chosen if name.lower() != "null"]
     while wanted:
         name = wanted.pop()
         if name in loaded:
