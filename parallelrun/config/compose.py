@@ -178,6 +178,8 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
             raise ConfigError(*problems)
     given |= keys
     config, given = _fold_path(_with_own_choices(config, given), given)
+    if config.strategy.router and "model.own_router" not in given and _preset_has_router():
+        config = replace(config, model=replace(config.model, own_router=True))
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
 
 
@@ -223,6 +225,15 @@ def _with_own_choices(config: Config, given: Set[str]) -> Config:
     kept = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
     asked = {key: getattr(config.dataset, key) for key in kept}
     return replace(config, dataset=replace(DatasetConfig(), **own, **asked))
+
+
+def _preset_has_router() -> bool:
+    """Whether the file of the chosen model says how tokens are routed: ours, or of a folder that the user named."""
+    runtime = HydraConfig.get().runtime
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    files = [folder / "model" / f"{runtime.choices.get('model')}.yaml" for folder in (presets.folder(), *folders)]
+    file = next((file for file in files if file.is_file()), None)
+    return file is not None and "router" in yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
