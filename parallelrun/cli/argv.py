@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from parallelrun.cli import hosts as host_list
 from parallelrun.cli.hosts import HostRanks, SshOptions
-from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, TOOLS, VERBS
+from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, PICKLE_FLAG, TOOLS, VERBS
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.overrides import Override
@@ -52,6 +52,16 @@ _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion
 def starts_ranks(argv: list[str]) -> bool:
     """Whether `argv` means a run at all: Hydra answers some flags (`--cfg`, `--info`, ...) by itself."""
     return not any(word.partition("=")[0] in _ANSWERING for word in argv)
+
+
+def refuse_pickles(argv: list[str]) -> None:
+    """Raise ConfigError for the flag of Hydra's that unpickles a file, in full or shortened as argparse allows."""
+    for word in argv:
+        name = word.partition("=")[0]
+        if len(name) > 2 and PICKLE_FLAG.startswith(name):
+            what = f"{name}: a pickle runs whatever code it holds, so none is read"
+            command = "parallelrun recipe=RUN/config.yaml, with the run directory's own configuration"
+            raise ConfigError(Problem(what, COMMAND_LINE, command=command))
 
 
 def read(argv: list[str]) -> CommandLine:

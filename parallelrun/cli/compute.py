@@ -42,6 +42,7 @@ class _Made:
 
 def run(words: list[str]) -> int:
     """One command line of a verb (the first word may name it). Raises ParallelrunError and what Hydra raises."""
+    command_lines.refuse_pickles(words)
     if completion.is_asked(words):
         return _complete(words)
     attached = detect(os.environ)

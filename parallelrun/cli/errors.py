@@ -85,7 +85,7 @@ def translate(error: Exception) -> ParallelrunError | None:
     names = {name for link in chain for name in (base.__name__ for base in type(link).__mro__)}
     if "MissingConfigException" in names:
         return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
-    from_hydra = any(type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4") for link in chain)
+    from_hydra = any(map(_of_hydra, chain))
     if not from_hydra and "RecursionError" not in names:
         return _of_hydra_frames(error)
     texts = [_first_lines(str(link)) for link in chain]
@@ -113,12 +113,16 @@ def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
     return EnvironmentProblem(Problem(what, f"hydra/{match[1]}", command=f"pip install {package}"))
 
 
+def _of_hydra(link: BaseException) -> bool:
+    return type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
 def _missing(error: BaseException) -> ConfigError:
     """An unknown option of a group, or an unknown file."""
     wanted = str(getattr(error, "missing_cfg_file", "") or "")
-    group, _, name = wanted.rpartition("/")
+    group, _, name = wanted.partition("/")
     options = list(getattr(error, "options", None) or [])
-    if group.split("/")[0] not in GROUPS:
+    if group not in GROUPS:
         return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration"))
     if group == "recipe":
         from parallelrun.config import recipes
@@ -130,7 +134,14 @@ def _missing(error: BaseException) -> ConfigError:
 
 
 def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
-    first, cause = texts[0], texts[-1]
+    # a resolver's own exception (`KeyError: b'HOME'`) says less than what OmegaConf makes of it
+    of_hydra = [text for text, link in zip(texts, chain) if _of_hydra(link) and "$VALUE" not in text]
+    first, cause = texts[0], of_hydra[-1] if of_hydra else texts[-1]
+    unset = re.search(r"Environment variable '([^']+)' not found", cause)
+    if unset:
+        what = f"the environment variable {unset[1]} is not set"
+        suggestion = f"${{oc.env:{unset[1]},DEFAULT}}, with a value for where it is not set"
+        return ConfigError(Problem(what, _full_key(chain) or "configuration", suggestion))
     override = getattr(chain[0], "override", None)
     if override:
         return ConfigError(Problem(f"{override}: {first}", "command line", command="parallelrun --help"))

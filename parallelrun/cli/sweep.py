@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch))
         stopped = EXIT_OK
         try:
-            compose.run_hydra(Prepared(hydra_argv, prepared.recipe_keys, prepared.shown), lambda c: _point(c, sweep))
+            compose.run_hydra(replace(prepared, argv=hydra_argv), lambda c: _point(c, sweep))
         except (KeyboardInterrupt, _Stopped) as error:
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
         rows = report.read(directory)

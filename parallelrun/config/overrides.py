@@ -166,6 +166,10 @@ def _group(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{override.text}: a name is missing", where, command=f"parallelrun ls {key}")]
     if not (key == "recipe" and recipes.is_path(value)) and _several(override, where):
         return _several(override, where)
+    climbing = [one for one in map(unquoted, override.values) if one.startswith("/") or ".." in one.split("/")]
+    if key != "recipe" and climbing:
+        what = f"{override.text}: a {key} is chosen by its name, and {climbing[0]} leads to another folder"
+        return [Problem(what, where, command="parallelrun --config-dir FOLDER ..., for options of your own")]
     if value.lower() == "null" and key != "recipe":
         return [Problem(f"{override.text}: a {key} must be chosen", where, command=f"parallelrun ls {key}")]
     return []

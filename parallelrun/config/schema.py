@@ -67,6 +67,7 @@ class ModelConfig:
     dense_layers: int = 0  # the first layers, which have none
     shared_experts: int = 0  # an MLP of so many expert_ffn beside the experts, for every token
     router: RouterConfig = field(default_factory=RouterConfig)
+    own_router: bool = False  # `strategy` changes nothing of the router; filled where the model's preset has a router
     # matmul: the product X (rows x inner) by W (inner x columns) of the lesson
     rows: int = 4
     inner: int = 5

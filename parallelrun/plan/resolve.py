@@ -92,6 +92,10 @@ def _solve(
     config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
 ) -> Plan | list[Problem]:
     """The plan, or every violation."""
+    problems = rules.too_large(config)
+    if problems:
+        return problems
+    notes = routing.kept(config)
     config, problems = shorthands.fold(config, given)
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
@@ -129,8 +133,7 @@ def _solve(
     sets, problems = sample_sets.settle(request, ways.data.settle(request))
     if problems:
         return problems
-    notes = tuple(problem.what for problem in unread)
-    plan = _plan(config, request, ways, degrees, stages, notes)
+    plan = _plan(config, request, ways, degrees, stages, (*(problem.what for problem in unread), *notes))
     said = sample_sets.filled(config.model.norm_samples, sets)
     return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
 

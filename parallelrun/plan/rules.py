@@ -6,6 +6,7 @@ import re
 from math import isfinite
 from typing import Any
 
+from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.plan import lr_scale
@@ -33,6 +34,22 @@ CHOICES = {
     "model.router.renormalise": ("none", "before", "after"),
     "model.router.drop_policy": ("position", "probability"),
     "model.router.second_expert": ("random", "all"),
+}
+# The largest whole numbers that can be planned with: what is counted one by one (layers, samples of a step) is bounded
+# by the time that it takes, everything else lies far above what any machine could hold.
+LARGEST = 2**40
+LARGEST_OF = {
+    "seed": 2**63 - 1,
+    "dataset.num_workers": 256,
+    **dict.fromkeys(
+        ("global_batch", "local_batch", "micro_batch", "microbatches", "model.router.group_samples"), 2**20
+    ),
+    **dict.fromkeys(("model.layers", "model.stages", "model.dense_layers", "model.expert_period"), 16_384),
+    **dict.fromkeys(("model.heads", "model.kv_heads", "model.experts", "model.shared_experts"), 2**20),
+    **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn", "model.vocab", "model.seq"), 2**30),
+    **dict.fromkeys(("model.image", "model.channels", "model.width"), 2**16),
+    **dict.fromkeys(("model.rows", "model.inner", "model.columns"), 2**20),
+    **dict.fromkeys(("cluster.nodes", "cluster.gpus_per_node", "strategy.demo"), 2**20),
 }
 # key: the least whole number allowed
 WHOLE = {
@@ -69,6 +86,7 @@ WHOLE = {
     "cluster.nodes": 1,
     "cluster.gpus_per_node": 1,
 }
+DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` says how large they may be
 EXPERTS = {"experts": 0, "expert_ffn": 1, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}
 # sizes of a model, by its name; at least 1, but for those of EXPERTS
 MODEL_WHOLE = {
@@ -120,16 +138,30 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
 }
 
 
+def too_large(config: Config) -> list[Problem]:
+    """Numbers that nothing can be planned with: to be told before anything is made as often as they say."""
+    problems = []
+    for key in sorted(known_keys().keys() - DEGREES):
+        value, most = _get(config, key), LARGEST_OF.get(key, LARGEST)
+        numbers = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if any(type(number) is int and number > most for number in numbers):
+            what = f"{key}={value} is more than can be planned with: at most {most}"
+            problems.append(Problem(what, key, kind="arithmetic"))
+    return problems
+
+
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = _by_tables(config, of_router=False)
     problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
-    if config.seed >= 2**63:
-        problems.append(Problem(f"seed={config.seed} does not fit 63 bits", "seed", f"seed={2**63 - 1}"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
         problems.append(Problem(what, "name", f"name={cleaned or 'run'}"))
+    for key, name in (("strategy.name", config.strategy.name), ("model.preset", config.model.preset)):
+        if not RUN_NAME.fullmatch(name):
+            what = f"{key}={name[:80]!r} names directories of runs: 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
+            problems.append(Problem(what, key, "the preset's own name"))
     if config.plot is not None and config.verb not in ("plan", "explain"):
         what = f"plot={config.plot} is read by plan and explain only, not by {config.verb}"
         problems.append(

@@ -101,3 +101,39 @@ def test_what_was_given_is_known():
     assert "dp" not in found.given and "verb" not in found.given and "path" not in found.given
     assert found.overrides == ("recipe=quickstart", "model.layers=4", "dataset.path=/x")
     assert found.config.dataset.path == "/x" and found.config.path is None
+
+
+WITH_ROUTERS = [name for name in presets.options("model") if "router" in presets.values("model", name)]
+
+
+@pytest.mark.parametrize("model", WITH_ROUTERS)
+def test_no_strategy_changes_how_a_preset_of_a_model_routes(model):
+    alone = composed(f"model={model}")
+    router = resolve(alone.config, given=alone.given).spec.router
+    for strategy in presets.options("strategy"):
+        own = presets.values("strategy", strategy).get("router")
+        if own:
+            found = composed(f"model={model}", f"strategy={strategy}", "dp=8", "global_batch=64")
+            plan = resolve(found.config, given=found.given)
+            assert plan.spec.router == router, strategy
+            note = [text for text in plan.warnings if "keeps its own router" in text]
+            assert bool(note) == any(getattr(router, key) != value for key, value in own.items()), strategy
+
+
+def test_the_router_of_a_model_of_the_users_own_is_kept_too(tmp_path):
+    text = (presets.folder() / "model" / "moe_gpt.yaml").read_text() + "\nrouter:\n  capacity_factor: 3.0\n"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(text)
+    found = composed("model=mine", "strategy=gshard", f"hydra.searchpath=['file://{tmp_path}']")
+    assert resolve(found.config, given=found.given).spec.router.capacity_factor == 3.0
+
+
+def test_the_user_and_a_preset_of_experts_change_a_router():
+    for words, factor in (
+        (["model=gshard_600b"], 1.0),
+        (["model=gshard_600b", "model.router.capacity_factor=2.0"], 2.0),
+        (["model=gshard_600b", "model.own_router=false"], 1.25),
+        (["model=moe_gpt"], 1.25),
+    ):
+        found = composed(*words, "strategy=gshard", "dp=8", "global_batch=64")
+        assert resolve(found.config, given=found.given).spec.router.capacity_factor == factor
