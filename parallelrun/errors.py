@@ -17,13 +17,21 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control characters, escapes and the like are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with what the user asked for.
 
     what: the broken rule with its numbers; where: key or file (`tp`, `recipe.yaml:3`); suggestion: the nearest legal
     value or name ("did you mean"); command: something to try; kind: `arithmetic` (does not divide), `undefined` (has
-    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen ways do not read) or `usage`.
+    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen ways do not read) or `usage`. A text may quote
+    names out of files that others have made: it is made `printable`.
     """
 
     what: str
@@ -31,6 +39,10 @@ class Problem:
     suggestion: str = ""
     command: str = ""
     kind: str = "usage"
+
+    def __post_init__(self) -> None:
+        for name in ("what", "where", "suggestion", "command"):
+            object.__setattr__(self, name, printable(str(getattr(self, name))))
 
 
 class ParallelrunError(Exception):

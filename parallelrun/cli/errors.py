@@ -73,13 +73,23 @@ def translate(error: Exception) -> ParallelrunError | None:
     names = {name for link in chain for name in (base.__name__ for base in type(link).__mro__)}
     if "MissingConfigException" in names:
         return _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
-    from_hydra = any(type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4") for link in chain)
-    if not from_hydra and "RecursionError" not in names:
+    from_hydra = any(_is_of_hydra(type(link).__module__) for link in chain)
+    if not from_hydra and not ("RecursionError" in names and any(map(_passed_hydra, chain))):
         return _of_hydra_frames(error)
     texts = [_first_lines(str(link)) for link in chain]
     if "RecursionError" in names or "recursi" in " ".join(texts).lower():
         return ConfigError(Problem("a ${...} leads back to itself", _full_key(chain) or "an interpolation"))
     return _composition(chain, texts)
+
+
+def _is_of_hydra(module: str) -> bool:
+    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
+def _passed_hydra(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf raised `error`: its innermost frames are theirs."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(_is_of_hydra(module) for module in frames[-50:])
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

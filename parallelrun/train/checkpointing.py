@@ -29,7 +29,7 @@ class Checkpoints:
     def resume(self) -> int:
         """Load `config.resume` if given; return the step it was saved after, else 0. Raises CheckpointError."""
         self._resumed = load(self._training, self._scaler)
-        return int(self._resumed.get("step", 0))
+        return int(self._resumed["step"]) if self._resumed else 0
 
     def after_step(self, step: int, stopping: bool) -> None:
         """Save if it is time to. A periodic save that fails is said and tried again when the next one is due.
