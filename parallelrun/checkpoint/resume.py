@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from (`resume=`), whether it may, and how it is kept from being deleted. Torch-free."""
+"""Which checkpoint a run goes on from (`resume=`), whether it may, and how it is kept from deletion. Torch-free."""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ _KEYS = """  degrees     world dp tp pp ep
   model       model.layers hidden heads kv_heads ffn vocab seq ...
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
-  run         steps seed dropout recompute compile device name resume path runs
-  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker
+  run         steps seed dropout recompute compile device name path runs
+  going on    resume=latest (the newest run) | auto (this training, or fresh) | DIR
+  records     eval.every eval.batches checkpoint.every keep last, tracker
   plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
