@@ -46,9 +46,13 @@ class Problem:
 
 
 class ParallelrunError(Exception):
-    """An error meant for the user: shown without a traceback, ends the program with `exit_code`."""
+    """An error meant for the user: shown without a traceback, ends the program with `exit_code`.
+
+    of_another_rank: all ranks raise this error alike, and another rank is the one whose failure it tells.
+    """
 
     exit_code = EXIT_RUN_FAILED
+    of_another_rank = False
 
     def __init__(self, *problems: Problem | str, exit_code: int | None = None):
         self.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
@@ -89,6 +93,13 @@ class NumericsError(ParallelrunError):
     """Non-finite loss or gradient, or too many skipped steps: exit 5."""
 
     exit_code = EXIT_NUMERICS
+
+
+class PeerFailed(ParallelrunError):
+    """An exception on another rank, which tells it itself, ends this rank too: exit 6."""
+
+    exit_code = EXIT_RANK_DIED
+    of_another_rank = True
 
 
 class CollectiveMismatch(ParallelrunError):
