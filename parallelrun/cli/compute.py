@@ -117,6 +117,10 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Mad
     from parallelrun.plan.resolve import resolve
 
     world = attached.world if attached is not None else None
+    if composed.config.resume is not None:
+        from parallelrun.cli.resume import with_saved_configuration
+
+        composed = with_saved_configuration(composed, world)
     return _Made(composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus()), run_root)
 
 

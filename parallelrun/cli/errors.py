@@ -86,12 +86,22 @@ def translate(error: Exception) -> ParallelrunError | None:
     if "MissingConfigException" in names:
         return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
     from_hydra = any(map(_of_hydra, chain))
-    if not from_hydra and "RecursionError" not in names:
+    if not from_hydra and not ("RecursionError" in names and any(map(_passed_hydra, chain))):
         return _of_hydra_frames(error)
     texts = [_first_lines(str(link)) for link in chain]
     if "RecursionError" in names or "recursi" in " ".join(texts).lower():
         return ConfigError(Problem("a ${...} leads back to itself", _full_key(chain) or "an interpolation"))
     return _composition(chain, texts)
+
+
+def _is_of_hydra(module: str) -> bool:
+    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
+def _passed_hydra(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf raised `error`: its innermost frames are theirs."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(_is_of_hydra(module) for module in frames[-50:])
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -114,7 +124,7 @@ def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
 
 
 def _of_hydra(link: BaseException) -> bool:
-    return type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+    return _is_of_hydra(type(link).__module__)
 
 
 def _missing(error: BaseException) -> ConfigError:

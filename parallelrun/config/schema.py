@@ -247,7 +247,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = 0  # steps; 0: never while running (a preempted run is saved all the same)
     keep: int = 2
-    last: bool = False  # also after the last step
+    last: bool | None = None  # also after the last step; None: yes, except of a sweep's points
 
 
 @dataclass
@@ -309,7 +309,7 @@ class Config:
     compile: bool = False
     device: str = "auto"  # auto | cpu | cuda
     name: str | None = None
-    resume: str | None = None  # latest | a run directory | a checkpoint directory
+    resume: str | None = None  # latest | auto | a run directory | a checkpoint directory
     runs: str = "runs"  # where run directories are made
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table

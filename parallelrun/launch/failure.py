@@ -53,7 +53,8 @@ class Failure:
 def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, alone: bool = False) -> Failure:
     """The Failure of a rank whose worker raised. alone: there is no other rank, so an exception is a failed run (1)."""
     if isinstance(error, ParallelrunError):
-        return Failure(rank, str(error), error.exit_code, time_ns, problems=error.problems, traceback=traceback)
+        order = 3 if error.of_another_rank else 0
+        return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=traceback)
     chain = list(_chain(error))
     if any(isinstance(e, OSError) and e.errno in _NO_ROOM for e in chain):
         return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=traceback)

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parallelrun.checkpoint import check_resume, resumed_from
+from parallelrun.checkpoint.resume import AUTO, check_resume, hold, resumed_from, step_of
 from parallelrun.config.schema import Config
 from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
 from parallelrun.launch import (
     attach,
     directory,
@@ -67,6 +67,10 @@ def start(
     command = Command(tuple(argv), tuple(overrides))
     attached = environment.detect(os.environ)
     job = _prepare(config, plan, command, attached, run_root, worker, method)
+    if job is None:
+        if attached:
+            attach.abandon(attached, EXIT_OK)
+        return EXIT_OK
     if attached:
         return attach.lead(attached, job, command.argv, command.overrides, command.verbose)
     status = Status(job.directory)
@@ -112,29 +116,57 @@ def _prepare(
     run_root: Path | None,
     worker: str,
     method: str,
-) -> Job:
-    """Everything that can be refused, refused; then the run directory with what is known before the first step."""
+) -> Job | None:
+    """Everything that can be refused, refused; then the run directory with what is known before the first step.
+
+    None where nothing is left to do: the run that would go on has finished, which is said.
+    """
     if attached is None:
         tf_config.refuse_other_hosts(config, command.argv, os.uname().nodename)
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached)
     tracker.check(config.tracker)
     dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
+    found = check_resume(config, plan) if config.verb == "run" else None
+    if found and _is_finished(found, config):
+        return None
     notes += data_notes(config, plan.spec, dataset) if dataset else []
     for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
     resumed = None
-    if config.verb == "run":
-        found = check_resume(config, plan)
-        config = replace(config, resume=str(found)) if found else config  # what `latest` is now, for all ranks
-        if found and dataset:
-            resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
-            if warning:
-                print(f"warning: {warning}", file=sys.stderr)
+    if found and dataset:
+        resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
     os.umask(0o077)
     place = directory.create(Path(config.runs), name, run_root)
+    config = _holding(config, plan, found, place) if config.verb == "run" else config
     directory.describe(place, config, plan, command.argv, command.overrides, resumed)
     return Job(config, plan, place, worker, method)
+
+
+def _is_finished(found: Path, config: Config) -> bool:
+    """Whether the checkpoint to go on from is that of the last step, or beyond; said if so."""
+    step = step_of(found)
+    if step >= config.steps:
+        print(f"finished: {found} is step {step} of {config.steps}, nothing is left to do (steps={2 * step} trains on)")
+    elif config.resume == AUTO:
+        print(f"resume=auto: goes on from step {step}, {found}", file=sys.stderr)
+    return step >= config.steps
+
+
+def _holding(config: Config, plan: Plan, found: Path | None, place: Path) -> Config:
+    """`config` for all ranks, where `resume` is one checkpoint, which nobody deletes before they have read it."""
+    if found is None:
+        if config.resume == AUTO:
+            print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
+        return replace(config, resume=None)
+    held = hold(found, place)
+    while held is None:  # the run that saved it is alive, and has saved a newer one
+        found = check_resume(config, plan)
+        assert found is not None
+        held = hold(found, place)
+    return replace(config, resume=str(held))
 
 
 def _inline(job: Job, command: Command) -> Outcome:

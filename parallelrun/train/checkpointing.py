@@ -29,7 +29,7 @@ class Checkpoints:
     def resume(self) -> int:
         """Load `config.resume` if given; return the step it was saved after, else 0. Raises CheckpointError."""
         self._resumed = load(self._training, self._scaler)
-        return int(self._resumed.get("step", 0))
+        return int(self._resumed["step"]) if self._resumed else 0
 
     def after_step(self, step: int, stopping: bool) -> None:
         """Save if it is time to. A periodic save that fails is said and tried again when the next one is due.
@@ -66,11 +66,15 @@ class Checkpoints:
 
 
 def due(config: Config, step: int, stopping: bool) -> bool:
-    """True if the run saves after this step: periodically, when asked to stop, and after the last if wanted."""
+    """True if the run saves after this step: periodically, when asked to stop, and after the last unless unwanted.
+
+    A resumed run always saves its last state: otherwise its predecessor's would pass for the newest one.
+    """
     if stopping:
         return True
     every = config.checkpoint.every
-    return (every > 0 and step % every == 0) or (config.checkpoint.last and step == config.steps)
+    keeps_last = config.checkpoint.last is not False or bool(config.resume)
+    return (every > 0 and step % every == 0) or (keeps_last and step == config.steps)
 
 
 def _next_save(config: Config, step: int) -> str:

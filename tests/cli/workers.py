@@ -4,6 +4,7 @@ all-reduce per step, as training does. What a worker should do comes by environm
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -92,6 +93,27 @@ def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
     (context.directory / f"facts_{context.rank}.json").write_text(json.dumps(facts))
     dist.barrier()
     return EXIT_OK
+
+
+def fail_in_save(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The real training, in which rank `rank` raises `do` in the place of writing its file of a checkpoint."""
+    from parallelrun.checkpoint import storage
+    from parallelrun.train import worker
+
+    wanted = {"rank": 3, "do": "ValueError", **wish()}
+    errors = {
+        "ValueError": ValueError("injected into save"),
+        "OSError without a number": OSError("injected into save"),
+        "AssertionError": AssertionError("injected into save"),
+        "full disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank.safetensors"),
+    }
+
+    def fail(*_: object) -> None:
+        raise errors[wanted["do"]]
+
+    if context.rank == wanted["rank"]:
+        storage.write_safetensors = fail
+    return worker.run(config, plan, context)
 
 
 def differ(config: Config, plan: Plan, context: WorkerContext) -> int:
