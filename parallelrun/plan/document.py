@@ -8,11 +8,12 @@ from math import gcd
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import account, cluster_cost, expert_facts, simulate
+from parallelrun.plan import account, bubble, cluster_cost, expert_facts, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, costs
-from parallelrun.plan.resolve import server_way_of, ways_of
+from parallelrun.plan.hosts import ranks_per_node
+from parallelrun.plan.load import server_way_of, ways_of
 from parallelrun.plan.structure import Plan
 
 LINKED_RANKS = 64  # more are not listed link by link
@@ -46,11 +47,6 @@ def facts(plan: Plan, config: Config) -> Facts:
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
     data_axis = costs(plan, config.cluster, cost.compute_s)
     return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config), data_axis)
-
-
-def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
-    """Devices a host has, as far as the cluster says; else all ranks are on one host."""
-    return cluster.gpus_per_node or -(-world // (cluster.nodes or 1))
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
@@ -136,11 +132,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         texts.append(f"{plan.world:,} ranks on {cores} cores of this host: step time is no scaling measurement")
-    bubble = found.simulation.bubble_of_total
-    if bubble > 0.5 and plan.pipeline.kind != "naive":
-        texts.append(
-            f"the bubble is {bubble:.0%} of a step: more microbatches (now {plan.batch.microbatches}) shrink it"
-        )
+    texts += bubble.warnings(plan, config, found.simulation)
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
     return texts

@@ -19,11 +19,11 @@ from parallelrun.plan.document import (
     facts,
     link_rows,
     rank_row,
-    ranks_per_node,
     server_rows,
     stage_rows,
     warnings,
 )
+from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.report.data_axis import panel as data_axis_panel

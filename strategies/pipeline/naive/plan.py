@@ -13,6 +13,7 @@ class Way(PipelineWay):
     """GPipe with one microbatch: utilisation 1 / pp."""
 
     kind = "naive"
+    takes_microbatches = False
 
     def check_microbatches(self, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches == 1:
