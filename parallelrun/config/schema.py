@@ -232,7 +232,7 @@ class ClusterConfig:
     nodes: int | None = None
     gpus_per_node: int | None = None
     memory_gb: float | None = None
-    peak_tflops: float | None = None
+    peak_tflops: Any = None  # of a device, dense: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}
     intra_gb_s: float | None = None
     inter_gb_s: float | None = None
     latency_us: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallelrun.config.schema import ClusterConfig
@@ -22,12 +23,21 @@ def fits(memory: Memory, cluster: ClusterConfig, device_bytes: int | None = None
     return "yes" if memory.total <= 0.9 * available else "unknown"
 
 
+def peak_flops(cluster: ClusterConfig, precision: str) -> float | None:
+    """FLOPs a second of a device that computes in `precision` (fp64 | fp32 | bf16 | fp16); None where the cluster does
+    not say."""
+    peak = cluster.peak_tflops
+    peak = peak.get(precision) if isinstance(peak, Mapping) else peak
+    return peak * 1e12 if peak else None
+
+
 @dataclass(frozen=True)
 class Cost:
     """FLOPs of one step over all ranks, and seconds where the cluster gives rates (else None).
 
     model_flops: forward and twice that backward ("72-form": 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a gpt, SC21).
-    hardware_flops: with the forwards that recompute=full repeats. compute_s: at the peak rate, bubble included.
+    hardware_flops: with the forwards that recompute=full repeats. compute_s: at the peak rate of the plan's precision,
+    bubble included.
     communication_s: of the busiest rank, its wire bytes and calls at the links' rates, nothing overlapped.
     """
 
@@ -42,7 +52,8 @@ def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan
     forward = plan.spec.forward_flops * plan.batch.global_batch
     repeated = sum(block.forward_flops for block in plan.spec.blocks if block.kind not in ("embedding", "head"))
     again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
-    compute = makespan_flops / (cluster.peak_tflops * 1e12) if cluster.peak_tflops else None
+    peak = peak_flops(cluster, plan.precision.name)
+    compute = makespan_flops / peak if peak else None
     return Cost(3 * forward, 3 * forward + again, compute, _communication_s(plan, cluster, rows))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.plan import lr_scale
@@ -112,17 +114,19 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "model.router.jitter": (0, True, 1, False),
     "model.router.bias_rate": (0, True, None, False),
     "cluster.memory_gb": (0, False, None, False),
-    "cluster.peak_tflops": (0, False, None, False),
     "cluster.intra_gb_s": (0, False, None, False),
     "cluster.inter_gb_s": (0, False, None, False),
     "cluster.latency_us": (0, True, None, False),
 }
 
 
+POSITIVE = (0, False, None, False)
+
+
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = _by_tables(config, of_router=False)
-    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config)
+    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _peaks(config.cluster.peak_tflops)
     if config.seed >= 2**63:
         problems.append(Problem(f"seed={config.seed} does not fit 63 bits", "seed", f"seed={2**63 - 1}"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
@@ -200,12 +204,25 @@ def _real(key: str, value: Any, least: float, closed: bool, bound: float | None,
 
 def _default(key: str, otherwise: object) -> object:
     """What stands in the schema, if anything does."""
-    value = _get(Config(), key)
+    value = _get(Config(), key) if key in known_keys() else None
     return otherwise if value is None else value
 
 
 def _inside(least: float, closed: bool, bound: float | None) -> float:
     return least if closed else (least + bound) / 2 if bound is not None else 1.0
+
+
+def _peaks(given: Any) -> list[Problem]:
+    """Of `cluster.peak_tflops`: one rate, or one per precision."""
+    key = "cluster.peak_tflops"
+    if not isinstance(given, Mapping):
+        return _real(key, given, *POSITIVE)
+    unknown = [name for name in given if name not in TABLE]
+    problems = [
+        Problem(f"{key} has no {name}; it is one of {', '.join(TABLE)}", key, f"{key}.{did_you_mean(name, TABLE)}")
+        for name in map(str, unknown)
+    ]
+    return problems + [p for name in TABLE for p in _real(f"{key}.{name}", given.get(name), *POSITIVE)]
 
 
 def _betas(betas: list[float]) -> list[Problem]:

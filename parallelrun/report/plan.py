@@ -57,7 +57,7 @@ def show(plan: Plan, config: Config, console: Console, found: Facts | None = Non
         *([("servers", _servers(plan))] if plan.servers else []),
         ("schedule", _schedule(plan, found, width - 4)),
         ("collectives of a step", _traffic(plan, found)),
-        ("cost of a step", _cost(plan, found)),
+        ("cost of a step", _cost(plan, config, found)),
     ]
     if found.data_axis:
         parts.append(("ways of the data axis", data_axis_panel(found.data_axis, width - 4)))
@@ -283,14 +283,17 @@ def _links(plan: Plan) -> list[Text]:
     return [Text(f"{len(rows)} links of dp, at most {most}; --json lists them", "dim")]
 
 
-def _cost(plan: Plan, found: Facts) -> Text:
+def _cost(plan: Plan, config: Config, found: Facts) -> Text:
     cost = found.cost
     text = Text(f"{flops_text(cost.model_flops)} by the model (72-form: forward, and twice that backward)")
     if cost.hardware_flops > cost.model_flops:
         text.append(f", {flops_text(cost.hardware_flops)} with what recompute={plan.recompute} repeats")
+    name = plan.precision.name
     if cost.compute_s is None:
-        return text.append("\ntime: unknown, the cluster gives no rates (try cluster=a100_80gb)")
-    text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate, bubble included")
+        given = f"no peak rate of {name} (cluster.peak_tflops.{name})" if config.cluster.peak_tflops else "no rates"
+        return text.append(f"\ntime: unknown, the cluster gives {given}; try cluster=a100_80gb")
+    peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
+    text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate of {name}, {peak}, bubble included")
     if cost.communication_s is None:
         return text.append("; communication: unknown, the cluster gives no link rates")
     low, high = max(cost.compute_s, cost.communication_s), cost.compute_s + cost.communication_s

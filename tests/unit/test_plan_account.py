@@ -211,6 +211,16 @@ def test_flops_are_sc21_s_72_form():
     assert cost.compute_s is None and cost.communication_s is None
 
 
+def test_compute_takes_the_peak_of_the_dtype_that_computes():
+    cluster = ClusterConfig(peak_tflops={"fp64": 1.0, "fp32": 2.0, "bf16": 16.0})
+    times = {}
+    for name in ("fp64", "fp32", "bf16", "fp16"):
+        plan = tiny_plan({"precision.name": name})
+        makespan = simulate.of_plan(plan, ways_of(plan).pipeline).makespan
+        times[name] = cluster_cost.cost(plan, cluster, (), makespan).compute_s
+    assert times["fp64"] == 2 * times["fp32"] == 16 * times["bf16"] and times["fp16"] is None
+
+
 def test_time_comes_from_the_cluster_s_rates_alone():
     plan = tiny_plan(dp=2)
     _, rows = account.traffic(plan)
