@@ -7,20 +7,35 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan.account import EMBEDDING, WORLD, Traffic
+from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Memory, Plan
 
+SURE = 0.9  # of a device's memory: the rest is left to what the figure does not count
 
-def fits(memory: Memory, cluster: ClusterConfig, device_bytes: int | None = None) -> str:
-    """yes | no | unknown, against `cluster.memory_gb` (10^9 bytes) or the device's own size.
 
-    Unknown without a size, and within the last tenth, where what the figure leaves out decides.
-    """
-    available = cluster.memory_gb * 1e9 if cluster.memory_gb else device_bytes
+def device_bytes(cluster: ClusterConfig) -> float | None:
+    """Memory of a device (`cluster.memory_gb` of 10^9 bytes); None where the cluster does not say."""
+    return cluster.memory_gb * 1e9 if cluster.memory_gb else None
+
+
+def fits(memory: Memory, cluster: ClusterConfig) -> str:
+    """yes | no | unknown. Unknown without a size, and in the last tenth, where what the figure leaves out decides."""
+    available = device_bytes(cluster)
     if not available:
         return "unknown"
     if memory.total > available:
         return "no"
-    return "yes" if memory.total <= 0.9 * available else "unknown"
+    return "yes" if memory.total <= SURE * available else "unknown"
+
+
+def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
+    """The reason for what `fits` answers, in one unit."""
+    available = device_bytes(cluster)
+    if not available:
+        return "cluster.memory_gb is not given"
+    close = fits(memory, cluster) == "unknown"
+    left = f"; what is not counted may need more than the {gib(available - memory.total)} left" if close else ""
+    return f"a device has {gib(available)}{left}"
 
 
 def peak_flops(cluster: ClusterConfig, precision: str) -> float | None:

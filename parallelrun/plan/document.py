@@ -8,12 +8,13 @@ from math import gcd
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import account, bubble, cluster_cost, expert_facts, simulate
+from parallelrun.plan import account, bubble, cluster_cost, expert_facts, memory_advice, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, costs
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.load import server_way_of, ways_of
+from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Plan
 
 LINKED_RANKS = 64  # more are not listed link by link
@@ -120,8 +121,8 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     memory = found.memories[found.heaviest_position]
     if cluster_cost.fits(memory, cluster) == "no":
         texts.append(
-            f"does not fit: a rank of pp={found.heaviest_position} needs {memory.total / 1e9:.1f} GB, "
-            f"a device has {cluster.memory_gb:g} GB; more tp or pp, recompute=full or strategy=fsdp need less"
+            f"does not fit: a rank of pp={found.heaviest_position} needs {gib(memory.total)}, "
+            f"{cluster_cost.why_fits(memory, cluster)}; {memory_advice.advice(plan, config)}"
         )
     per_node = ranks_per_node(cluster, plan.world)
     if cluster.nodes and plan.world > cluster.nodes * per_node:
@@ -181,6 +182,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "heaviest_position": found.heaviest_position,
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, config.cluster),
+            "why": cluster_cost.why_fits(worst, config.cluster),
         },
         "schedule": {
             "kind": plan.pipeline.kind,

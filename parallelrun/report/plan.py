@@ -24,7 +24,7 @@ from parallelrun.plan.document import (
     warnings,
 )
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.names import counted
+from parallelrun.plan.names import counted, gib
 from parallelrun.plan.structure import Plan
 from parallelrun.report.data_axis import panel as data_axis_panel
 from parallelrun.report.experts import panel as experts_panel
@@ -182,10 +182,9 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
         )
     worst = found.memories[heaviest]
     fits = cluster_cost.fits(worst, config.cluster)
-    size = config.cluster.memory_gb
-    known = f"a device has {size:g} GB" if size else "cluster.memory_gb is not given"
     verdict = Text.assemble("fits: ", (fits, {"yes": "bold green", "no": "bold red"}.get(fits, "bold yellow")))
-    verdict.append(f" (the heaviest rank needs {bytes_text(worst.total)}; {known})")
+    need = gib(worst.total) if config.cluster.memory_gb else bytes_text(worst.total)
+    verdict.append(f" (the heaviest rank needs {need}; {cluster_cost.why_fits(worst, config.cluster)})")
     marks = "; * marks the heaviest" if len(found.memories) > 1 else ""
     notes = [f"weights to total: {unit} of the rank of each pp coordinate that holds most{marks}"]
     left_out = len(found.memories) - len(positions)

@@ -12,6 +12,7 @@ from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import read
 from parallelrun.errors import ConfigError
 from parallelrun.plan import account, cluster_cost, simulate
+from parallelrun.plan.document import document as describe
 from parallelrun.plan.load import ways_of
 from parallelrun.plan.resolve import resolve
 from parallelrun.precision import TABLE
@@ -142,6 +143,15 @@ def test_every_recipe_is_described_and_legal(name):
     assert resolve(found.config, given=found.given).world >= 1
     loaded = recipes.load(replace(recipes.find({})[name], source="user"))  # built-in ones obey the strangers' rules too
     assert loaded.keys <= found.given
+
+
+@pytest.mark.parametrize("name", sorted(name for name, file in recipes.find({}).items() if file.source == "built-in"))
+def test_every_recipe_fits_its_own_cluster(name):
+    found = composed(f"recipe={name}")
+    document = describe(resolve(found.config, given=found.given), found.config)
+    assert document["memory"]["fits"] == "yes", document["memory"]
+    nodes = found.config.cluster.nodes or 1
+    assert document["world"] <= nodes * (found.config.cluster.gpus_per_node or document["world"])
 
 
 def test_the_recipe_of_the_issue_is_the_plan_of_the_issue():
