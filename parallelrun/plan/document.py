@@ -11,8 +11,8 @@ from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import account, bubble, cluster_cost, expert_facts, memory_advice, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
-from parallelrun.plan.data_axis import DataAxis, costs
-from parallelrun.plan.hosts import ranks_per_node
+from parallelrun.plan.data_axis import DataAxis, agreed, costs
+from parallelrun.plan.hosts import ranks_per_node, stays_in_node
 from parallelrun.plan.load import server_way_of, ways_of
 from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Plan
@@ -46,7 +46,8 @@ def facts(plan: Plan, config: Config) -> Facts:
     busiest, rows = account.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
-    data_axis = costs(plan, config.cluster, cost.compute_s)
+    data_axis = costs(plan, config.cluster, cost)
+    cost = agreed(cost, data_axis)
     return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config), data_axis)
 
 
@@ -127,7 +128,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     per_node = ranks_per_node(cluster, plan.world)
     if cluster.nodes and plan.world > cluster.nodes * per_node:
         texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
-    if plan.mesh.size("tp") > 1 and not cluster_cost.stays_in_node(plan, cluster, "tp"):
+    if plan.mesh.size("tp") > 1 and not stays_in_node(plan, cluster, "tp"):
         texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
     texts += _across_hosts(plan, cluster)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -142,7 +143,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
 def _across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
     """A hint where experts lie on several hosts that a flat all-to-all does not know of."""
     ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
-    if ep == 1 or plan.expert.group_size > 1 or cluster_cost.stays_in_node(plan, cluster, "ep"):
+    if ep == 1 or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
         return []
     inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
     two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""

@@ -295,11 +295,12 @@ def _cost(plan: Plan, config: Config, found: Facts) -> Text:
     text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate of {name}, {peak}, bubble included")
     if cost.communication_s is None:
         return text.append("; communication: unknown, the cluster gives no link rates")
-    low, high = max(cost.compute_s, cost.communication_s), cost.compute_s + cost.communication_s
+    high, low = cost.step_s or (0.0, 0.0)
     text.append(f"; communication {seconds_text(cost.communication_s)} of the busiest rank at the links' rates")
     return text.append(
-        f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), or longer: "
-        "no kernel reaches the peak rate"
+        f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), "
+        f"{digits(plan.batch.global_batch / high)}..{digits(plan.batch.global_batch / low)} samples/s, or longer: no "
+        "kernel reaches the peak rate"
     )
 
 
