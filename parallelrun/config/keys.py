@@ -18,7 +18,7 @@ PATH_KEYS = frozenset({"path", "dataset.path", "resume", "runs", "name", "recipe
     "plot",
 }
 # Open mappings of the schema: a user's own keys are allowed below them.
-MAPPINGS = ("model.roles", "model.arguments", "strategy.demo")
+MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
 
 # What other tools call the same thing.
 _ELSEWHERE = {

@@ -139,7 +139,8 @@ def _check(override: Override, where: str) -> list[Problem]:
         if problems:
             return problems
     problems = []
-    if known_keys()[key].kind not in ("list", "dict") and override.value[:1] in ("[", "{"):
+    opening = "[" if key in MAPPINGS else "[{"
+    if known_keys()[key].kind not in ("list", "dict") and override.value[:1] and override.value[0] in opening:
         return [Problem(f"{text}: one value, not a list", where)]
     for value in override.values:
         problem = None if _is_left_to_hydra(value) else trap(known_keys()[key], unquoted(value).strip(), where)

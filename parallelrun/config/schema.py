@@ -179,11 +179,16 @@ class ExpertWayConfig:
 
 @dataclass
 class StrategyConfig:
-    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given."""
+    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given.
+
+    fill_order: for a preset of several axes, those that share the ranks that are left, the first one first
+    (`plan/fill_order.py`); empty: own_axis alone.
+    """
 
     name: str = "ptdp"
     description: str = ""
     own_axis: str = "dp"
+    fill_order: list[str] = field(default_factory=list)
     demo: dict[str, int] = field(default_factory=dict)
     data: DataWayConfig = field(default_factory=DataWayConfig)
     tensor: TensorWayConfig = field(default_factory=TensorWayConfig)
@@ -229,7 +234,7 @@ class ClusterConfig:
     nodes: int | None = None
     gpus_per_node: int | None = None
     memory_gb: float | None = None
-    peak_tflops: float | None = None
+    peak_tflops: Any = None  # of a device, dense: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}
     intra_gb_s: float | None = None
     inter_gb_s: float | None = None
     latency_us: float | None = None

@@ -14,12 +14,12 @@ from typing import Any
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec
 from parallelrun.plan import routing, sample_sets
-from parallelrun.plan.resolve import Ways, server_way_of, ways_of
-from parallelrun.plan.structure import CONTROL_ELEMENTS, SYNC, Collective, Memory, Plan
+from parallelrun.plan.load import Ways, server_way_of, ways_of
+from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
 
-WORLD, EMBEDDING, CONTROL = "world", "embedding", "control"
+CONTROL = "control"
 INT64_BYTES = 8
 # The part of a full-size buffer of n ranks that one rank must send under a bandwidth-optimal algorithm.
 WIRE = {

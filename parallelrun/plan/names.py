@@ -35,6 +35,12 @@ def nearest(value: int, legal: Iterable[int], count: int = 2) -> list[int]:
     return sorted(sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))[:count])
 
 
+def gib(count: float) -> str:
+    """Bytes in the one unit in which memory is told: `74.5 GiB`."""
+    number = count / 2**30
+    return f"{number:.1f} GiB" if number >= 1 else f"{number:.3g} GiB"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 server`, `2 servers`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

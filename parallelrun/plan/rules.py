@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -131,11 +132,12 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "model.router.jitter": (0, True, 1, False),
     "model.router.bias_rate": (0, True, None, False),
     "cluster.memory_gb": (0, False, None, False),
-    "cluster.peak_tflops": (0, False, None, False),
     "cluster.intra_gb_s": (0, False, None, False),
     "cluster.inter_gb_s": (0, False, None, False),
     "cluster.latency_us": (0, True, None, False),
 }
+
+POSITIVE = (0, False, None, False)
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -154,6 +156,7 @@ def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = _by_tables(config, of_router=False)
     problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
+    problems += _peaks(config.cluster.peak_tflops)
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
@@ -233,7 +236,7 @@ def _real(key: str, value: Any, least: float, closed: bool, bound: float | None,
 
 def _default(key: str, otherwise: object) -> object:
     """What stands in the schema, if anything does."""
-    value = _get(Config(), key)
+    value = _get(Config(), key) if key in known_keys() else None
     return otherwise if value is None else value
 
 
@@ -248,6 +251,19 @@ def _profile(config: Config) -> list[Problem]:
         return []
     what = f"profile={list(config.profile)}: {wrong[0]} is not one of the steps 1 to {config.steps}"
     return [Problem(what, "profile", f"profile=[{min(3, config.steps)}]")]
+
+
+def _peaks(given: Any) -> list[Problem]:
+    """Of `cluster.peak_tflops`: one rate, or one per precision."""
+    key = "cluster.peak_tflops"
+    if not isinstance(given, Mapping):
+        return _real(key, given, *POSITIVE)
+    unknown = [name for name in given if name not in TABLE]
+    problems = [
+        Problem(f"{key} has no {name}; it is one of {', '.join(TABLE)}", key, f"{key}.{did_you_mean(name, TABLE)}")
+        for name in map(str, unknown)
+    ]
+    return problems + [p for name in TABLE for p in _real(f"{key}.{name}", given.get(name), *POSITIVE)]
 
 
 def _betas(betas: list[float]) -> list[Problem]:

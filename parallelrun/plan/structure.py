@@ -15,6 +15,7 @@ from parallelrun.precision import Precision
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
+WORLD, EMBEDDING = "world", "embedding"  # axes of groups beside the mesh's: all ranks, the holders of a tied weight
 SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataWay.sync_every` steps
 
 

@@ -78,6 +78,8 @@ class TensorWayPlan(Protocol):
 
 
 class PipelineWayPlan(Protocol):
+    takes_microbatches: bool  # does the schedule allow more than one microbatch?
+
     def check(self, request: Request) -> list[Problem]: ...
 
     def position(self, stage_index: int, pp: int, chunks: int) -> int:

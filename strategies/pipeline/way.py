@@ -20,10 +20,12 @@ class PipelineWay:
 
     single_chunk: the schedule has one stage per coordinate. splits_backward: input and weight gradients are separate
     passes, in which parameter hooks fire for half of the parameters and custom backward functions run twice.
+    takes_microbatches: the schedule allows more than one.
     """
 
     kind = ""
     explained = "", ""  # what the schedule does, in sentences, and the paper: for `explain`
+    takes_microbatches = True
     single_chunk = True
     splits_backward = False
 
