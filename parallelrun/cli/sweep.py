@@ -1,8 +1,8 @@
 """Sweeps (`-m`): Hydra composes every point; here each is resolved, run or skipped, and its row written down.
 
-A sweep directory holds the points' run directories, `results.jsonl` (a row a point, appended when the point ends, the
-last row of a point counts) and the same as `results.csv`. A point is known by `config.freeze.identity`, so that
-`sweep.resume=<directory>` runs only what has not been done.
+A sweep directory holds the points' run directories, `results.jsonl` (a row a point, appended when the point ends) and
+the same as `results.csv`. A point is known by `config.freeze.identity`, so that `sweep.resume=<directory>` runs only
+what has not been done, and a point that repeats an earlier one of the same sweep is listed (`same_as`), not run again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Sweep:
     words: tuple[str, ...]
     prepared: Prepared
     directory: Path
-    resumed: bool
+    invocation: int  # 1, or one more than the last one that wrote into the directory
 
 
 def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
@@ -66,7 +66,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
-        sweep = _Sweep(line, tuple(words), prepared, directory, bool(_given(line, "sweep.resume")))
+        invocation = 1 + max((row.get("invocation", 0) for row in report.read(directory)), default=0)
+        sweep = _Sweep(line, tuple(words), prepared, directory, invocation)
         hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch))
         stopped = EXIT_OK
         try:
@@ -84,7 +85,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
     if stopped:
         print(f"parallelrun: stopped; go on with sweep.resume={directory}", file=sys.stderr)
         return stopped
-    states = {row["state"] for row in rows}
+    states = {row["state"] for row in rows if "same_as" not in row}
     if "failed" in states:
         return EXIT_RUN_FAILED
     return EXIT_OK if states - {"skipped"} else EXIT_CONFIG
@@ -124,7 +125,8 @@ def _hydra_directories(line: CommandLine, directory: Path, scratch: str) -> list
 def _point(task_config: Any, sweep: _Sweep) -> None:
     """One point: skipped with its reason, planned, or run; its row appended. Raises only to stop the whole sweep."""
     number = compose.point_number()
-    row: dict[str, Any] = {"point": number, "overrides": compose.point_overrides(sweep.prepared)}
+    overrides = compose.point_overrides(sweep.prepared)
+    row: dict[str, Any] = {"point": number, "invocation": sweep.invocation, "overrides": overrides}
     try:
         composed = compose.composed(task_config, sweep.prepared)
         row["config_sha256"] = identity(composed.config)
@@ -136,8 +138,6 @@ def _point(task_config: Any, sweep: _Sweep) -> None:
         known = errors.translate(error) or error
         code = errors.report(known, sweep.line.verbose)
         row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
-    if row.get("state") == "done before":
-        return
     sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     append_jsonl(sweep.directory / report.RESULTS, row)
     if row.get("exit_code") in _STOPPING:
@@ -147,35 +147,57 @@ def _point(task_config: Any, sweep: _Sweep) -> None:
 def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
     from parallelrun.plan.resolve import resolve
 
-    earlier = {old["config_sha256"]: old for old in report.read(sweep.directory) if "config_sha256" in old}
-    before = earlier.get(row["config_sha256"], {}).get("state")
-    if sweep.resumed and before == "done":
-        _say(sweep, f"point {row['point']}: done before")
-        return {"state": "done before"}
-    if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in earlier.values()):
+    rows = report.read(sweep.directory)
+    now = [old for old in rows if old.get("invocation") == sweep.invocation]
+    found = _known(row, "config_sha256", rows, sweep)
+    if found is not None:
+        return found
+    if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
         return {"state": "skipped", "exit_code": EXIT_OK, "reason": "an earlier point failed (sweep.fail_fast)"}
     plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
     row["run_sha256"] = identity(composed.config, plan)
-    twin = next((old for old in earlier.values() if old.get("run_sha256") == row["run_sha256"]), None)
-    if twin and twin["state"] != "failed" and twin["point"] != row["point"]:
-        # only a key that nobody reads makes two points one
-        reason = "; ".join((f"the same run as point {twin['point']}", *plan.warnings))
-        _say(sweep, f"point {row['point']}: skipped: {reason}")
-        return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
+    row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
+    found = _known(row, "run_sha256", rows, sweep, plan.warnings)
+    if found is not None:
+        return found
     if sweep.line.verb == "plan":
-        from parallelrun.cli.compute import show_plan, write_plot
-        from parallelrun.plan.compare import compare
-        from parallelrun.report import layouts
-        from parallelrun.report import plan as plan_report
-
-        if sweep.line.json:
-            found = plan_report.facts(plan, composed.config)
-            write_plot(plan, composed.config, found, row["point"])
-            return {"state": "planned", "plan": plan_report.document(plan, composed.config, found)}
-        _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-        show_plan(plan, composed.config, as_json=False, point=row["point"])
-        return {"state": "planned", "layouts": layouts.sweep_row(compare(plan, composed.config))}
+        return _plan(composed, plan, row, sweep)
     return _run(composed, plan, row, sweep)
+
+
+def _known(
+    row: dict[str, Any], key: str, rows: list[dict[str, Any]], sweep: _Sweep, warnings: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """The row of a point that need not run: it repeats a point of this invocation, or was done by an earlier one."""
+    alike = [old for old in rows if old.get(key) == row[key]]
+    first = next((old for old in alike if old["invocation"] == sweep.invocation), None)
+    if first is not None:
+        same = first.get("same_as", first["point"])
+        reason = "; ".join((f"the same run as point {same}", *warnings))
+        _say(sweep, f"point {row['point']}: skipped: {reason}")
+        shape = {name: first[name] for name in report.DEGREES if name in first}
+        return {**shape, "state": "skipped", "exit_code": EXIT_OK, "same_as": same, "reason": reason}
+    done = next((old for old in alike if old["state"] == "done"), None)
+    if done is None:
+        return None
+    _say(sweep, f"point {row['point']}: done before")
+    return {**done, **row}
+
+
+def _plan(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
+    from parallelrun.cli.compute import show_plan, write_plot
+    from parallelrun.plan.figures import figures
+    from parallelrun.report import layouts
+    from parallelrun.report import plan as plan_report
+
+    found = plan_report.facts(plan, composed.config)
+    planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
+    if sweep.line.json:
+        write_plot(plan, composed.config, found, row["point"])
+        return {**planned, "plan": plan_report.document(plan, composed.config, found)}
+    _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
+    show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
+    return {**planned, "layouts": layouts.sweep_row(found.layouts)}
 
 
 def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
@@ -219,18 +241,20 @@ def _say(sweep: _Sweep, text: str) -> None:
 
 def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> None:
     if not as_json:
-        from rich.console import Console
-
         from parallelrun.report.layouts import sweep_table
+        from parallelrun.report.screen import open_console
 
-        skipped = [row for row in rows if row["state"] == "skipped"]
-        sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], Console())
-        print(f"\n{len(rows) - len(skipped)} of {len(rows)} points are legal")
+        console = open_console()
+        sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], console)
+        print()
+        report.show_table(rows, console)
+        illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
+        print(f"{len(rows) - illegal} of {len(rows)} points are legal")
         return
     points = []
     for row in rows:
         plan = row.pop("plan", {})
-        row.pop("schema", None)
-        points.append({**plan, **row})
+        kept = {key: value for key, value in row.items() if key not in ("schema", "invocation")}
+        points.append({**kept, **plan})
     json.dump(document({"points": points}), sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
