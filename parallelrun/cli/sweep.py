@@ -21,6 +21,7 @@ from typing import Any
 from parallelrun.cli import errors
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.gpus import visible_gpus
+from parallelrun.cli.objective import FINISHED, objective
 from parallelrun.config import compose
 from parallelrun.config.compose import Composed, Prepared
 from parallelrun.config.freeze import identity
@@ -40,6 +41,8 @@ from parallelrun.records import append_jsonl, document
 from parallelrun.report import comparison
 from parallelrun.report import sweep as report
 
+_BASIC = "basic"  # Hydra's sweeper that takes every point and ignores what points answer
+_COUNT_FAILURES = ("optuna", "nevergrad")  # end at the first failed trial unless max_failure_rate says otherwise
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
 
 
@@ -68,13 +71,17 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         directory = Path(scratch) if planned else _directory(line)
         invocation = 1 + max((row.get("invocation", 0) for row in report.read(directory)), default=0)
         sweep = _Sweep(line, tuple(words), prepared, directory, invocation)
-        hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch))
-        stopped = EXIT_OK
+        hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch), *_pruning(line))
+        stopped, failure = EXIT_OK, None
         try:
             compose.run_hydra(Prepared(hydra_argv, prepared.recipe_keys, prepared.shown), lambda c: _point(c, sweep))
         except (KeyboardInterrupt, _Stopped) as error:
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
+        except Exception as error:
+            failure = error
         rows = report.read(directory)
+        if failure is not None and not any(row.get("invocation") == invocation for row in rows):
+            raise failure
         if planned:
             _show_plans(rows, line.json)
         elif rows:
@@ -86,6 +93,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         print(f"parallelrun: stopped; go on with sweep.resume={directory}", file=sys.stderr)
         return stopped
     states = {row["state"] for row in rows if "same_as" not in row}
+    if failure is not None and states & set(FINISHED):  # else the sweeper complains that no point gave it a number
+        raise failure
     if "failed" in states:
         return EXIT_RUN_FAILED
     return EXIT_OK if states - {"skipped"} else EXIT_CONFIG
@@ -114,21 +123,37 @@ def _directory(line: CommandLine) -> Path:
     return (Path(_given(line, "runs") or "runs") / f"sweep-{stamp}-{secrets.token_hex(3)}").absolute()
 
 
+def _sweeper(line: CommandLine) -> str:
+    return _given(line, "hydra/sweeper") or _BASIC
+
+
+def _pruning(line: CommandLine) -> list[str]:
+    """Illegal and failed points must not end an optimizing sweeper, unless the user says how many may fail."""
+    if _sweeper(line) not in _COUNT_FAILURES or _given(line, "hydra.sweeper.max_failure_rate") is not None:
+        return []
+    return ["hydra.sweeper.max_failure_rate=1.0"]
+
+
 def _hydra_directories(line: CommandLine, directory: Path, scratch: str) -> list[str]:
-    """Hydra writes a multirun.yaml: into a scratch folder, or, when a launcher plug-in keeps files, beside ours."""
+    """Hydra writes a multirun.yaml: into a scratch folder, or, when a plug-in keeps files, beside ours."""
     if any(override.key == "hydra.sweep.dir" for override in line.overrides):
         return []
-    plugin = any(override.key == "hydra/launcher" for override in line.overrides)
+    plugin = any(override.key in ("hydra/launcher", "hydra/sweeper") for override in line.overrides)
     return [f"hydra.sweep.dir='{directory / 'hydra' if plugin else scratch}'"]
 
 
-def _point(task_config: Any, sweep: _Sweep) -> None:
-    """One point: skipped with its reason, planned, or run; its row appended. Raises only to stop the whole sweep."""
+def _point(task_config: Any, sweep: _Sweep) -> float | None:
+    """One point: skipped with its reason, planned, or run; its row appended.
+
+    Returns the objective for an optimizing sweeper, which alone gets a Pruned for a point that has none.
+    """
     number = compose.point_number()
     overrides = compose.point_overrides(sweep.prepared)
     row: dict[str, Any] = {"point": number, "invocation": sweep.invocation, "overrides": overrides}
+    key = None
     try:
         composed = compose.composed(task_config, sweep.prepared)
+        key = composed.config.sweep.objective
         row["config_sha256"] = identity(composed.config)
         row |= _resolve_and_run(composed, row, sweep)
     except ConfigError as error:
@@ -142,6 +167,17 @@ def _point(task_config: Any, sweep: _Sweep) -> None:
     append_jsonl(sweep.directory / report.RESULTS, row)
     if row.get("exit_code") in _STOPPING:
         raise _Stopped(row["exit_code"])
+    return None if _sweeper(sweep.line) == _BASIC else _objective(row, key, sweep)
+
+
+def _objective(row: dict[str, Any], key: str | None, sweep: _Sweep) -> float:
+    """The point's objective; of a repeated point that of the first. A key that no summary has stops the sweep."""
+    rows = report.read(sweep.directory)
+    row = next((old for old in rows if old["point"] == row.get("same_as") and old["state"] != "skipped"), row)
+    try:
+        return objective(row, key, sweep.line.verb)
+    except ConfigError as error:
+        raise _Stopped(errors.report(error, sweep.line.verbose)) from error
 
 
 def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
