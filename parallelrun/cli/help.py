@@ -39,7 +39,7 @@ _KEYS = """  degrees     world dp tp pp ep
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name resume path runs
-  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker
+  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker profile=[STEPS]
   plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad

@@ -155,7 +155,7 @@ def waits(delay_s: float) -> list[tuple[bool, float]]:
     heard: list[tuple[bool, float]] = []
     if group.index == 1:
         time.sleep(delay_s)
-    with torch_private.timed_waits(lambda is_message, seconds: heard.append((is_message, seconds))):
+    with torch_private.timed_waits(lambda is_message, began, ended: heard.append((is_message, ended - began))):
         all_reduce(torch.zeros(3000), group, "gradients", "ring", async_op=True).wait()
     return heard
 
