@@ -144,11 +144,14 @@ def _through_hydra(prepared: Any) -> _Caught:
     return caught
 
 
-def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -> None:
-    """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep)."""
+def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None, found: Any = None) -> None:
+    """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep).
+
+    found: the plan's facts, if already computed.
+    """
     from parallelrun.report import plan as report
 
-    found = report.facts(plan, config)
+    found = found or report.facts(plan, config)
     written = write_plot(plan, config, found, point)
     if as_json:
         print_json(report.document(plan, config, found))

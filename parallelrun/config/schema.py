@@ -274,6 +274,7 @@ class SweepConfig:
     directory: str | None = None  # where the sweep's files go; None: <runs>/sweep-<utc>-<random>
     resume: str | None = None  # a sweep directory whose finished points are not run again
     fail_fast: bool = False
+    objective: str | None = None  # what hydra/sweeper=optuna optimizes, any number of the summary; None: val_loss
 
 
 @dataclass
