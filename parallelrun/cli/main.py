@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from parallelrun import __version__
-from parallelrun.cli import errors
+from parallelrun.cli import errors, stdout
 from parallelrun.cli.words import TOOLS
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 
@@ -32,20 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead of ending the run
     with _sigterm_raises():
         try:
-            code = _route(words)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-            return code
-        except BrokenPipeError:
-            _forget_stdout()
-            return EXIT_OK
+            with stdout.guarded():
+                return _route(words)
         except KeyboardInterrupt:
             return _ended("interrupted", EXIT_INTERRUPTED)
         except Terminated:
             return _ended("terminated", EXIT_TERMINATED)
         except SystemExit as error:
-            if isinstance(error.__context__, BrokenPipeError):  # rich has silenced stdout already
-                return EXIT_OK
             return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1
         except Exception as error:
             return errors.report(errors.translate(error) or error, verbose)
@@ -110,14 +103,6 @@ def _ended(word: str, code: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         print(f"parallelrun: {word}", file=sys.stderr, flush=True)
     return code
-
-
-def _forget_stdout() -> None:
-    """The reader has gone: nothing more is written, and Python's own flush at exit finds an open file."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
 
 
 if __name__ == "__main__":

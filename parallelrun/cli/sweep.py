@@ -61,8 +61,8 @@ class _Sweep:
     resumed: bool
 
 
-def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
-    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal."""
+def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: list[dict[str, Any]] | None = None) -> int:
+    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal. points: gets their rows."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
@@ -74,6 +74,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         except (KeyboardInterrupt, _Stopped) as error:
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
         rows = report.read(directory)
+        if points is not None:
+            points += rows
         if planned:
             _show_plans(rows, line.json)
         elif rows:

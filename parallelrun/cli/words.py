@@ -38,4 +38,5 @@ HYDRA_FLAGS = {
     "--info": None,  # a value may follow
     "-i": None,
 }
+CFG_VALUES = ("job", "hydra", "all")
 INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")
