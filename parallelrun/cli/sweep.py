@@ -64,8 +64,8 @@ class _Sweep:
     invocation: int  # 1, or one more than the last one that wrote into the directory
 
 
-def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
-    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal."""
+def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: list[dict[str, Any]] | None = None) -> int:
+    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal. points: gets their rows."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
@@ -82,6 +82,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         rows = report.read(directory)
         if failure is not None and not any(row.get("invocation") == invocation for row in rows):
             raise failure
+        if points is not None:
+            points += rows
         if planned:
             _show_plans(rows, line.json)
         elif rows:

@@ -40,4 +40,5 @@ HYDRA_FLAGS = {
     "-i": None,
 }
 PICKLE_FLAG = "--experimental-rerun"  # Hydra's: it unpickles a file, which runs whatever that file says
+CFG_VALUES = ("job", "hydra", "all")
 INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")

@@ -63,6 +63,7 @@ def _leaves(node: type, prefix: str) -> Iterable[Key]:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             inner = [argument for argument in typing.get_args(hint) if argument is not type(None)]
             hint, optional = inner[0], True
+        optional = optional or hint is typing.Any
         name = prefix + field.name
         if dataclasses.is_dataclass(hint):
             yield from _leaves(typing.cast(type, hint), name + ".")

@@ -192,6 +192,9 @@ class Check:
 
     def _leaf(self, key: Key, key_node: yaml.Node, value: yaml.Node) -> None:
         self.keys.add(key.name)
+        is_null = isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null")
+        if is_null and key.optional:
+            return
         if key.name == "model.source":
             self._refuse("model.source: a recipe may not name code", key_node)
         if key.kind in ("list", "dict"):

@@ -106,7 +106,10 @@ def at_path(text: str) -> RecipeFile:
 
 def load(file: RecipeFile, trust: bool = False) -> Recipe:
     """Read and check one recipe. Raises ConfigError with every problem, each with file:line."""
-    from parallelrun.config import recipe_check  # here: most command lines name no recipe, and YAML takes its time
+    from parallelrun.config import (  # here: most command lines name no recipe, and YAML takes its time
+        recipe_check,
+        repeat,
+    )
 
     text = _read(file.path)
     root = recipe_check.parse(text, file.shown)
@@ -114,6 +117,9 @@ def load(file: RecipeFile, trust: bool = False) -> Recipe:
     check.root(root)
     if check.problems:
         raise ConfigError(*check.problems)
+    again = repeat.of(text, check.keys)
+    if again is not None:
+        return Recipe(file, again, repeat.GIVEN)
     return Recipe(file, text, frozenset(check.keys), tuple(check.parents))
 
 

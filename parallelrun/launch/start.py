@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,11 +58,13 @@ def start(
     run_root: Path | None = None,
     worker: str = rank.WORKER,
     method: str = "",
+    created: Callable[[Path], None] | None = None,
 ) -> int:
     """Make the run directory and run `plan` to its end; the exit code.
 
     run_root: the very directory to use (`hydra.run.dir`, a sweep's point). worker: the worker door, `module:function`.
-    method: fork | exec, empty for whichever fits. Raises ConfigError and EnvironmentProblem before any process exists.
+    method: fork | exec, empty for whichever fits. created: is told the run directory.
+    Raises ConfigError and EnvironmentProblem before any process exists.
     """
     command = Command(tuple(argv), tuple(overrides))
     attached = environment.detect(os.environ)
@@ -71,6 +73,8 @@ def start(
         if attached:
             attach.abandon(attached, EXIT_OK)
         return EXIT_OK
+    if created:
+        created(job.directory)
     if attached:
         return attach.lead(attached, job, command.argv, command.overrides, command.verbose)
     status = Status(job.directory)

@@ -19,7 +19,10 @@ SAMPLE_SET_ROLE = "batch_norm"  # layer role of what takes statistics over a set
 def too_small(sizes: dict[str, int]) -> list[Problem]:
     """A problem for each of the model's sizes (by key of `model`) that is below 1."""
     small = {key: size for key, size in sizes.items() if size < 1}
-    return [Problem(f"model.{key}={size} must be at least 1", f"model.{key}", "1") for key, size in small.items()]
+    return [
+        Problem(f"model.{key}={size} must be at least 1", f"model.{key}", f"model.{key}=1")
+        for key, size in small.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class LayerSpec:
     sequence and hidden size and gives a sum over split features), `router` and `expert` between them; empty for what
     has none (a user's own layer).
     in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
-    weight, `parameters` is empty and `tied` names the parameter it reads.
+    weight, `parameters` is empty and `tied` names the parameter it reads. possible_roles: of a user's own layer, the
+    roles that its kind of module can have.
     """
 
     name: str
@@ -70,6 +74,7 @@ class LayerSpec:
     out_features: int
     parameters: tuple[ParameterSpec, ...] = ()
     tied: str | None = None
+    possible_roles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

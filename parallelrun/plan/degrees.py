@@ -144,7 +144,7 @@ def _device(config: Config, gpus: int | None, problems: list[Problem]) -> str:
     if config.device != "auto":
         known = ("auto", "cpu", "cuda")
         what = f"device={config.device} is unknown; it is one of {', '.join(known)}"
-        problems.append(Problem(what, "device", f"device={did_you_mean(config.device, known)}"))
+        problems.append(Problem(what, "device", did_you_mean(config.device, known, "device=")))
     return "cuda" if gpus else "cpu"
 
 
@@ -253,6 +253,7 @@ def _fill_world(spread: _Spread, target: int, source: str, problems: list[Proble
     if target <= degrees.servers:
         degrees.sound = False
         fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
+        fix = "" if problems else fix  # the world cannot be mended before what is said already is
         problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
         return
     target -= degrees.servers  # from here on: workers

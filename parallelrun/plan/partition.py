@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.models.spec import BlockSpec, ModelSpec
-from parallelrun.plan.names import did_you_mean
+from parallelrun.plan.names import closest
 
 
 def partition(costs: list[float], num_stages: int) -> list[int]:
@@ -97,12 +97,11 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int],
     if not middle:
         middle = list(range(len(blocks)))
     if len(middle) % num_stages:
-        legal = [n for n in range(1, len(middle) + 1) if len(middle) % n == 0]
         return [], [
             Problem(
                 f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for",
                 "strategy.pipeline.partition",
-                f"strategy.pipeline.partition=cost, or a number of stages among {', '.join(map(str, legal))}",
+                "strategy.pipeline.partition=cost",
                 kind="arithmetic",
             )
         ]
@@ -119,13 +118,15 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
     names = [block.name for block in blocks]
     unknown = [name for name in split if name not in names]
     if unknown:
-        return [], [Problem(f"the model has no block {name!r}", where, did_you_mean(name, names)) for name in unknown]
+        nearest = [name if name in names else closest(name, names)[0] for name in split]
+        what = f"the model has no block {' and no block '.join(map(repr, unknown))}"
+        return [], [Problem(what, where, f"{where}=[{','.join(nearest)}]")]
     if len(split) != num_stages - 1:
         what = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
-        return [], [Problem(what, where, f"{num_stages - 1} block names", kind="arithmetic")]
+        return [], [Problem(what, where, f"leave {where} out", kind="arithmetic")]
     starts = [0, *(names.index(name) for name in split)]
     if any(later <= earlier for earlier, later in pairwise(starts)):
         ordered = ",".join(sorted(set(split) - {names[0]}, key=names.index))
         what = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
-        return [], [Problem(what, where, f"in order: {ordered}", kind="arithmetic")]
+        return [], [Problem(what, where, f"{where}=[{ordered}]", kind="arithmetic")]
     return [later - earlier for earlier, later in zip(starts, [*starts[1:], len(blocks)])], []

@@ -155,7 +155,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
         if not registry.has(kind, name):
             key, known = kind[:-1], registry.names(kind)
             what = f"{key}={name} is unknown; it is one of {', '.join(known)}"
-            problems.append(Problem(what, key, f"{key}={did_you_mean(name, known)}", f"parallelrun ls {kind}"))
+            problems.append(Problem(what, key, did_you_mean(name, known, f"{key}="), f"parallelrun ls {kind}"))
             return None
     if rules.model(config):
         return None

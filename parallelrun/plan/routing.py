@@ -39,7 +39,7 @@ def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Probl
         place = f"strategy.router.{key}"
         if key not in known:
             what = f"{place} is no setting of a router; they are {', '.join(known)}"
-            problems.append(Problem(what, place, f"strategy.router.{did_you_mean(key, known)}"))
+            problems.append(Problem(what, place, did_you_mean(key, known, "strategy.router.")))
         elif value is None and not known_keys()[KEY + key].optional:
             problems.append(Problem(f"{place} is null, which means nothing here", place, f"leave {place} out"))
         elif KEY + key not in given and not config.model.own_router:

@@ -189,9 +189,11 @@ def _by_tables(config: Config, of_router: bool) -> list[Problem]:
         if key.startswith(ROUTER) == of_router and value not in known:
             short = key.removesuffix(".name")
             what = f"{short}={value} is unknown; it is one of {', '.join(known)}"
-            problems.append(Problem(what, short, f"{short}={did_you_mean(value, known)}"))
+            problems.append(Problem(what, short, did_you_mean(value, known, f"{short}=")))
     for key, least in WHOLE.items():
-        problems += _whole(key, _get(config, key), least) if key.startswith(ROUTER) == of_router else []
+        problems += (
+            _whole(_as_given(config, key), _get(config, key), least) if key.startswith(ROUTER) == of_router else []
+        )
     for key, bounds in REAL.items():
         problems += _real(key, _get(config, key), *bounds) if key.startswith(ROUTER) == of_router else []
     return problems
@@ -202,6 +204,12 @@ def _get(config: Config, key: str) -> Any:
     for part in key.split("."):
         node = getattr(node, part)
     return node
+
+
+def _as_given(config: Config, key: str) -> str:
+    """The shorthand of `key` where the user has set that (`servers` for `strategy.data.servers`)."""
+    short = key.rpartition(".")[2]
+    return short if key.startswith("strategy.") and getattr(config, short, None) is not None else key
 
 
 def _whole(key: str, value: object, least: int) -> list[Problem]:

@@ -67,4 +67,8 @@ def _make(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", " | ".join(KINDS)))
+    raise ConfigError(
+        Problem(
+            f"unknown optimizer.name={config.name}", "optimizer", " or ".join(f"optimizer={kind}" for kind in KINDS)
+        )
+    )

@@ -48,7 +48,11 @@ def expansions(model: ModelConfig) -> dict[str, int]:
 def check(model: ModelConfig) -> list[Problem]:
     """Everything about `model` that no plan could make right, each with the nearest legal value."""
     problems = [
-        Problem(f"model.{key}={getattr(model, key)} is unknown", f"model.{key}", " | ".join(legal))
+        Problem(
+            f"model.{key}={getattr(model, key)} is unknown",
+            f"model.{key}",
+            " or ".join(f"model.{key}={one}" for one in legal),
+        )
         for key, legal in CHOICES.items()
         if getattr(model, key) not in legal
     ]
