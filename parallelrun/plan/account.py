@@ -149,15 +149,13 @@ def memory(plan: Plan, rank: int) -> Memory:
 
 
 def _activation_bytes(plan: Plan, position: int, ways: Ways) -> int:
-    """Sum over this coordinate's stages: microbatches in flight x what their blocks keep for backward."""
-    in_flight = ways.pipeline.in_flight(plan, position)
-    total = 0
+    """What the blocks of the microbatches in flight keep for backward, and the messages between stages, at the peak."""
+    kept = {}
     for stage in plan.stages_of(position):
         blocks = [plan.spec.block(name) for name in stage.blocks]
-        kept = sum(ways.tensor.saved_bytes(block, plan) for block in blocks)
-        kept += sum(ways.expert.saved_bytes(block, plan) for block in blocks) if ways.expert else 0
-        total += in_flight.get(stage.index, 0) * kept
-    return total
+        kept[stage.index] = sum(ways.tensor.saved_bytes(block, plan) for block in blocks)
+        kept[stage.index] += sum(ways.expert.saved_bytes(block, plan) for block in blocks) if ways.expert else 0
+    return ways.pipeline.activation_bytes(plan, position, kept)
 
 
 def position_classes(plan: Plan) -> list[list[int]]:
