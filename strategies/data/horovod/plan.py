@@ -57,12 +57,12 @@ class Way(ring.Way):
             stall_warn_s=data.stall_warn_s,
             worker_batches=tuple(data.worker_batches),
             divides_by_active=data.join_divisor == "active",
-            process_sets=() if alone else tuple(tuple(one) for one in data.process_sets),
+            process_sets=() if alone else settings.completed(data.process_sets, request.dp),
         )
 
     def filled(self, request: Request) -> tuple[str, ...]:
         """Sentences on what this way filled in."""
-        return allreduce.filled(request, NATIVE)
+        return (*allreduce.filled(request, NATIVE), *settings.filled(request))
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
@@ -85,7 +85,7 @@ class Way(ring.Way):
         if not way.process_sets:
             return super().rows_of_sum(message, coordinate, plan)
         worker = coordinate["dp"]
-        members = way.process_set(worker, plan.mesh.size("dp"))
+        members = way.process_set(worker)
         if len(members) == 1:
             return []
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
@@ -93,7 +93,7 @@ class Way(ring.Way):
         rows = ddp.Way.rows_of_sum(self, message, coordinate, plan)
         if way.algorithm.name != NATIVE:
             rows = counts.rows(way.algorithm, len(members), index, message.numel, message.element_bytes, limit)
-        return [replace(row, axis=way.axis) for row in rows]
+        return [replace(row, axis=way.axis(worker)) for row in rows]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """Not told: process sets and Adasum send over links of their own."""
@@ -134,11 +134,11 @@ def _is_adasum(plan: Plan) -> bool:
 
 
 def _combining(position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-    way = _way(plan)
-    members = way.process_set(coordinate["dp"], plan.mesh.size("dp"))
+    way, worker = _way(plan), coordinate["dp"]
+    members = way.process_set(worker) if way.process_sets else tuple(range(plan.mesh.size("dp")))
     if len(members) == 1:
         return []
     contents = buckets.contents(position, coordinate, plan)
     vectors = [(sum(prod(shape) for _, shape in bucket.parts), len(bucket.parts)) for bucket in contents]
     size = HALF_BYTES if way.compression.kind == "fp16" else buckets.reduce_bytes(plan)
-    return halving.rows(vectors, len(members), members.index(coordinate["dp"]), size, way.axis)
+    return halving.rows(vectors, len(members), members.index(worker), size, way.axis(worker))
