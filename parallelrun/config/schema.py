@@ -128,7 +128,7 @@ class DataWayConfig:
     delays: list[float] = field(default_factory=list)  # ps: seconds that worker 0, 1, ... waits in each of its steps
     shard_min_kb: float = 256.0  # ps: a tensor is cut over the servers into parts of at least so much
     # ring, horovod: how gradients are summed
-    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical; None: ring's is ring, else native
+    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical | tree; None: ring or native
     group_size: int | None = None  # hierarchical: ranks of dp in an inner group; None: those that share a host
     # ddp, ring, horovod: how gradients go over the wire
     compression: str = "none"  # none | fp16 | powersgd

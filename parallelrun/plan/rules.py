@@ -130,8 +130,8 @@ def check(config: Config) -> list[Problem]:
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
         problems.append(Problem(what, "name", f"name={cleaned or 'run'}"))
-    if config.plot is not None and config.verb != "plan":
-        what = f"plot={config.plot} is read by plan only, not by {config.verb}"
+    if config.plot is not None and config.verb not in ("plan", "explain"):
+        what = f"plot={config.plot} is read by plan and explain only, not by {config.verb}"
         problems.append(
             Problem(what, "plot", "leave plot out", f"parallelrun plan ... plot={config.plot}", kind="unread")
         )
