@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from math import prod
 
 from parallelrun.errors import Problem
+from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
@@ -98,6 +99,27 @@ class Way(ring.Way):
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """Not told: process sets and Adasum send over links of their own."""
         return {}
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The messages of the largest process set, or of all workers where there are no sets."""
+        way = _way(plan)
+        if not way.process_sets:
+            return super().explain(plan)
+        worker = max(way.process_sets, key=len)[0]
+        first = {leaf: plan.mesh.coordinate(0)[leaf] for leaf in plan.mesh.leaf_names}
+        place = plan.mesh.coordinate(plan.mesh.rank(**{**first, "dp": worker}))
+        axis, ranks = way.axis(worker), ranks_over(plan, way.axis(worker), plan.mesh.rank(**{**first, "dp": worker}))
+        rows, exchanges = self.collectives(place["pp"], place, plan), []
+        if way.algorithm.name != NATIVE and len(ranks) > 1:
+            rows = [row for row in rows if row.axis != axis]
+            messages = ddp.bucket_messages(place["pp"], place, plan)
+            titles = [f"bucket {number} of {len(messages)}" for number in range(1, len(messages) + 1)]
+            exchanges = [self._explained_sum(*one, plan, ranks) for one in zip(titles, messages)]
+        rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
+        exchanges += [Exchange("the collectives of one step", rounds)] if rounds else []
+        sets = ", ".join(str(list(one)) for one in way.process_sets)
+        text = f"{self.explained[0]} Only the members of a process set sum with each other: {sets}."
+        return Explanation("data", way.kind, text, self.explained[1], ranks, 1, axis, tuple(exchanges))
 
     def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""

@@ -51,6 +51,10 @@ class HorovodWay(RingWay):
         sizes = {self.axis(one[0]): len(one) for one in self.process_sets if len(one) > 1}
         return sizes.get(axis)
 
+    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
+        """The process set of a worker; None of another axis."""
+        return self.process_set(worker) if self.process_sets and axis == self.axis(worker) else None
+
     def has_batch(self, step: int, worker: int) -> bool:
         """False for a worker that has joined."""
         return not self.worker_batches or step <= self.worker_batches[worker]
