@@ -77,6 +77,10 @@ class DataWay:
         """Ranks in the groups that the way makes itself and names `axis`; None where it makes none of that name."""
         return None
 
+    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
+        """The dp coordinates of the group that `worker` is in, of groups that the way makes itself and names `axis`."""
+        return None
+
     def has_batch(self, step: int, worker: int) -> bool:
         """False where dp coordinate `worker` has run out of data before step `step`: its gradient is then zero."""
         return True

@@ -16,7 +16,7 @@ from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import account
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import Progress, find_stalls
+from parallelrun.strategies.data.horovod.stalls import Progress, find_stalls, watched_groups
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -56,8 +56,11 @@ def test_the_fewer_sums_the_higher_the_threshold_and_0_fuses_nothing():
         (4, {"reduction": "adasum", "compression": "powersgd"}, "compresses sums", "fp16"),
         (4, {"reduction": "adasum", "algorithm": "ring"}, "its own exchange", "leave it out"),
         (4, {"reduction": "median"}, "unknown", "average"),
-        (4, {"process_sets": ((0, 1), (2,))}, "each of the 4 workers", r"[[0,1],[2,3]]"),
-        (4, {"process_sets": ((0, 1), (1, 2))}, "each of the 4 workers", r"[[0,1],[2,3]]"),
+        (4, {"process_sets": ((0, 1), (1, 2))}, "worker 1 is in several sets", r"[[0,1],[2]]"),
+        (4, {"process_sets": ((0, 0, 1),)}, "worker 0 is in several sets", r"[[0,1]]"),
+        (4, {"process_sets": ((0, 4), (2, -1))}, "no worker -1: the 4 workers are 0 to 3", r"[[0],[2]]"),
+        (4, {"process_sets": ((0, 1), ())}, "a set has no workers", r"[[0,1]]"),
+        (4, {"process_sets": ((0, 1, 3),), "reduction": "adasum"}, "3 is no power of two", "reduction=average"),
         (2, {"worker_batches": (3,)}, "for each of the 2 workers", "[3,3]"),
         (2, {"worker_batches": (2, 1)}, "nobody has a batch for step 3 of 3", "steps=2"),
         (2, {"worker_batches": (3, 1), "reduction": "adasum"}, "join is not defined with adasum", "leave"),
@@ -270,11 +273,49 @@ def test_a_process_set_sends_as_many_bytes_as_a_data_axis_of_its_size(settings):
     assert wire(4, process_sets=((0, 3), (1, 2))) == wire(2)
 
 
+def test_a_worker_in_no_process_set_has_one_of_its_own_and_that_is_said():
+    plan = plan_of(dp=8, **{"strategy.data.process_sets": [[0, 2, 4, 6]]})
+    assert plan.data.process_sets == ((0, 2, 4, 6), (1,), (3,), (5,), (7,))
+    assert "workers 1, 3, 5, 7 train alone, each by itself (filled: they are in no process set)" in plan.filled
+    one = plan_of(dp=3, global_batch=12, **{"strategy.data.process_sets": [[2, 0]]})
+    assert "worker 1 trains alone (filled: it is in no process set)" in one.filled
+    assert not any("alone" in text for text in plan_of(dp=2).filled)
+
+
+def gradient_traffic(**settings):
+    """{axis: (group size, calls and payload of all ranks)} of gradients."""
+    rows = account.traffic(plan_of(**{f"strategy.data.{k}" if k != "dp" else k: v for k, v in settings.items()}))[1]
+    return {r.axis: (r.group_size, r.total_calls, r.total_payload_bytes) for r in rows if r.purpose == "gradients"}
+
+
+def test_a_worker_in_no_process_set_sends_no_gradients():
+    two, four = gradient_traffic(dp=2)["dp"], gradient_traffic(dp=8, process_sets=[[0, 2, 4, 6]])
+    assert four == {"process_set": (4, 2 * two[1], 2 * two[2])}  # of four members; the other four send nothing
+    assert gradient_traffic(dp=2, process_sets=[[0]]) == {}
+
+
+def test_process_sets_of_different_sizes_are_counted_apart():
+    sums = gradient_traffic(dp=8, process_sets=[[0, 1, 2], [3, 4], [5, 6]])
+    one = gradient_traffic(dp=2)["dp"]
+    assert sums == {
+        "process_set_3": (3, 3 * one[1] // 2, 3 * one[2] // 2),
+        "process_set_2": (2, 4 * one[1] // 2, 4 * one[2] // 2),
+    }
+
+
+def test_a_stall_is_looked_for_within_process_sets():
+    sets = {"strategy.data.process_sets": [[0, 2]]}
+    assert watched_groups(plan_of(dp=4, **sets)) == [(0, 2), (1,), (3,)]
+    assert watched_groups(plan_of(dp=3, tp=2, global_batch=12, **sets)) == [(0, 4), (2,), (1, 5), (3,)]
+    assert watched_groups(plan_of(dp=2, tp=2)) == [(0, 2), (1, 3)]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"reduction": "adasum", "compression": "fp16"},
         {"process_sets": ((0, 1), (2, 3)), "compression": "fp16"},
+        {"process_sets": ((0, 1, 3),)},
         {"process_sets": ((0,), (1,), (2,), (3,))},
         {"worker_batches": (3, 3, 1, 2)},
     ],
