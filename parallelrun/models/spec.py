@@ -217,6 +217,16 @@ class ModelSpec:
         return {block.name: block for block in self.blocks}
 
     @cached_property
+    def first_alike(self) -> dict[str, str]:
+        """By block name: the first block that is alike in all that costs depend on. A deep model has few of those.
+
+        A block with a tied weight is like no other.
+        """
+        tied = {name for pair in self.tied for name in pair}
+        found: dict[object, str] = {}
+        return {block.name: found.setdefault(_looks_of_block(block, tied), block.name) for block in self.blocks}
+
+    @cached_property
     def layer_of(self) -> dict[str, LayerSpec]:
         """The layer that lists each logical parameter, by the parameter's name."""
         return {parameter.name: layer for layer in self.layers() for parameter in layer.parameters}
@@ -251,6 +261,20 @@ class ModelSpec:
     def layers(self) -> Iterator[LayerSpec]:
         for block in self.blocks:
             yield from block.layers
+
+
+def _looks_of_block(block: BlockSpec, tied: set[str]) -> object:
+    layers = tuple(
+        (
+            x.layer_role,
+            x.in_features,
+            x.out_features,
+            tuple((p.shape, p.heads, p.frozen, p.layer_role) for p in x.parameters),
+        )
+        for x in block.layers
+    )
+    alone = block.name if any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers) else ""
+    return block.kind, alone, block.forward_flops, block.saved_elements, block.input_shape, layers
 
 
 def _looks(layer: LayerSpec) -> object:
