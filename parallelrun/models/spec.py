@@ -102,11 +102,11 @@ class BlockSpec:
     saved_elements: float | None = None
     input_shape: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         return tuple(parameter for layer in self.layers for parameter in layer.parameters)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
 
@@ -114,6 +114,24 @@ class BlockSpec:
     def is_recomputed(self) -> bool:
         """Does `recompute` apply to it? Not to the ends of a model, where there is nothing to win."""
         return self.kind not in ("embedding", "head")
+
+
+def renamed(block: BlockSpec, name: str) -> BlockSpec:
+    """The same block under another name, which all names in it begin with."""
+    old = len(block.name)
+    assert all(x.name.startswith(f"{block.name}.") for x in (*block.layers, *block.parameters))
+    layers = tuple(
+        LayerSpec(
+            name + x.name[old:], x.layer_role, x.in_features, x.out_features,
+            tuple([
+                ParameterSpec(name + p.name[old:], p.shape, p.initialiser, p.layer_role, p.heads, p.frozen)
+                for p in x.parameters
+            ]),
+            x.tied,
+        )
+        for x in block.layers
+    )  # fmt: skip
+    return BlockSpec(name, block.kind, layers, block.forward_flops, block.saved_elements, block.input_shape)
 
 
 @dataclass(frozen=True)

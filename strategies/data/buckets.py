@@ -146,10 +146,8 @@ def final_collectives(
 
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """
-    layouts = [(p, layout) for p, layout in layouts if not p.spec.frozen]
     tied = {name for pair in plan.tied_copies for name in pair}
-    if not tied and not any(layout.partial for _, layout in layouts):
-        return []
+    layouts = [(p, layout) for p, layout in layouts if not p.spec.frozen and (layout.partial or p.name in tied)]
     numels = {p.name: layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate) for p, layout in layouts}
     out = []
     for axes in sorted({layout.partial for _, layout in layouts} - {()}):
