@@ -8,7 +8,6 @@ one rank with its own links, as `cluster` gives them per device. What the plan's
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import account, data_ways
@@ -19,7 +18,7 @@ from parallelrun.plan.data_ways import RELATIVE, SECONDS, Candidate, Case, Fabri
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import held_parameters
+from parallelrun.train.parameters import distinct_parameters
 
 EVERYWHERE = 2**30  # ranks of a host, where the cluster does not say that there are several hosts
 ALL_DRAWN, FEWEST_DRAWN = 64, 8  # above the former only powers of two are drawn
@@ -122,8 +121,8 @@ def gradient_bytes(plan: Plan, axis: str = "dp") -> int:
     """
     numels = [
         sum(
-            prod(held.layout.local_shape(held.spec.shape, plan.mesh.sizes, {}))
-            for held in held_parameters(plan, positions[0])
+            count * held.layout.local_numel(held.spec.shape, plan.mesh.sizes, {})
+            for held, count in distinct_parameters(plan, positions[0])
             if not held.spec.frozen and replica_axis(held.layout, plan) == axis
         )
         for positions in account.position_classes(plan)

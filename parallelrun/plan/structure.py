@@ -7,6 +7,8 @@ A Plan is made from the config and the world alone, and every rank of a run deri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
@@ -209,6 +211,12 @@ class Plan:
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
     expert: ExpertWay = ExpertWay()
+
+    @cached_property
+    def known(self) -> dict[object, Any]:
+        """What has been computed about this plan and is asked for again: by whoever computes it, under a key of its
+        own. A plan never changes, so nothing in here does."""
+        return {}
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from math import sqrt
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.moe import spec as moe
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, renamed, too_small
 
 ZEROS = Initialiser("zeros")
 ONES = Initialiser("ones")
@@ -80,8 +80,10 @@ def make(config: Config, vocab: int) -> ModelSpec:
     problems = check(model) or moe.check(model)
     if problems:
         raise ConfigError(*problems)
-    layers = tuple(_transformer(index, model) for index in range(model.layers))
-    dense = any(not moe.has_experts(index, model) for index in range(model.layers))
+    kinds = [moe.has_experts(index, model) for index in range(model.layers)]
+    first = {kind: _transformer(kinds.index(kind), model) for kind in set(kinds)}
+    layers = tuple(renamed(first[kind], f"layers.{index}") for index, kind in enumerate(kinds))
+    dense = not all(kinds)
     return ModelSpec(
         name=model.preset,
         kind="tokens",
