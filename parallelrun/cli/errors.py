@@ -14,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from parallelrun import reserve
 from parallelrun.config.keys import GROUPS, nearest, nearest_keys
-from parallelrun.errors import ConfigError, ParallelrunError, Problem
+from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem
 
 _SHOWN = 20
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
@@ -67,6 +68,8 @@ def translate(error: Exception) -> ParallelrunError | None:
     if isinstance(error, ParallelrunError):
         return error
     chain = _chain(error)
+    if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
+        return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link

@@ -76,7 +76,8 @@ def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: b
     text = (job.directory / "config.yaml").read_text()
     status = Status(job.directory)
     status.running()
-    run = {"config": text, "sha256": digest(text), "directory": str(job.directory), "worker": job.worker}
+    run: dict[str, object] = {"config": text, "sha256": digest(text), "directory": str(job.directory)}
+    run |= {"worker": job.worker, "overrides": list(overrides), "verbose": verbose}  # any rank may say how to go on
     meeting.put(store, "run", run)
     meeting.put(store, "joined/0", _member(attached, text, job.directory))
     try:
@@ -121,7 +122,8 @@ def follow(argv: Sequence[str]) -> int:
     from parallelrun.plan.resolve import resolve
 
     job = Job(config, resolve(config), folder, run["worker"])
-    return _serve(attached, job, store, [Member(**fields) for fields in go["members"]], Voice())
+    members = [Member(**fields) for fields in go["members"]]
+    return _serve(attached, job, store, members, Voice(tuple(run["overrides"]), run["verbose"]))
 
 
 def _member(attached: Attached, config: str, folder: Path) -> dict:

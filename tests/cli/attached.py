@@ -34,7 +34,8 @@ def main(text: str) -> int:
                 tiny_config(wanted["overrides"]), runs=wanted["runs"], timeout_s=wanted.get("timeout_s", 60)
             )
             plan = tiny_plan(wanted["overrides"])
-            return start(config, plan, sys.argv, [], worker=wanted.get("worker", "tests.cli.workers:train"))
+            words = [f"{key}={value}" for key, value in wanted["overrides"].items()]
+            return start(config, plan, sys.argv, words, worker=wanted.get("worker", "tests.cli.workers:train"))
         except Exception as error:
             attach.abandon(attached, getattr(error, "exit_code", 1))
             raise
