@@ -25,53 +25,6 @@ def open_log(directory: Path, rank: int) -> int:
     return os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-class Screen:
-    """The terminal with a plain copy in the log. A closed terminal (`| head`) ends the echo, never the run."""
-
-    def __init__(self, terminal: TextIO, log: TextIO):
-        self._original = terminal
-        self._terminal: TextIO | None = terminal
-        self._log = log
-        self._descriptor = terminal.fileno()
-        self._is_terminal = terminal.isatty()
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else (`encoding`, `errors`, ...) is the terminal's."""
-        return getattr(self._original, name)
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk must not end a run that only wanted to say something
-            self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
-        self._try(text)
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._log.flush()
-        self._try(None)
-
-    def _try(self, text: str | None) -> None:
-        if self._terminal is None:
-            return
-        try:
-            if text is None:
-                self._terminal.flush()
-            else:
-                self._terminal.write(text)
-        except (BrokenPipeError, OSError):
-            self._terminal = None
-
-
 class Log:
     """A log that may be on a full disk: what has no room there is lost, and the run goes on."""
 
@@ -94,6 +47,45 @@ class Log:
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self._file.flush()
+
+
+class Screen(Log):
+    """The terminal with a plain copy in the log. A closed terminal (`| head`) ends the echo, never the run."""
+
+    def __init__(self, terminal: TextIO, log: TextIO):
+        super().__init__(terminal)
+        self._terminal: TextIO | None = terminal
+        self._log = log
+        self._descriptor = terminal.fileno()
+        self._is_terminal = terminal.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):  # a full disk must not end a run that only wanted to say something
+            self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
+        self._try(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._log.flush()
+        self._try(None)
+
+    def _try(self, text: str | None) -> None:
+        if self._terminal is None:
+            return
+        try:
+            if text is None:
+                self._terminal.flush()
+            else:
+                self._terminal.write(text)
+        except (BrokenPipeError, OSError):
+            self._terminal = None
 
 
 def _log_to(descriptor: int) -> TextIO:
