@@ -78,7 +78,7 @@ def test_a_disk_without_room_before_the_start_ends_with_3(tmp_path, monkeypatch,
 
 def test_a_log_on_a_full_disk_ends_nothing():
     class Full(StringIO):
-        def write(self, text):
+        def write(self, text=""):
             raise OSError(errno.ENOSPC, "full")
 
         flush = write
