@@ -20,8 +20,9 @@ from parallelrun.checkpoint.find import (
     refuse_pickle,
     step_name,
 )
+from parallelrun.checkpoint.headers import check_header
 from parallelrun.checkpoint.index import INDEX_FILE, check_model
-from parallelrun.checkpoint.schema import check_header, check_training, read_index
+from parallelrun.checkpoint.schema import check_training, read_index
 from parallelrun.config.freeze import freeze, load_frozen
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem

@@ -1,4 +1,4 @@
-"""Reading `index.json` and the headers of data files: every field is checked once, here, before anything uses it.
+"""Reading `index.json`: every field is checked once, here, before anything uses it.
 
 A checkpoint may come from a stranger, who can seal any content with a good sha256. What passes here has the types,
 ranges and printable names that the rest of the package relies on. Torch-free.
@@ -7,15 +7,12 @@ ranges and printable names that the rest of the package relies on. Torch-free.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
-import struct
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
-from math import isfinite, prod
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +30,26 @@ from parallelrun.checkpoint.index import (
     StoredTensor,
     broken,
 )
+from parallelrun.checkpoint.json_checks import (
+    Check,
+    as_object,
+    count,
+    integer,
+    list_of,
+    optional,
+    parse,
+    positive,
+    printable_name,
+    same_keys,
+    word,
+)
 from parallelrun.errors import CheckpointError, Problem
 
 MAX_INDEX_BYTES = 2**28
-_MAX_HEADER_BYTES = 2**26
 _MAX_DIMS = 8
-_MAX_NAME = 1000
-_LARGEST = 2**53  # of any number: exact in every JSON reader
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NEEDED = ("step", "global_batch", "scaler")  # of `extra`, to go on with a training
 _FIELDS = ("sha256", "schema", "format", "step", "optimizer", "plan", "extra", "tensors", "files")
-_Check = Callable[[Any, str], Any]
 
 
 def read_index(path: Path) -> Index:
@@ -74,7 +80,7 @@ def decode(raw: bytes, path: Path) -> Index:
     if expected != found.encode():
         raise broken(path, f"its sha256 is {found}, expected {expected.decode(errors='replace')}")
     try:
-        return _index(_json(raw), found)
+        return _index(parse(raw), found)
     except ValueError as error:  # written by something else, yet with a good hash
         raise broken(path, f"its content is not understood ({error})") from error
 
@@ -86,122 +92,54 @@ def check_training(index: Index, path: Path) -> None:
         raise broken(path / INDEX_FILE, f"it has no {', '.join(missing)}, so no training can go on from it")
 
 
-def check_header(index: Index, path: Path, name: str) -> None:
-    """Raise CheckpointError unless a data file's own header says what the index says of it: keys, dtypes, shapes."""
-    file = path / name
-    expected = {
-        key: (DTYPES[tensor.dtype], part.sizes)
-        for key, tensor in index.tensors.items()
-        for part in tensor.parts
-        if part.file == name
-    }
-    try:
-        header, num_bytes = _read_header(file)
-        _check_entries(_object(header, "the header"), expected, num_bytes)
-    except OSError as error:
-        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
-    except ValueError as error:
-        raise broken(file, f"it does not hold what {INDEX_FILE} says ({error})") from error
-
-
-def _read_header(file: Path) -> tuple[Any, int]:
-    """(the header of a safetensors file, the number of bytes after it)."""
-    with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"its header is said to have {length} bytes, the file has {size}")
-        return _json(stream.read(length)), size - 8 - length
-
-
-def _check_entries(header: dict[str, Any], expected: dict[str, tuple[Any, tuple[int, ...]]], num_bytes: int) -> None:
-    header.pop("__metadata__", None)
-    if header.keys() != expected.keys():
-        other = sorted(header.keys() ^ expected.keys())
-        raise ValueError(f"{len(other)} tensors are in one of the two only, the first is {other[0]!r:.200}")
-    spans = []
-    for key, entry in header.items():
-        (name, itemsize), sizes = expected[key]
-        entry = _object(entry, key)
-        found = entry.get("dtype"), entry.get("shape")
-        if found != (name, list(sizes)):
-            raise ValueError(f"{key} is {found[0]!r:.50} {found[1]!r:.100}, expected {name} {list(sizes)}")
-        start, stop = _list(_count, 2)(entry.get("data_offsets"), f"data_offsets of {key}")
-        if stop - start != prod(sizes) * itemsize:
-            raise ValueError(f"{key} has {stop - start} bytes, expected {prod(sizes) * itemsize}")
-        spans.append((start, stop))
-    end = 0
-    for start, stop in sorted(spans):
-        if start != end:
-            raise ValueError(f"bytes {end} to {start} belong to no tensor, or to two")
-        end = stop
-    if end != num_bytes:
-        raise ValueError(f"its tensors have {end} bytes, the file holds {num_bytes}")
-
-
-def _json(raw: bytes) -> Any:
-    """Strict JSON: no NaN, no key twice, no nesting that exhausts the stack. Raises ValueError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            raise ValueError("a key stands twice in one object")
-        return fields
-
-    def refuse(word: str) -> Any:
-        raise ValueError(f"{word} is no number")
-
-    try:
-        return json.loads(raw, object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
 def _index(body: Any, digest: str) -> Index:
-    fields = _object(body, "the index")
-    _same_keys(fields, _FIELDS, "the index")
+    fields = as_object(body, "the index")
+    same_keys(fields, _FIELDS, "the index")
     if fields["schema"] != SCHEMA or fields["format"] != FORMAT:
         raise ValueError(f"schema {fields['schema']!r:.50} of {fields['format']!r:.50}, known is {SCHEMA}")
-    step = _count(fields["step"], "step")
+    step = count(fields["step"], "step")
     extra = _extra(fields["extra"], step)
-    files = {name: _file(value, name) for name, value in _object(fields["files"], "files").items()}
-    tensors = {key: _tensor(value, key, files) for key, value in _object(fields["tensors"], "tensors").items()}
+    files = {name: _file(value, name) for name, value in as_object(fields["files"], "files").items()}
+    tensors = {key: _tensor(value, key, files) for key, value in as_object(fields["tensors"], "tensors").items()}
     used = {part.file for tensor in tensors.values() for part in tensor.parts}
     if unused := files.keys() - used:
         raise ValueError(f"no tensor is stored in {sorted(unused)[0]}")
-    return Index(step, _name(fields["optimizer"], "optimizer"), _plan(fields["plan"]), extra, tensors, files, digest)
+    return Index(
+        step, printable_name(fields["optimizer"], "optimizer"), _plan(fields["plan"]), extra, tensors, files, digest
+    )
 
 
 def _plan(value: Any) -> dict[str, Any]:
     """The description of the plan (`index.describe_plan`), which is for people: any field may be absent."""
-    checks: dict[str, _Check] = {
-        "world": _positive,
-        "degrees": lambda v, at: {_name(k, at): _positive(d, f"{at}.{k}") for k, d in _object(v, at).items()},
-        "data": _name,
-        "shard": _optional(_positive),
-        "tensor": _name,
-        "pipeline": _name,
-        "chunks": _optional(_positive),
-        "precision": _name,
+    checks: dict[str, Check] = {
+        "world": positive,
+        "degrees": lambda v, at: {printable_name(k, at): positive(d, f"{at}.{k}") for k, d in as_object(v, at).items()},
+        "data": printable_name,
+        "shard": optional(positive),
+        "tensor": printable_name,
+        "pipeline": printable_name,
+        "chunks": optional(positive),
+        "precision": printable_name,
     }
-    plan = _object(value, "plan")
-    return {_name(key, "a field of plan"): checks.get(key, _word)(item, f"plan.{key}") for key, item in plan.items()}
+    plan = as_object(value, "plan")
+    return {
+        printable_name(key, "a field of plan"): checks.get(key, word)(item, f"plan.{key}") for key, item in plan.items()
+    }
 
 
 def _extra(value: Any, step: int) -> dict[str, Any]:
     """What the saver keeps beside the tensors: the fields that a training reads are checked, others are its own."""
-    checks: dict[str, _Check] = {
-        "step": _count,
-        "samples": _count,
-        "global_batch": _positive,
-        "seed": _integer,
+    checks: dict[str, Check] = {
+        "step": count,
+        "samples": count,
+        "global_batch": positive,
+        "seed": integer,
         "dataset": _dataset,
         "scaler": _scaler,
-        "kept": _list(_name),
-        "clocks": _list(_count),
+        "kept": list_of(printable_name),
+        "clocks": list_of(count),
     }
-    extra = _object(value, "extra")
+    extra = as_object(value, "extra")
     for key, check in checks.items():
         if key in extra:
             check(extra[key], f"extra.{key}")
@@ -211,19 +149,19 @@ def _extra(value: Any, step: int) -> dict[str, Any]:
 
 
 def _dataset(value: Any, where: str) -> None:
-    fields = _object(value, where)
-    _same_keys(fields, ("name", "fingerprint"), where)
-    _name(fields["name"], f"{where}.name")
-    _optional(_name)(fields["fingerprint"], f"{where}.fingerprint")
+    fields = as_object(value, where)
+    same_keys(fields, ("name", "fingerprint"), where)
+    printable_name(fields["name"], f"{where}.name")
+    optional(printable_name)(fields["fingerprint"], f"{where}.fingerprint")
 
 
 def _scaler(value: Any, where: str) -> None:
-    fields = _object(value, where)
-    _same_keys(fields, ("scale", "applied_in_a_row"), where)
+    fields = as_object(value, where)
+    same_keys(fields, ("scale", "applied_in_a_row"), where)
     scale = fields["scale"]
     if type(scale) not in (int, float) or not isfinite(scale) or scale <= 0:
         raise ValueError(f"{where}.scale is {scale!r:.50}, not a positive number")
-    _count(fields["applied_in_a_row"], f"{where}.applied_in_a_row")
+    count(fields["applied_in_a_row"], f"{where}.applied_in_a_row")
 
 
 def _file(value: Any, name: str) -> tuple[int, str]:
@@ -234,19 +172,19 @@ def _file(value: Any, name: str) -> tuple[int, str]:
     sha256 = value[1]
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"the sha256 of {name} is {sha256!r:.100}")
-    return _count(value[0], f"the size of {name}"), sha256
+    return count(value[0], f"the size of {name}"), sha256
 
 
 def _tensor(value: Any, key: str, files: dict[str, tuple[int, str]]) -> StoredTensor:
-    _name(key, "a tensor's name")
+    printable_name(key, "a tensor's name")
     if key.startswith("optimizer/") and key.count("/") < 2:
         raise ValueError(f"{key} is not optimizer/<kind>/<parameter>")
-    fields = _object(value, key)
-    _same_keys(fields, ("dtype", "shape", "parts"), key)
+    fields = as_object(value, key)
+    same_keys(fields, ("dtype", "shape", "parts"), key)
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
         raise ValueError(f"{key} has dtype {fields['dtype']!r:.50}")
-    shape = tuple(_list(_count, at_most=_MAX_DIMS)(fields["shape"], f"shape of {key}"))
-    parts = tuple(_list(_part)(fields["parts"], key))
+    shape = tuple(list_of(count, at_most=_MAX_DIMS)(fields["shape"], f"shape of {key}"))
+    parts = tuple(list_of(_part)(fields["parts"], key))
     stored_in = [part.file for part in parts]
     if strange := [name for name in stored_in if name not in files]:
         raise ValueError(f"{key} is stored in {strange[0]!r:.200}, which is no data file")
@@ -257,11 +195,11 @@ def _tensor(value: Any, key: str, files: dict[str, tuple[int, str]]) -> StoredTe
 
 
 def _part(value: Any, where: str) -> Part:
-    fields = _object(value, f"a part of {where}")
-    _same_keys(fields, ("offsets", "sizes", "file"), f"a part of {where}")
+    fields = as_object(value, f"a part of {where}")
+    same_keys(fields, ("offsets", "sizes", "file"), f"a part of {where}")
     if not isinstance(fields["file"], str):
         raise ValueError(f"a data file of {where} is called {fields['file']!r:.200}")
-    numbers = _list(_count, at_most=_MAX_DIMS)
+    numbers = list_of(count, at_most=_MAX_DIMS)
     offsets, sizes = (tuple(numbers(fields[key], f"{key} of {where}")) for key in ("offsets", "sizes"))
     return Part(offsets, sizes, fields["file"])
 
@@ -281,59 +219,3 @@ def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[Part, ...]) -> N
             corners[corner] += sign * (-1) ** sum(ends)
     if not fits or any(corners.values()):
         raise ValueError(f"the parts of {key} do not make up its shape {list(shape)}")
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {value!r:.100}, not an object")
-    return value
-
-
-def _same_keys(fields: dict[str, Any], wanted: Any, where: str) -> None:
-    if fields.keys() != set(wanted):
-        missing, unknown = sorted(set(wanted) - fields.keys()), sorted(fields.keys() - set(wanted))
-        what = f"has no {missing[0]}" if missing else f"has an unknown field {unknown[0]!r:.200}"
-        raise ValueError(f"{where} {what}")
-
-
-def _integer(value: Any, where: str) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{where} is {value!r:.100}, not an integer")
-    return value
-
-
-def _count(value: Any, where: str) -> int:
-    if not 0 <= _integer(value, where) <= _LARGEST:
-        raise ValueError(f"{where} is {value!r:.100}, not between 0 and {_LARGEST}")
-    return value
-
-
-def _positive(value: Any, where: str) -> int:
-    if _count(value, where) == 0:
-        raise ValueError(f"{where} is 0")
-    return value
-
-
-def _name(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME or not value.isprintable():
-        raise ValueError(f"{where} is {value!r:.100}, not a printable name")
-    return value
-
-
-def _word(value: Any, where: str) -> str | int | None:
-    return value if value is None else _name(value, where) if isinstance(value, str) else _count(value, where)
-
-
-def _optional(check: _Check) -> _Check:
-    return lambda value, where: None if value is None else check(value, where)
-
-
-def _list(check: _Check, length: int | None = None, at_most: int | None = None) -> _Check:
-    def checked(value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} is {value!r:.100}, not a list")
-        if (length is not None and len(value) != length) or (at_most is not None and len(value) > at_most):
-            raise ValueError(f"{where} has {len(value)} entries")
-        return [check(item, where) for item in value]
-
-    return checked

@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from parallelrun.checkpoint.files import Entry, Written, remove_tree, sync_directory, write_bytes, write_safetensors
 from parallelrun.checkpoint.find import refuse_pickle, step_name
+from parallelrun.checkpoint.headers import check_header
 from parallelrun.checkpoint.index import (
     DTYPES,
     INDEX_FILE,
@@ -43,7 +44,7 @@ from parallelrun.checkpoint.index import (
     missing_files,
     verify_file,
 )
-from parallelrun.checkpoint.schema import check_header, read_index
+from parallelrun.checkpoint.schema import read_index
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 

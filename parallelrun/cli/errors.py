@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from parallelrun import reserve
 from parallelrun.config.keys import GROUPS, nearest, nearest_keys
 from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem
 
@@ -79,6 +80,8 @@ def translate(error: Exception) -> ParallelrunError | None:
     if isinstance(error, ParallelrunError):
         return error
     chain = _chain(error)
+    if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
+        return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link

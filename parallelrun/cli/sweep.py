@@ -243,8 +243,9 @@ def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> d
 
     _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
     degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
-    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
     sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (sweep.directory / report.RESULTS).touch(mode=0o600)  # a sweep that is killed within its first point can go on, too
+    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
     if composed.config.checkpoint.last is None:  # nobody goes on from a point, and many points fill a disk
         checkpoint = replace(composed.config.checkpoint, last=False)
         composed = replace(composed, config=replace(composed.config, checkpoint=checkpoint))

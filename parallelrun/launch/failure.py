@@ -6,7 +6,6 @@ kind first (signals, exceptions and exits, then aborts, then lost connections) a
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shlex
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun import sequences, user_code
+from parallelrun import reserve, sequences, user_code
 from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
@@ -30,7 +29,6 @@ _LOST_PEER = re.compile(
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout after|Wait timeout|operation timed out", re.IGNORECASE)
 _OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAX_LINES = 25
 
 
@@ -57,7 +55,7 @@ def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, 
         order = 3 if error.of_another_rank else 0
         return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=traceback)
     chain = list(_chain(error))
-    if any(isinstance(e, OSError) and e.errno in _NO_ROOM for e in chain):
+    if any(isinstance(e, OSError) and e.errno in reserve.NO_ROOM for e in chain):
         return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=traceback)
     name = type(error).__name__
     what = f"{name}: {_first_line(str(error))}".rstrip(": ")

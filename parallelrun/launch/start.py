@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -109,7 +111,8 @@ def conclude(outcome: Outcome, job: Job, overrides: Sequence[str], verbose: bool
 def say(lines: Sequence[str]) -> None:
     """Lines for the user, below whatever progress line is on the screen."""
     lead = "\n" if sys.stderr.isatty() else ""
-    print(lead + "\n".join(lines), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a closed terminal, or a file on a full disk
+        print(lead + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _prepare(
@@ -186,12 +189,15 @@ def _inline(job: Job, command: Command) -> Outcome:
 
         with Watchdog(board, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
             code = rank.serve(place, job.config, job.plan, board, None)
-    step, failed_save = board.read(0).step, board.failed_save()
+    step, failed_save, told = board.read(0).step, board.failed_save(), board.told(0)
     if code == EXIT_INTERRUPTED:
         code = EXIT_TERMINATED if board.stop_requested() else code
         note = f"{'terminated' if board.stop_requested() else 'interrupted'} at step {step}"
         return Outcome(code, note=note, step=step, failed_save_step=failed_save)
-    return Outcome(code, failure.read(job.directory, 0), step=step, failed_save_step=failed_save)
+    cause = failure.read(job.directory, 0)
+    if cause is None and told is not None:
+        cause = Failure(0, told[2], told[0], time.monotonic_ns(), pid=os.getpid(), step=step)
+    return Outcome(code, cause, step=step, failed_save_step=failed_save)
 
 
 @contextmanager

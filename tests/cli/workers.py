@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -114,6 +116,36 @@ def fail_in_save(config: Config, plan: Plan, context: WorkerContext) -> int:
     if context.rank == wanted["rank"]:
         storage.write_safetensors = fail
     return worker.run(config, plan, context)
+
+
+def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The real training, for whose metrics.jsonl the disk has no room: before step 4 (`returns`), at the end (`kept
+    back`, the room that the run keeps back) or never (`never`, nor for what went wrong)."""
+    from parallelrun import reserve
+    from parallelrun.launch import failure
+    from parallelrun.train import worker
+
+    wanted, metrics = wish()["room"], context.directory / "metrics.jsonl"
+    if context.rank:
+        return worker.run(config, plan, context)
+    metrics.symlink_to("/dev/full")
+    released, heartbeat = reserve.release, context.heartbeat
+
+    def release(directory: Path, *names: str) -> None:
+        if wanted == "kept back" and reserve.RECORDS in names and (directory / reserve.RECORDS).exists():
+            metrics.unlink()
+        released(directory, *names)
+
+    def beat(step: int, phase: str) -> None:
+        if wanted == "returns" and (step, phase) == (4, "step"):
+            metrics.unlink()
+        heartbeat(step, phase)
+
+    reserve.release = release
+    if wanted == "never":
+        failure.write = lambda *_: open("/dev/full", "w", buffering=1).write("no room\n")  # noqa: SIM115
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # the log
+    return worker.run(config, plan, replace(context, heartbeat=beat))
 
 
 def differ(config: Config, plan: Plan, context: WorkerContext) -> int:
