@@ -40,7 +40,7 @@ class Cost:
 def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan_flops: float) -> Cost:
     """rows: of `traffic`. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
     forward = plan.spec.forward_flops * plan.batch.global_batch
-    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.kind not in ("embedding", "head"))
+    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.is_recomputed)
     again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
     compute = makespan_flops / (cluster.peak_tflops * 1e12) if cluster.peak_tflops else None
     return Cost(3 * forward, 3 * forward + again, compute, _communication_s(plan, cluster, rows))
