@@ -82,7 +82,7 @@ class Cost:
 def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan_flops: float) -> Cost:
     """rows: of `traffic`. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
     forward = plan.spec.forward_flops * plan.batch.global_batch
-    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.kind not in ("embedding", "head"))
+    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.is_recomputed)
     again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
     peak = peak_flops(cluster, plan.precision.name)
     compute = makespan_flops / peak if peak else None

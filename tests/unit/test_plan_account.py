@@ -301,3 +301,39 @@ def test_a_row_of_a_run_is_judged_as_its_prediction_says() -> None:
     assert not account.as_predicted(row)
     assert account.as_predicted({**row, "predicted_most_bytes": 90})
     assert not account.as_predicted({**row, "predicted_most_bytes": 89})
+
+
+SCHEDULES = ["none", "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+LITTLE_TO_COMPUTE = {"model.hidden": 64, "model.vocab": 64, "model.seq": 8, "model.layers": 8, "model.heads": 8}
+STRATEGIES: list[dict[str, object]] = [
+    {},
+    {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope", "model.kv_heads": 4},
+    {"tp": 2},
+    {"tp": 2, "strategy.tensor.sequence_parallel": True, "strategy.tensor.overlap": False},
+    {"tp": 4, "layout": "2d"},
+    {"tp": 8, "layout": "2.5d", "depth": 2},
+    {"tp": 8, "layout": "3d", "strategy.tensor.overlap": False},
+    {"dp": 2, "model.experts": 4, "ep": 2},
+    {"dp": 2, "model.experts": 4, "ep": 2, "strategy.expert.kind": "dropless", "strategy.expert.chunks": 2},
+    *({"dp": 2, "strategy.data.kind": kind} for kind in ("zero1", "fsdp", "horovod", "ring", "local_sgd", "diloco")),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_bf16_never_needs_more_memory_than_fp32(strategy):
+    """Weights outweigh activations here: a rounded copy of them, of a microbatch or of a step, would be too much."""
+    for schedule in SCHEDULES:
+        for recompute in ("none", "selective", "full"):
+            sizes = {"global_batch": 16, "microbatches": 1 if schedule == "naive" else 4, "recompute": recompute}
+            pipeline = {} if schedule == "none" else {"pp": 2, "schedule": schedule}
+            wanted = {**LITTLE_TO_COMPUTE, **sizes, **pipeline, **strategy}
+            plans = [tiny_plan({**wanted, "precision.name": name}) for name in ("bf16", "fp16", "fp32")]
+            bf16, fp16, fp32 = ([one.total for one in account.memories(plan).values()] for plan in plans)
+            assert bf16 == fp16 and all(a <= b for a, b in zip(bf16, fp32, strict=True)), (schedule, recompute)
+
+
+def test_bf16_never_needs_more_memory_with_servers():
+    for strategy in ({"strategy.data.kind": "ps", "dp": 2}, {"model.name": "mlp", "pp": 2, "schedule": "gpipe"}):
+        bf16, fp32 = (tiny_plan({**strategy, "precision.name": name}) for name in ("bf16", "fp32"))
+        for rank in range(bf16.world):
+            assert account.memory(bf16, rank).total <= account.memory(fp32, rank).total

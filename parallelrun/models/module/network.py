@@ -15,6 +15,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.models import layers
 from parallelrun.models.module import source
 from parallelrun.models.network import Network, store
+from parallelrun.models.rounding import rounded
 from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
@@ -172,7 +173,7 @@ def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
 
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
-            part.__dict__[name] = part.get_parameter(name).to(dtype)
+            part.__dict__[name] = rounded(part.get_parameter(name), dtype)
         floating = (isinstance(x, Tensor) and x.is_floating_point() for x in inputs)
         return tuple(x.to(dtype) if wide else x for x, wide in zip(inputs, floating))
 
