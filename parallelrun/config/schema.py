@@ -197,7 +197,7 @@ class StrategyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """adamw | sgd, its learning-rate schedule and clipping."""
+    """adamw | sgd | adagrad, its learning-rate schedule and clipping."""
 
     name: str = "adamw"
     description: str = ""
@@ -316,6 +316,7 @@ class Config:
     runs: str = "runs"  # where run directories are made
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
+    tokens: float | None = None  # plan: how many days so many tokens take
     plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
     tracker: str = "none"  # none | tensorboard
     timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7

@@ -65,9 +65,10 @@ def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_pat
     "model, first, others",
     [
         ({}, ONE, (PIPELINE, ZERO1, FSDP)),
+        ({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP)),
         (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 2, "microbatches": 1}, SPREAD, ONE)),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "adagrad", "experts"],
 )
 def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""
