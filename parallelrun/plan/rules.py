@@ -55,6 +55,7 @@ WHOLE = {
     "dataset.vocab": 1,
     "dataset.max_bytes": 1,
     "dataset.crop": 0,
+    "dataset.num_workers": 0,
     "strategy.data.shard": 1,
     "strategy.data.sync_every": 1,
     "strategy.data.group_size": 1,
@@ -124,22 +125,24 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
 
 
 POSITIVE = (0, False, None, False)
+VERBS = {"plot": ("plan", "explain"), "tokens": ("plan",)}  # of keys that not every verb reads
 
 
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = _by_tables(config, of_router=False)
-    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _peaks(config.cluster.peak_tflops)
+    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
+    problems += _peaks(config.cluster.peak_tflops)
     if config.seed >= 2**63:
         problems.append(Problem(f"seed={config.seed} does not fit 63 bits", "seed", f"seed={2**63 - 1}"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
         problems.append(Problem(what, "name", f"name={cleaned or 'run'}"))
-    for key in ("plot", "tokens"):
+    for key, verbs in VERBS.items():
         value = getattr(config, key)
-        if value is not None and config.verb != "plan":
-            what = f"{key}={value} is read by plan only, not by {config.verb}"
+        if value is not None and config.verb not in verbs:
+            what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun plan ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
     return problems + model(config)
@@ -235,6 +238,15 @@ def _peaks(given: Any) -> list[Problem]:
         for name in map(str, unknown)
     ]
     return problems + [p for name in TABLE for p in _real(f"{key}.{name}", given.get(name), *POSITIVE)]
+
+
+def _profile(config: Config) -> list[Problem]:
+    """The steps to profile are steps of the run."""
+    wrong = [step for step in config.profile if type(step) is not int or not 1 <= step <= config.steps]
+    if not wrong or type(config.steps) is not int or config.steps < 1:
+        return []
+    what = f"profile={list(config.profile)}: {wrong[0]} is not one of the steps 1 to {config.steps}"
+    return [Problem(what, "profile", f"profile=[{min(3, config.steps)}]")]
 
 
 def _betas(betas: list[float]) -> list[Problem]:

@@ -14,6 +14,10 @@ class Way(PipelineWay):
 
     kind = "naive"
     takes_microbatches = False
+    explained = (
+        "The whole batch goes through the stages once, forward and backward: one rank works at a time.",
+        "the model parallelism that pipelines improve on",
+    )
 
     def check_microbatches(self, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches == 1:
