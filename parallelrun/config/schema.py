@@ -199,7 +199,7 @@ class StrategyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """adamw | sgd, its learning-rate schedule and clipping."""
+    """adamw | sgd | adagrad, its learning-rate schedule and clipping."""
 
     name: str = "adamw"
     description: str = ""
@@ -319,6 +319,7 @@ class Config:
     runs: str = "runs"  # where run directories are made
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
+    tokens: float | None = None  # plan: how many days so many tokens take
     plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
     profile: list[int] = field(default_factory=list)  # steps of which torch's profiler writes a trace, on every rank
     tracker: str = "none"  # none | tensorboard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import sample_sets
@@ -13,6 +14,10 @@ from parallelrun.plan.names import gib
 from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
 
 POINT_TO_POINT = ("send", "recv")
+DAY = 86400.0  # seconds
+# The part of a GPU's peak rate that whole trainings reach, repeated forwards counted as work: the median of the ten
+# models of 1.7 B to 1 T parameters in table 1 of Narayanan et al. (SC21), which reach 43 % to 52 % of an A100's peak.
+SUSTAINED = 0.455
 SURE = 0.9  # of a device's memory: the rest is left to what the figure does not count
 
 
@@ -91,6 +96,28 @@ def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan
     )
     seconds = [_communication_s(plan, cluster, some) for some in (rows, of_data)]
     return Cost(3 * forward, 3 * forward + again, compute, *seconds)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long `tokens` tokens take on the devices of the plan, in days, where the cluster gives rates (else None).
+
+    at_peak: no communication overlapped, and all of it. sustained: at SUSTAINED of the peak rate.
+    """
+
+    tokens: float
+    steps: int
+    at_peak: tuple[float, float] | None
+    sustained: float | None
+
+
+def training(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> Training:
+    """Of a model of tokens."""
+    steps = ceil(tokens / (plan.batch.global_batch * plan.spec.seq))
+    peak = peak_flops(cluster, plan.precision.name)
+    sustained = steps * cost.hardware_flops / (plan.num_workers * peak * SUSTAINED) / DAY if peak else None
+    at_peak = (steps * cost.step_s[0] / DAY, steps * cost.step_s[1] / DAY) if cost.step_s else None
+    return Training(tokens, steps, at_peak, sustained)
 
 
 def _is_of_data(plan: Plan, axis: str) -> bool:

@@ -24,13 +24,14 @@ LINKED_RANKS = 64  # more are not listed link by link
 class Facts:
     """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most.
     layouts: the tensor layouts side by side, where there is something to compare; data_axis: so the ways of the data
-    axis."""
+    axis; training: of `tokens`, where they are given."""
 
     simulation: simulate.Simulation
     busiest_rank: int
     traffic: tuple[account.Traffic, ...]
     memories: dict[int, account.Memory]
     cost: cluster_cost.Cost
+    training: cluster_cost.Training | None
     layouts: Comparison | None
     data_axis: DataAxis | None
 
@@ -48,7 +49,9 @@ def facts(plan: Plan, config: Config) -> Facts:
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
     data_axis = costs(plan, config.cluster, cost)
     cost = agreed(cost, data_axis)
-    return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config), data_axis)
+    training = cluster_cost.training(plan, config.cluster, cost, config.tokens) if config.tokens else None
+    memories = account.memories(plan)
+    return Facts(simulation, busiest, rows, memories, cost, training, compare(plan, config), data_axis)
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
@@ -198,6 +201,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "links": link_rows(plan),
         },
         "cost": asdict(found.cost),
+        "training": asdict(found.training) if found.training else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
         "data_axis": asdict(found.data_axis) if found.data_axis else None,
     }

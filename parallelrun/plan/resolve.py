@@ -28,6 +28,7 @@ from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.load import Ways, load_way, server_way_of, ways_of
 from parallelrun.plan.names import did_you_mean, either
+from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.plan.ways import Request
@@ -84,7 +85,7 @@ def solve(
         return len(_trial_problems(config, spec, trial)) if spec is not None and known_ways else 0
 
     degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
-    problems += of_spec + routing.check_model(config, experts)
+    problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
     unread = shorthands.unread(config, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
@@ -287,7 +288,7 @@ def _plan(
         dropout=config.dropout,
         device=degrees.device,
         optimizer=config.optimizer.name,
-        optimizer_states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
+        optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer),
         equivalence=Equivalence("exact"),
         servers=degrees.servers,
         filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled, *lr_scale.filled(config, request.dp)),

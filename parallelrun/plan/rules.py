@@ -10,15 +10,17 @@ from typing import Any
 from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
+from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import lr_scale
 from parallelrun.plan.names import did_you_mean
+from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.precision import TABLE
 
 ROUTER = "model.router."
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHOICES = {
     "precision.name": tuple(TABLE),
-    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("cosine", "linear", "constant"),
     "recompute": ("none", "selective", "full"),
     "ranks": ("few", "all"),
@@ -109,6 +111,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "optimizer.clip": (0, True, None, False),
     "dropout": (0, True, 1, False),
     "timeout_s": (0, False, None, False),
+    "tokens": (0, False, None, False),
     "verify.tolerance": (0, False, None, False),
     "precision.loss_scale": (0, False, None, False),
     "dataset.val_fraction": (0, False, 1, False),
@@ -138,6 +141,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
 }
 
 POSITIVE = (0, False, None, False)
+VERBS = {"plot": ("plan", "explain"), "tokens": ("plan",)}  # of keys that not every verb reads
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -165,12 +169,21 @@ def check(config: Config) -> list[Problem]:
         if not RUN_NAME.fullmatch(name):
             what = f"{key}={name[:80]!r} names directories of runs: 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             problems.append(Problem(what, key, "the preset's own name"))
-    if config.plot is not None and config.verb not in ("plan", "explain"):
-        what = f"plot={config.plot} is read by plan and explain only, not by {config.verb}"
-        problems.append(
-            Problem(what, "plot", "leave plot out", f"parallelrun plan ... plot={config.plot}", kind="unread")
-        )
+    for key, verbs in VERBS.items():
+        value = getattr(config, key)
+        if value is not None and config.verb not in verbs:
+            what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
+            command = f"parallelrun plan ... {key}={value}"
+            problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
     return problems + model(config)
+
+
+def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
+    """`tokens` are those of a model that reads tokens."""
+    if config.tokens is None or spec is None or spec.kind == "tokens":
+        return []
+    what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, which have no tokens"
+    return [Problem(what, "tokens", "leave tokens out", kind="undefined")]
 
 
 def model(config: Config) -> list[Problem]:

@@ -9,6 +9,7 @@ from parallelrun.config.schema import Config, DataWayConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
 from parallelrun.plan.names import did_you_mean, one_of
+from parallelrun.plan.optimizers import OPTIMIZERS, readers
 from parallelrun.registry import has, load, names
 
 LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor way of every layout
@@ -140,6 +141,7 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     explicit = config.chunks is not None or "strategy.pipeline.chunks" in given
     if explicit and chunks != 1 and (pp == 1 or pipeline not in CHUNKED):
         complain("chunks", chunks, "schedule=interleaved, or leave chunks out" if pp > 1 else "leave chunks out")
+    known = config.optimizer.name in OPTIMIZERS
     fix = {
         **_unread_of_data(data),
         "strategy.tensor.sequence_parallel": (tensor in GRIDS, "layout=1d"),
@@ -151,9 +153,10 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         "strategy.pipeline.partition": (pp == 1, "pp=2"),
         "strategy.pipeline.split": (pp == 1, "pp=2"),
         "dataset.path": (config.dataset.name in ("pystdlib", "synthetic", "digits"), "dataset=text"),
-        "optimizer.momentum": (config.optimizer.name != "sgd", "optimizer=sgd"),
-        "optimizer.betas": (config.optimizer.name != "adamw", "optimizer=adamw"),
-        "optimizer.eps": (config.optimizer.name != "adamw", "optimizer=adamw"),
+        **{
+            f"optimizer.{key}": (known and key not in OPTIMIZERS[config.optimizer.name].own_keys, readers(key))
+            for key in ("momentum", "betas", "eps")
+        },
     }
     for key, (ignored, suggestion) in fix.items():
         if key in given and ignored:

@@ -185,7 +185,7 @@ class Equivalence:
 class Plan:
     """Everything a worker needs to know that is not a hyper-parameter.
 
-    optimizer_states: tensors of state that the optimizer keeps per weight (adamw 2, sgd 0, or 1 with momentum).
+    optimizer_states: tensors of state that the optimizer keeps per weight (`plan.optimizers`).
     servers: ranks that are no workers: the last ones, outside the mesh (server k has rank num_workers + k).
     filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
     """

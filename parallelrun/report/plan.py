@@ -57,7 +57,7 @@ def show(plan: Plan, config: Config, console: Console, found: Facts | None = Non
         *([("servers", _servers(plan))] if plan.servers else []),
         ("schedule", _schedule(plan, found, width - 4)),
         ("collectives of a step", _traffic(plan, found)),
-        ("cost of a step", _cost(plan, config, found)),
+        ("cost of a step", _cost(plan, config, found).append(_training(found))),
     ]
     if found.data_axis:
         parts.append(("ways of the data axis", data_axis_panel(found.data_axis, width - 4)))
@@ -301,6 +301,22 @@ def _cost(plan: Plan, config: Config, found: Facts) -> Text:
         f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), "
         f"{digits(plan.batch.global_batch / high)}..{digits(plan.batch.global_batch / low)} samples/s, or longer: no "
         "kernel reaches the peak rate"
+    )
+
+
+def _training(found: Facts) -> str:
+    """Days for the tokens of the training, where they are given."""
+    training = found.training
+    if training is None:
+        return ""
+    text = f"\n{count_text(training.tokens)} tokens are {training.steps:,} steps: "
+    if training.sustained is None:
+        return text + "days unknown, the cluster gives no rates"
+    if training.at_peak is not None:
+        longest, shortest = (digits(days) for days in training.at_peak)
+        text += f"{shortest} (all of it overlapped) to {longest} days (none) at the peak rate, "
+    return text + (
+        f"{digits(training.sustained)} days at {cluster_cost.SUSTAINED:.1%} of it, the median of SC21's trainings"
     )
 
 

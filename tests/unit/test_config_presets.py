@@ -129,6 +129,37 @@ def test_the_presets_are_the_models_of_their_papers():
         )
 
 
+def test_gpt2_xl_has_every_parameter_of_the_paper_s_model():
+    found = plan("model=gpt2_1.5b", "strategy=single").spec
+    assert (found.num_parameters, found.vocab, found.seq) == (1_557_611_200, 50257, 1024)
+
+
+SC21 = ("model=gpt3_175b", "tp=8", "pp=8", "dp=16", "micro_batch=1", "global_batch=1536", "recompute=full",
+        "precision=bf16", "cluster=a100_80gb")  # fmt: skip
+
+
+def test_300_billion_tokens_take_gpt3_34_days_on_1024_a100():
+    """Narayanan et al. (SC21), section 5: 34 days at 140 TFLOP/s a GPU."""
+    found = composed(*SC21, "tokens=300e9")
+    document = describe(resolve(found.config, given=found.given), found.config)
+    training = document["training"]
+    assert document["world"] == 1024 and training["steps"] == 95_368
+    assert 34.0 <= training["sustained"] < 34.5
+    longest, shortest = training["at_peak"]
+    assert shortest <= longest < training["sustained"], "the peak rate is not reached"
+    step = document["cost"]["compute_s"] + document["cost"]["communication_s"]
+    assert longest == pytest.approx(step * 95_368 / 86_400)
+
+
+def test_days_are_asked_of_plan_alone_and_of_models_of_tokens():
+    config = replace(composed("model=gpt").config, tokens=1e9)
+    with pytest.raises(ConfigError, match="read by plan only, not by run"):
+        resolve(replace(config, verb="run"))
+    with pytest.raises(ConfigError, match="which have no tokens"):
+        plan("model=resnet", "strategy=ddp", "tokens=1e9")
+    assert describe(resolve(config), config)["training"]["sustained"] is None, "no rates"
+
+
 @pytest.mark.parametrize(
     "overrides", ["tp=8 pp=4", "pp=4 strategy=interleaved", "pp=4 strategy=zero_bubble schedule=zbv", "tp=8 dp=2"]
 )
