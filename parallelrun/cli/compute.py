@@ -19,6 +19,7 @@ from parallelrun.cli.gpus import visible_gpus
 from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
 from parallelrun.launch.environment import Attached, detect
 
+_STARTS_NOTHING = ("plan", "explain")
 _INDENTED = 2**16  # characters; Python indents JSON at a tenth of the speed, and nobody reads the ranks of a cluster
 
 
@@ -62,6 +63,9 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if line.multirun and attached is not None:
         what = f"a sweep (-m) cannot run inside {attached.source}: its ranks are there already"
         raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+    if line.multirun and line.verb == "explain":
+        what = "explain shows one plan at a time"
+        raise ConfigError(Problem(what, "command line", command="parallelrun plan ..."))
     if line.multirun:
         from parallelrun.cli import sweep
         from parallelrun.config import compose
@@ -76,9 +80,10 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         return code
     with _collector_paused():
         made = _composed_and_resolved(line, attached)
-        if made is not None and line.verb == "plan":
-            show_plan(made.plan, made.composed.config, line.json)
-    if made is None or line.verb == "plan":
+        if made is not None and line.verb in _STARTS_NOTHING:
+            show = show_plan if line.verb == "plan" else show_explanation
+            show(made.plan, made.composed.config, line.json)
+    if made is None or line.verb in _STARTS_NOTHING:
         return EXIT_OK
     if hosts.has_others(line.placed) and attached is None:
         return hosts.start(line.placed, words)
@@ -115,7 +120,8 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Mad
     """What one command line asks for; None where Hydra has answered one of its own flags."""
     from parallelrun.config import compose
 
-    prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
+    verb = "plan" if line.verb in _STARTS_NOTHING else line.verb
+    prepared = compose.prepare(line.overrides, line.flags, verb, line.trust)
     if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
         composed, run_root = compose.compose_plainly(prepared)
     else:
@@ -169,6 +175,25 @@ def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -
         print(f"written: {path}")
 
 
+def show_explanation(plan: Any, config: Any, as_json: bool) -> None:
+    """Print every message of a step, for people or as one JSON document; `plot=NAME` draws them."""
+    from parallelrun.plan.explain import explain
+    from parallelrun.report import explain as report
+    from parallelrun.report.data_axis import title
+
+    explained = explain(plan)
+    if not explained:
+        what = "one rank sends nothing, so there is nothing to explain"
+        raise ConfigError(Problem(what, "world", "strategy=ring"))
+    written = report.write(explained, title(plan, config), config.plot) if config.plot else None
+    if as_json:
+        print_json(report.document(explained))
+        return
+    print("\n".join([title(plan, config), "", *report.lines(explained)]))
+    if written:
+        print(f"written: {written}")
+
+
 def write_plot(plan: Any, config: Any, found: Any, point: int | None = None) -> list[Path]:
     """The files that `plot=NAME` asks for, each point of a sweep its own. Raises ConfigError, EnvironmentProblem."""
     if config.plot is None:
@@ -194,7 +219,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 def _follow(words: list[str]) -> int:
     """A rank other than 0 of somebody else's launcher: it composes nothing."""
-    if "plan" in words[:1] or not command_lines.starts_ranks(words):
+    if (words[:1] and words[0] in _STARTS_NOTHING) or not command_lines.starts_ranks(words):
         return EXIT_OK
     from parallelrun.launch.attach import follow
 
@@ -217,10 +242,9 @@ def _complete(words: list[str]) -> int:
     if asked and "COMP_LINE" not in os.environ:  # only a shell asks so
         raise ConfigError(Problem(f"{' '.join(words)}: completion is asked for by a shell", "COMP_LINE",
                                   command="parallelrun -sc install=bash"))  # fmt: skip
-    candidates, ask_hydra = completion.answer(os.environ) if asked else ([], True)
-    for candidate in candidates:
+    for candidate in completion.answer(os.environ) if asked else []:
         print(candidate)
-    if ask_hydra:
+    if not asked:
         from parallelrun.config import compose
 
         compose.run_hydra(compose.prepare_completion(words), lambda config: None)

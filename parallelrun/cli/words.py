@@ -5,6 +5,7 @@ from __future__ import annotations
 VERBS = {
     "run": "train (the default verb)",
     "plan": "show what would happen: mesh, memory, schedule, traffic; starts nothing",
+    "explain": "list every message of one step, block by block; plot=NAME draws it; starts nothing",
     "verify": "prove that the training equals one device",
     "bench": "warm up, time steps, write bench.json",
 }
@@ -14,7 +15,8 @@ TOOLS = {
     "doctor": "check this machine: torch, GPUs, memory, loopback, a two-rank all-reduce",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
-# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS. Hydra's, with whether a value follows:
+OUR_FLAGS = ("--json", "-v", "--verbose", "--trust", "--version", "--help", "-np", "-H")
+# Hydra's, with whether a value follows:
 HYDRA_FLAGS = {
     "--hydra-help": False,
     "--run": False,

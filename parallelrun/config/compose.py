@@ -17,11 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from parallelrun.config import presets, recipes
+from parallelrun.config import config_folder, presets, recipes
 from parallelrun.config.keys import nearest
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
-from parallelrun.config.schema import Config, DatasetConfig
+from parallelrun.config.schema import Config, DatasetConfig, ModelConfig, StrategyConfig
 from parallelrun.errors import ConfigError, Problem
 
 _SWEEP = re.compile(r"^(choice|glob|sort|shuffle)\(|[*?]")
@@ -50,6 +50,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
+    own_files = config_folder.recipes(flags)
     shown: dict[str, str] = {}
     chosen: list[str] = []
     argv = [*flags, f"verb={verb}"]
@@ -59,8 +60,9 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
             continue
         names = []
         for value in map(unquoted, override.values):
-            if recipes.is_path(value):
-                file = recipes.at_path(value)
+            own = own_files.get(value) if value not in files else None  # a built-in recipe cannot be shadowed
+            if own or recipes.is_path(value):
+                file = recipes.at_path(str(own.path) if own else value)
                 files[file.name] = file
                 shown[file.name] = value
                 value = file.name
@@ -77,6 +79,9 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     if "--hydra-help" in flags:  # it knows Hydra's own configuration only
         argv = list(flags)
     keys = {name: _keys(name, loaded, ()) for name in loaded}
+    for override in overrides:
+        if override.is_own_group:
+            keys |= config_folder.keys(flags, override.key)
     return Prepared(tuple(argv), keys, shown)
 
 
@@ -131,6 +136,9 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
     recipe = HydraConfig.get().runtime.choices.get("recipe")
     given |= prepared.recipe_keys.get(str(recipe), frozenset())
+    for group, option in HydraConfig.get().runtime.choices.items():
+        given |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
+    config = _titled(config, HydraConfig.get().runtime.choices)
     config, given = _fold_path(_with_own_choices(config, given), given)
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
 
@@ -177,6 +185,16 @@ def _with_own_choices(config: Config, given: Set[str]) -> Config:
     kept = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
     asked = {key: getattr(config.dataset, key) for key in kept}
     return replace(config, dataset=replace(DatasetConfig(), **own, **asked))
+
+
+def _titled(config: Config, choices: Mapping[str, Any]) -> Config:
+    """A model or strategy of the user's own folder that does not say its name has its file's."""
+    model, strategy = config.model, config.strategy
+    if choices.get("model") not in presets.options("model") and model.preset == ModelConfig().preset:
+        model = replace(model, preset=str(choices["model"]))
+    if choices.get("strategy") not in presets.options("strategy") and strategy.name == StrategyConfig().name:
+        strategy = replace(strategy, name=str(choices["strategy"]))
+    return replace(config, model=model, strategy=strategy)
 
 
 def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:

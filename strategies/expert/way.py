@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.models.spec import BlockSpec
+from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, ExpertWay, Plan
 from parallelrun.plan.ways import Request
@@ -39,6 +40,10 @@ class Way:
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """See `traffic`."""
         return traffic.collectives(blocks, plan, self.loads(plan), self.counts_bytes(plan))
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The all-to-alls of every layer with experts. See `traffic`."""
+        return traffic.explain(plan, self.loads(plan), self.counts_bytes(plan))
 
     def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
         """Rows of a microbatch on a rank before the first leg and after each."""

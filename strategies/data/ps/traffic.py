@@ -5,6 +5,7 @@ A worker's step: with each server a header and the gradient of its shards one wa
 
 from __future__ import annotations
 
+from parallelrun.plan.explanation import SEND, Explanation, Step, Transfer
 from parallelrun.plan.structure import Collective, Memory, Plan
 from parallelrun.precision import BYTES
 
@@ -37,6 +38,42 @@ def of_server(plan: Plan, server: int) -> list[Collective]:
     if has_barrier(way) and plan.servers > 1:
         rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
     return rows
+
+
+def explain(plan: Plan) -> Explanation:
+    """A step of every worker: gradients to the servers that own their shards, weights back."""
+    way, shares = plan.data, server_bytes(plan)
+    assert isinstance(way, ParameterServerWay)
+    first = plan.num_workers
+
+    def between(worker: int, server: int, up: bool, purpose: str, block: str, size: int, effect: str) -> Transfer:
+        ranks = (worker, first + server) if up else (first + server, worker)
+        return Transfer(SEND, ranks, AXIS, purpose, block, size, effect=effect)
+
+    pairs = [(worker, server) for worker in range(plan.num_workers) for server in range(plan.servers)]
+    pushes = [
+        one
+        for w, s in pairs
+        for one in (
+            between(w, s, True, CONTROL, "header", HEADER_BYTES, ""),
+            between(w, s, True, PUSH, f"gradients of shard {s}", _gradient_bytes(plan, shares[s]), "added"),
+        )
+    ]
+    pulls = [
+        one
+        for w, s in pairs
+        for one in (
+            between(w, s, False, CONTROL, "header", HEADER_BYTES, ""),
+            between(w, s, False, PULL, f"weights of shard {s}", shares[s], "kept"),
+        )
+    ]
+    steps = [Step("push: every worker sends each server the gradients of its shard", tuple(pushes))]
+    if has_barrier(way) and plan.servers > 1:
+        servers = tuple(range(first, plan.world))
+        norm = Transfer("all_reduce", servers, AXIS, CONTROL, "squared norm of the gradients", NORM_BYTES)
+        steps.append(Step("the servers agree on the gradient norm, and update their shards", (norm,)))
+    steps.append(Step("pull: every server sends each worker its weights", tuple(pulls)))
+    return Explanation("data", f"parameter server, {way.consistency}", tuple(steps))
 
 
 def server_memory(plan: Plan, server: int) -> Memory:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from parallelrun.errors import Problem
 from parallelrun.plan.account import merge
 from parallelrun.plan.expert_axes import DP, EXPERT
+from parallelrun.plan.explanation import Explanation, Step
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Request
 
-from ..allreduce import counts
+from ..allreduce import counts, explaining
 from ..allreduce import settings as allreduce
 from ..allreduce.settings import over
 from ..allreduce.steps import NATIVE, RING, piece_elements
@@ -78,6 +79,29 @@ class Way(ddp.Way):
                     for (source, target), elements in counts.links(algorithm, size, message.numel).items():
                         found[ranks[source], ranks[target]] += times * elements * message.element_bytes
         return found
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message of every sum; where the backend sums, its collectives."""
+        assert isinstance(plan.data, RingWay)
+        if plan.data.algorithm.name == NATIVE:
+            return super().explain(plan)
+        found: list[Step] = []
+        limit = piece_elements if plan.device == "cpu" else None
+        for axis in (DP, EXPERT + DP):
+            groups = plan.mesh.groups(axis) if plan.mesh.size(axis) > 1 else ()
+            by_sums: dict[tuple[Message, ...], list[tuple[int, ...]]] = defaultdict(list)
+            for ranks in groups:
+                place = plan.mesh.coordinate(ranks[0])
+                sums = tuple(m for m in ddp.bucket_messages(place["pp"], place, plan) if m.axis == axis)
+                by_sums[sums].append(tuple(ranks))
+            for sums, alike in by_sums.items():
+                for number, one in enumerate(sums, start=1):
+                    name = f"sum {number} of {len(sums)} over {axis}, {one.numel:,} gradients"
+                    most = limit(one.element_bytes) if limit else None
+                    algorithm = over(plan.data.algorithm, axis, plan)
+                    found += explaining.steps(algorithm, alike, one.numel, one.element_bytes, most, axis, name)
+        title = f"{plan.data.kind}: all-reduce by {plan.data.algorithm.name}"
+        return Explanation("data", title, (*found, *self.final_steps(plan)))
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ParameterSpec
+from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Request
 
@@ -83,6 +84,12 @@ class Way:
         from . import traffic
 
         return traffic.collectives(blocks, plan)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """What every layer sends, in order. See `traffic`."""
+        from . import traffic
+
+        return traffic.explain(plan)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """The same function and the same gradients as on one device."""

@@ -14,16 +14,20 @@ Gradients of biases, norms, positions and, in 2.5D, of weights over depth are su
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.product import Transfer, transfers
 
+from .. import explaining
 from .products import lies, product_of
 
+OPERANDS = {"x": "X", "w": "W", "y": "Y, partial sums", "dx": "dX, partial sums", "dw": "dW, partial sums", "dy": "dY"}
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # of operands; whatever else moves is an activation
 
 
@@ -65,6 +69,29 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
             counts[call[:3]] += plan.batch.microbatches * call.calls
             payload[call[:3]] += plan.batch.microbatches * call.payload
     return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+
+
+def explain(plan: Plan) -> Explanation:
+    """The same calls layer by layer, with the block of the product that each of them moves."""
+
+    def sent(calls: list[Call], operands: Sequence[str] = ()) -> list[explaining.Sent]:
+        names = operands or [call.purpose for call in calls]
+        return [(Collective(*call), name) for call, name in zip(calls, names) if plan.mesh.size(call.axis) > 1]
+
+    def parts(block: BlockSpec) -> list[explaining.Part]:
+        forward, backward, called = [], [], []
+        for layer in block.layers:
+            name, phases = explaining.within(block, layer.name), _layer(layer, plan)
+            operands: tuple[list[str], list[str]] = ([], [])
+            for move in moves(layer, plan) if layer.layer_role != "norm" else ():
+                operands[move.phase == "backward"].append(f"blocks of {OPERANDS[move.operand]}")
+            forward.append((f"{name} forward", sent(phases[0], operands[0])))
+            backward.insert(0, (f"{name} backward", sent(phases[1], operands[1])))
+            called += phases[0]
+        loss = [("loss", sent(_loss(plan)))] if block.name == plan.spec.blocks[-1].name else []
+        return [*forward, *loss, ("forward again", sent(_again(block, called, plan))), *backward]
+
+    return explaining.explain(f"{plan.tensor.kind}, Y = X W", plan, parts)
 
 
 def _looks(block: BlockSpec, plan: Plan) -> object:

@@ -10,6 +10,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Request
@@ -91,6 +92,10 @@ class Way:
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
         return traffic.collectives(blocks, plan)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """What every layer sends, in order. See `traffic`."""
+        return traffic.explain(plan) if plan.mesh.size("tp") > 1 else Explanation("tensor", "1d", ())
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """The same function and the same gradients as on one device."""

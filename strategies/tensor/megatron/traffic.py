@@ -19,8 +19,11 @@ from collections import Counter
 from math import prod
 
 from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
+
+from .. import explaining
 
 WHOLE = ("columns", "head", "enter")  # roles of layers that read whole rows
 SUMMED = ("row", "embedding", "leave")  # roles of layers that give a sum over ranks
@@ -54,6 +57,23 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         counts[operation, purpose] += plan.batch.microbatches
         payload[operation, purpose] += plan.batch.microbatches * size
     return [Collective("tp", *key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+
+
+def explain(plan: Plan) -> Explanation:
+    """The same calls layer by layer, forward, backward and again."""
+
+    def sent(calls: list[Call]) -> list[explaining.Sent]:
+        return [(Collective("tp", op, purpose, 1, size), purpose) for op, purpose, size in calls]
+
+    def parts(block: BlockSpec) -> list[explaining.Part]:
+        by_layer = [(explaining.within(block, layer.name), layer) for layer in block.layers]
+        forward = [(f"{name} forward", _forward(layer, plan)) for name, layer in by_layer]
+        again = _again(block, [call for _, calls in forward for call in calls], plan)
+        backward = [(f"{name} backward", _backward(layer, plan)) for name, layer in reversed(by_layer)]
+        loss = [("loss", _loss(plan))] if block == plan.spec.blocks[-1] else []
+        return [(name, sent(calls)) for name, calls in (*forward, *loss, ("forward again", again), *backward)]
+
+    return explaining.explain("1d, Megatron", plan, parts)
 
 
 def _activation(operation: str, features: int, plan: Plan) -> Call:
