@@ -24,7 +24,7 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun --help                                everything else"""
 
 _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                plan, ls, show, doctor: one JSON document on stdout and nothing else
+  --json                one JSON document on stdout and nothing else (all verbs; ls, show, doctor)
   -v, --verbose         tracebacks
   --trust               let a recipe name code
   -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order
@@ -40,7 +40,7 @@ _KEYS = """  degrees     world dp tp pp ep
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name resume path runs
   records     eval.every eval.batches checkpoint.every checkpoint.keep tracker
-  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)"""
+  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv; explain: its messages)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
 checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."""

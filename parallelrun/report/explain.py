@@ -1,4 +1,4 @@
-"""What a strategy sends, message by message: as text, as JSON, and as a picture with a lane for every rank. Torch-free."""
+"""What a strategy sends, message by message: text, JSON, and a picture with a lane for every rank. Torch-free."""
 
 from __future__ import annotations
 
