@@ -19,7 +19,6 @@ from parallelrun.cli.gpus import visible_gpus
 from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
 from parallelrun.launch.environment import Attached, detect
 
-_STARTS_NOTHING = ("plan", "explain")
 _INDENTED = 2**16  # characters; Python indents JSON at a tenth of the speed, and nobody reads the ranks of a cluster
 
 
@@ -80,10 +79,9 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         return code
     with _collector_paused():
         made = _composed_and_resolved(line, attached)
-        if made is not None and line.verb in _STARTS_NOTHING:
-            show = show_plan if line.verb == "plan" else show_explanation
-            show(made.plan, made.composed.config, line.json)
-    if made is None or line.verb in _STARTS_NOTHING:
+        if made is not None and line.verb in _SHOWN:
+            _SHOWN[line.verb](made.plan, made.composed.config, line.json)
+    if made is None or line.verb in _SHOWN:
         return EXIT_OK
     if hosts.has_others(line.placed) and attached is None:
         return hosts.start(line.placed, words)
@@ -120,8 +118,7 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Mad
     """What one command line asks for; None where Hydra has answered one of its own flags."""
     from parallelrun.config import compose
 
-    verb = "plan" if line.verb in _STARTS_NOTHING else line.verb
-    prepared = compose.prepare(line.overrides, line.flags, verb, line.trust)
+    prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
     if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
         composed, run_root = compose.compose_plainly(prepared)
     else:
@@ -176,22 +173,21 @@ def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -
 
 
 def show_explanation(plan: Any, config: Any, as_json: bool) -> None:
-    """Print every message of a step, for people or as one JSON document; `plot=NAME` draws them."""
+    """Print every message of the plan's strategies; `plot=NAME` draws them."""
     from parallelrun.plan.explain import explain
     from parallelrun.report import explain as report
-    from parallelrun.report.data_axis import title
 
-    explained = explain(plan)
-    if not explained:
-        what = "one rank sends nothing, so there is nothing to explain"
-        raise ConfigError(Problem(what, "world", "strategy=ring"))
-    written = report.write(explained, title(plan, config), config.plot) if config.plot else None
+    found = explain(plan)
+    written = report.write(found, config.plot) if config.plot is not None else []
     if as_json:
-        print_json(report.document(explained))
+        print_json(report.document(found))
         return
-    print("\n".join([title(plan, config), "", *report.lines(explained)]))
-    if written:
-        print(f"written: {written}")
+    print(report.text(found))
+    for path in written:
+        print(f"written: {path}")
+
+
+_SHOWN = {"plan": show_plan, "explain": show_explanation}  # the verbs that start nothing
 
 
 def write_plot(plan: Any, config: Any, found: Any, point: int | None = None) -> list[Path]:
@@ -219,7 +215,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 def _follow(words: list[str]) -> int:
     """A rank other than 0 of somebody else's launcher: it composes nothing."""
-    if (words[:1] and words[0] in _STARTS_NOTHING) or not command_lines.starts_ranks(words):
+    if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
         return EXIT_OK
     from parallelrun.launch.attach import follow
 

@@ -39,8 +39,9 @@ _KEYS = """  degrees     world dp tp pp ep
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name resume path runs
-  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker
-  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv; explain: its messages)"""
+  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker profile=[STEPS]
+  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)
+  explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
 checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."""

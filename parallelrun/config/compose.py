@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -236,13 +237,18 @@ def _keys(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...]) -> fr
 
 @contextmanager
 def _process_state(argv: Sequence[str]) -> Iterator[None]:
-    """Hydra reads sys.argv and one environment variable; both are given back as they were."""
+    """Hydra reads sys.argv and one environment variable and sets up logging; all are given back as they were."""
     old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    loggers = [logging.getLogger(name) for name in (None, "hydra")]  # Hydra's own handlers hold today's stdout
+    old_logging = [(logger.level, list(logger.handlers)) for logger in loggers]
     sys.argv = ["parallelrun", *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
     finally:
+        for logger, (level, handlers) in zip(loggers, old_logging):
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
         sys.argv = old_argv
         if old_full is None:
             os.environ.pop("HYDRA_FULL_ERROR", None)

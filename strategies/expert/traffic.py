@@ -16,7 +16,6 @@ from math import prod
 from typing import NamedTuple
 
 from parallelrun.models.spec import BlockSpec
-from parallelrun.plan.explanation import Explanation, Step, everywhere
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
@@ -101,43 +100,6 @@ def collectives(
             calls = microbatches * sum(forwards)
             found.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
     return [row for row in found if row.calls]
-
-
-def explain(plan: Plan, loads: tuple[Rows, ...], counts_bytes: int) -> Explanation:
-    """Where the rows of each layer with experts go and come from, in order."""
-    steps = []
-    for position in range(plan.mesh.size("pp")):
-        ranks = [rank for rank in range(plan.num_workers) if plan.mesh.coordinate(rank)["pp"] == position]
-        blocks = [plan.spec.block(name) for stage in plan.stages_of(position) for name in stage.blocks]
-        for block in blocks:
-            again = 1 + (plan.recompute == "full" and block.is_recomputed)
-            for layer in _layers(block):
-                steps += _explain_layer(layer, again, ranks, plan, loads, counts_bytes)
-    each = plan.spec.experts // plan.mesh.size("ep")
-    notes = [f"rank {place} of ep holds experts {place * each} to {(place + 1) * each - 1}"
-             for place in range(plan.mesh.size("ep"))]  # fmt: skip
-    if any(rows.most is not None for rows in loads):
-        notes.append("how many rows travel depends on the routing: bytes are those of an even load")
-    return Explanation("expert", f"experts, {plan.expert.kind}", tuple(steps), tuple(notes))
-
-
-def _explain_layer(
-    layer: str, again: int, ranks: list[int], plan: Plan, loads: tuple[Rows, ...], counts_bytes: int
-) -> list[Step]:
-    """Dispatch over each leg, combine the other way round, then the gradients of both."""
-    m, chunks, row_bytes = plan.batch.microbatches, plan.expert.chunks, plan.spec.hidden * BYTES[plan.precision.compute]
-
-    def step(title: str, axis: str, rows: int, times: int, counts: bool = False) -> Step:
-        sent = [(Collective(axis, OPERATION, ROWS, chunks, rows * row_bytes), f"{rows:,} rows of tokens, by expert")]
-        if counts and counts_bytes:
-            sent.insert(0, (Collective(axis, OPERATION, COUNTS, 1, counts_bytes), "how many rows there will be"))
-        return Step(f"{layer}: {title} over {axis}", everywhere(plan, lambda rank: sent, ranks), times)
-
-    each = list(zip(legs(plan), loads, loads[1:]))
-    out = [step("dispatch", axis, before.even, m * again, True) for axis, before, _ in each]
-    out += [step("combine", axis, after.even, m * again) for axis, _, after in reversed(each)]
-    out += [step("combine backward", axis, before.even, m) for axis, before, _ in each]
-    return out + [step("dispatch backward", axis, after.even, m) for axis, _, after in reversed(each)]
 
 
 def _layers(block: BlockSpec) -> list[str]:

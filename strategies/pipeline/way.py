@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from math import prod
 
 from parallelrun import registry
 from parallelrun.errors import Problem
-from parallelrun.plan.explanation import SEND, Explanation, Step, Transfer
-from parallelrun.plan.simulate import simulate
+from parallelrun.plan import simulate
+from parallelrun.plan.messages import Exchange, Explanation, Message, Round, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Action, Request
 from parallelrun.precision import BYTES
@@ -24,6 +23,7 @@ class PipelineWay:
     """
 
     kind = ""
+    explained = "", ""  # what the schedule does, in sentences, and the paper: for `explain`
     single_chunk = True
     splits_backward = False
 
@@ -75,27 +75,28 @@ class PipelineWay:
         return [row for row in rows if row.calls]
 
     def explain(self, plan: Plan) -> Explanation:
-        """Who passes which microbatch to whom, in the order of the schedule with equal stages."""
-        orders = self._orders(plan)
-        num_stages, last = len(plan.stages), len(plan.stages) - 1
-        times = {kind: [1.0 if kind in "FIW" else 2.0] * num_stages for kind in "FBIW"}
-        timeline = simulate(orders, times, num_stages)
-        holder = [stage.position for stage in plan.stages]
-        by_time: dict[float, list[Transfer]] = defaultdict(list)
-        for position in range(len(orders)):
-            for event in timeline.events(position):
-                to = event.stage + 1 if event.kind == "F" else event.stage - 1
-                if event.kind == "W" or not 0 <= to <= last or holder[to] == position:
+        """The messages between the stages of the pipeline of rank 0, in the order of a simulated step."""
+        ranks, last = ranks_over(plan, "pp"), len(plan.stages) - 1
+        run = simulate.of_schedule(plan, self)
+        sent: dict[float, list[Message]] = {}
+        for position, order in enumerate(run.orders):
+            for action, ended in zip(order, run.ends[position], strict=True):
+                step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+                to = action.stage + step
+                if not step or not 0 <= to <= last or plan.stages[to].position == position:
                     continue
-                purpose = "activations" if event.kind == "F" else "gradients"
-                size = boundary_bytes(plan, max(to, event.stage))
-                block = f"{purpose} of microbatch {event.microbatch}, stage {event.stage} to {to}"
-                for lane in lanes(plan):
-                    ranks = lane[position], lane[holder[to]]
-                    by_time[event.end].append(Transfer(SEND, ranks, "pp", purpose, block, size))
-        steps = [Step(f"time {time:g}", tuple(found)) for time, found in sorted(by_time.items())]
-        note = "one unit of time is the forward pass of a stage; its backward pass takes two"
-        return Explanation("pp", f"pipeline, {self.kind}", tuple(steps), (note,))
+                what, purpose = ("activations", "activations") if step > 0 else ("their gradients", "gradients")
+                size = boundary_bytes(plan, max(action.stage, to))
+                label = f"{what} of microbatch {action.microbatch}, stage {action.stage} to {to}"
+                target = ranks[plan.stages[to].position]
+                sent.setdefault(round(ended, 6), []).append(Message(ranks[position], target, label, size, purpose))
+        rounds = tuple(Round(f"at {moment:g} forward times", tuple(sent[moment])) for moment in sorted(sent))
+        bubble = f"{run.bubble_of_total:.0%} of the step is bubble where all stages take equal time."
+        text = f"{self.explained[0]} {bubble}"
+        title = f"one step of {plan.batch.microbatches} microbatches on {len(ranks)} ranks"
+        groups = plan.mesh.num_ranks // len(ranks)
+        exchange = Exchange(title, rounds)
+        return Explanation("pipeline", self.kind, text, self.explained[1], ranks, groups, "pp", (exchange,))
 
     def _orders(self, plan: Plan) -> schedules.Orders:
         return self.orders(plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)
@@ -151,11 +152,6 @@ def _nearest_in_rounds(request: Request, way: PipelineWay) -> int:
     samples, given = request.batch.replica_batch, request.batch.microbatches
     legal = [m for m in range(1, samples + 1) if samples % m == 0 and m % schedules.num_rounds(request.pp, m) == 0]
     return min(legal, key=lambda m: (abs(m - given), m))
-
-
-def lanes(plan: Plan) -> list[list[int]]:
-    """For every place on the other axes, the ranks of its pipeline in order."""
-    return [list(ranks) for ranks in plan.mesh.groups("pp")] if plan.mesh.size("pp") > 1 else []
 
 
 def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:

@@ -1,47 +1,43 @@
-"""What the layers of a model send over the tensor axes, for `parallelrun explain`. Torch-free."""
+"""The answer of tensor-parallel strategies to `explain`: the collectives of each block, layer by layer. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
-from parallelrun.models.spec import BlockSpec
-from parallelrun.plan.explanation import Explanation, Step, everywhere
+from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.plan.messages import Call, Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 
-Sent = tuple[Collective, str]  # one microbatch's collective, and what is sent
-Part = tuple[str, list[Sent]]  # `attention.out forward`, what it sends
+
+class Step(NamedTuple):
+    """`calls` alike collectives of one microbatch, of `payload` bytes together. title: the phase and the layer."""
+
+    title: str
+    axis: str
+    operation: str
+    purpose: str
+    calls: int
+    payload: int
 
 
-def explain(title: str, plan: Plan, parts_of: Callable[[BlockSpec], list[Part]]) -> Explanation:
-    """The parts of every block in order; blocks that follow each other and send the same are one, counted."""
-    steps: list[Step] = []
-    for position in range(plan.mesh.size("pp")):
-        blocks = [plan.spec.block(name) for stage in plan.stages_of(position) for name in stage.blocks]
-        ranks = [rank for rank in range(plan.num_workers) if plan.mesh.coordinate(rank)["pp"] == position]
-        for names, parts in _alike(blocks, parts_of):
-            times = plan.batch.microbatches * len(names)
-            shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            for title_of_part, sent in parts:
-                found = everywhere(plan, lambda rank, sent=sent: sent, ranks)
-                if found:
-                    steps.append(Step(f"{shown}: {title_of_part}", found, times))
-    note = f"microbatches: {plan.batch.microbatches}; a step is repeated for each, and in every block that it names"
-    return Explanation("tensor", title, tuple(steps), (note,))
+def title(phase: str, layer: LayerSpec, block: BlockSpec) -> str:
+    """`forward, attention.out`: the layer's name inside its block."""
+    return f"{phase}, {layer.name.removeprefix(block.name + '.')}"
 
 
-def _alike(
-    blocks: Sequence[BlockSpec], parts_of: Callable[[BlockSpec], list[Part]]
-) -> list[tuple[list[str], list[Part]]]:
-    out: list[tuple[list[str], list[Part]]] = []
-    for block in blocks:
-        parts = [part for part in parts_of(block) if part[1]]
-        if out and out[-1][1] == parts:
-            out[-1][0].append(block.name)
-        else:
-            out.append(([block.name], parts))
-    return [one for one in out if one[1]]
+def explanation(plan: Plan, text: str, source: str, steps: Callable[[BlockSpec, Plan], list[Step]]) -> Explanation:
+    """The collectives of the blocks of rank 0. steps: of one microbatch of a block, in the order they are sent."""
+    ranks, exchanges = ranks_over(plan, "tp"), []
+    for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
+        for name in stage.blocks:
+            found = steps(plan.spec.block(name), plan)
+            rounds = tuple(Round(step.title, calls=_calls(step, plan, ranks)) for step in found)
+            exchanges += [Exchange(name, rounds, plan.batch.microbatches)] if rounds else []
+    groups = plan.mesh.num_ranks // len(ranks)
+    return Explanation("tensor", plan.tensor.kind, text, source, ranks, groups, "tp", tuple(exchanges))
 
 
-def within(block: BlockSpec, layer: str) -> str:
-    """A layer's name without its block's."""
-    return layer.removeprefix(f"{block.name}.")
+def _calls(step: Step, plan: Plan, ranks: tuple[int, ...]) -> tuple[Call, ...]:
+    row = Collective(step.axis, step.operation, step.purpose, step.calls, step.payload)
+    return calls_of([row], plan, ranks)[0]

@@ -355,8 +355,8 @@ def test_the_frozen_configuration_of_a_run_is_a_recipe_that_repeats_it(run, tmp_
     again, _ = compose.compose_plainly(compose.prepare(line.overrides, (), "run", False))
     repeated = resolve(again.config, given=again.given)
     assert freeze.identity(again.config, repeated) == freeze.identity(composed.config, plan)
-    code, out, err = run("plan", "--json", f"recipe={tmp_path / 'config.yaml'}", "dp=2", "strategy.data.shard=2")
-    assert code == 0 and json.loads(out)["world"] == 2, err
+    code, out, err = run("plan", "--json", f"recipe={tmp_path / 'config.yaml'}", "steps=7", "optimizer.lr=0.25")
+    assert code == 0 and json.loads(out)["degrees"]["dp"] == 4, err
 
 
 def test_a_run_with_json_prints_one_document_and_its_screen_on_stderr(run, monkeypatch, tmp_path):

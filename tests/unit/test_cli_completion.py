@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -106,10 +106,11 @@ print(sorted({"torch", "hydra", "omegaconf", "numpy"} & set(sys.modules)))
 """
     best = float("inf")
     for _ in range(5):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        best = min(best, time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stdout.split() == ["strategy.pipeline.kind=gpipe", "[]"], done.stderr
-        if best < 0.7:
+        if best < 0.7:  # of processor time, which a crowded machine does not stretch much
             return
     raise AssertionError(f"{best:.2f} s")

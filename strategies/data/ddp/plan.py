@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from parallelrun.errors import Problem
 from parallelrun.plan.account import merge
-from parallelrun.plan.explanation import Explanation, Step, everywhere, of_rows
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
@@ -25,6 +24,11 @@ class Way(Replicated):
 
     reads: tuple[str, ...] = ("bucket_mb", *compression.KEYS)
     takes_experts = True
+    explained = (
+        "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
+        "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
+        "Li et al. 2020 (PyTorch Distributed)",
+    )
 
     def check(self, request: Request) -> list[Problem]:
         return compression.check(request)
@@ -44,34 +48,6 @@ class Way(Replicated):
         assert isinstance(plan.data, CompressedWay)
         contents = buckets.contents(position, coordinate, plan)
         return sum(compression.held_bytes(bucket.parts, plan, plan.data.compression) for bucket in contents)
-
-    def explain(self, plan: Plan) -> Explanation:
-        """Every sum of a bucket, in the order in which they are sent, then what final gradients need."""
-        steps: list[Step] = []
-        by_rank = {}
-        for rank in range(plan.num_workers):
-            place = plan.mesh.coordinate(rank)
-            by_rank[rank] = [(message, place) for message in bucket_messages(place["pp"], place, plan)]
-        for number in range(max(map(len, by_rank.values()))):
-
-            def sums(rank: int, number: int = number) -> list[tuple[Collective, str]]:
-                mine = by_rank[rank][number : number + 1]
-                rows = [(row, m) for m, place in mine for row in self.rows_of_sum(m, place, plan)]
-                return [(row, f"{m.numel:,} gradients") for row, m in rows if plan.mesh.size(row.axis) > 1]
-
-            found = everywhere(plan, sums)
-            steps += [Step(f"sum {number + 1}, under backward", found)] if found else []
-        return Explanation("data", plan.data.kind, (*steps, *self.final_steps(plan)))
-
-    def final_steps(self, plan: Plan) -> tuple[Step, ...]:
-        """The sums that complete gradients after backward: over partial axes, and of tied copies."""
-
-        def final(rank: int) -> list[Collective]:
-            place = plan.mesh.coordinate(rank)
-            layouts = [(held, held.layout) for held in held_parameters(plan, place["pp"])]
-            return buckets.final_collectives(layouts, place, plan)
-
-        return of_rows("data", plan.data.kind, plan, final).steps
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """What one sum sends: for ways that are like this one but for how they sum."""

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from math import prod
 
 from parallelrun.errors import Problem
-from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
@@ -71,13 +70,6 @@ class Way(ring.Way):
             return super().collectives(position, coordinate, plan)
         layouts = [(held, held.layout) for held in held_parameters(plan, position)]
         return [*_combining(position, coordinate, plan), *buckets.final_collectives(layouts, coordinate, plan)]
-
-    def explain(self, plan: Plan) -> Explanation:
-        """As ring's; the exchanges of adasum and of process sets are counted, not listed."""
-        if _is_adasum(plan) or _way(plan).process_sets:
-            note = "the exchanges of adasum and of process sets are predicted (parallelrun plan), but not listed here"
-            return Explanation("data", plan.data.kind, (), (note,))
-        return super().explain(plan)
 
     def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression or, with adasum, the weights before the update and the largest update take."""

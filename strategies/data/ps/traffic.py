@@ -5,7 +5,8 @@ A worker's step: with each server a header and the gradient of its shards one wa
 
 from __future__ import annotations
 
-from parallelrun.plan.explanation import SEND, Explanation, Step, Transfer
+from parallelrun.plan.messages import Call, Exchange, Explanation, Message, Round
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Collective, Memory, Plan
 from parallelrun.precision import BYTES
 
@@ -40,40 +41,35 @@ def of_server(plan: Plan, server: int) -> list[Collective]:
     return rows
 
 
-def explain(plan: Plan) -> Explanation:
-    """A step of every worker: gradients to the servers that own their shards, weights back."""
-    way, shares = plan.data, server_bytes(plan)
+def explanation(plan: Plan) -> Explanation:
+    """Every message of one step of every worker."""
+    way, owned = plan.data, server_bytes(plan)
     assert isinstance(way, ParameterServerWay)
-    first = plan.num_workers
-
-    def between(worker: int, server: int, up: bool, purpose: str, block: str, size: int, effect: str) -> Transfer:
-        ranks = (worker, first + server) if up else (first + server, worker)
-        return Transfer(SEND, ranks, AXIS, purpose, block, size, effect=effect)
-
-    pairs = [(worker, server) for worker in range(plan.num_workers) for server in range(plan.servers)]
-    pushes = [
-        one
-        for w, s in pairs
-        for one in (
-            between(w, s, True, CONTROL, "header", HEADER_BYTES, ""),
-            between(w, s, True, PUSH, f"gradients of shard {s}", _gradient_bytes(plan, shares[s]), "added"),
-        )
-    ]
-    pulls = [
-        one
-        for w, s in pairs
-        for one in (
-            between(w, s, False, CONTROL, "header", HEADER_BYTES, ""),
-            between(w, s, False, PULL, f"weights of shard {s}", shares[s], "kept"),
-        )
-    ]
-    steps = [Step("push: every worker sends each server the gradients of its shard", tuple(pushes))]
+    pushes, pulls = [], []
+    for worker in range(plan.num_workers):
+        for server, weights in enumerate(owned):
+            rank = plan.num_workers + server
+            gradient = _gradient_bytes(plan, weights)
+            pushes.append(Message(worker, rank, "header: step, loss, norm", HEADER_BYTES, CONTROL))
+            pushes.append(Message(worker, rank, f"gradient of server {server}'s shards", gradient, PUSH))
+            pulls.append(Message(rank, worker, "header: version, loss, norm", HEADER_BYTES, CONTROL))
+            pulls.append(Message(rank, worker, f"weights of server {server}'s shards", weights, PULL))
+    rounds = [Round("push: each worker sends its gradient to every server", tuple(pushes))]
     if has_barrier(way) and plan.servers > 1:
-        servers = tuple(range(first, plan.world))
-        norm = Transfer("all_reduce", servers, AXIS, CONTROL, "squared norm of the gradients", NORM_BYTES)
-        steps.append(Step("the servers agree on the gradient norm, and update their shards", (norm,)))
-    steps.append(Step("pull: every server sends each worker its weights", tuple(pulls)))
-    return Explanation("data", f"parameter server, {way.consistency}", tuple(steps))
+        servers = tuple(range(plan.num_workers, plan.world))
+        norm = Call("all_reduce", servers, "squared norm, stop requests", NORM_BYTES, AXIS, CONTROL)
+        rounds.append(Round("the servers agree on the norm of the whole gradient", calls=(norm,)))
+    rounds.append(Round("pull: each server sends its updated weights back", tuple(pulls)))
+    waits = "waits for all workers" if has_barrier(way) else "does not wait for other workers"
+    text = (
+        "The servers own the weights, cut into shards of about equal bytes, and the optimizer. A worker pushes each "
+        f"server the gradient of its shards; the server {waits}, updates, and sends its weights back. The busiest link "
+        "is a server's: it carries every worker's bytes."
+    )
+    ranks = tuple(range(plan.world))
+    title = f"one step of {counted(plan.num_workers, 'worker')} and {counted(plan.servers, 'server')}"
+    exchange = Exchange(title, tuple(rounds))
+    return Explanation("data", way.kind, text, "Li et al. 2014; Dean et al. 2012", ranks, 1, AXIS, (exchange,))
 
 
 def server_memory(plan: Plan, server: int) -> Memory:

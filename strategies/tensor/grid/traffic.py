@@ -14,20 +14,17 @@ Gradients of biases, norms, positions and, in 2.5D, of weights over depth are su
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 from parallelrun.models.spec import BlockSpec, LayerSpec
-from parallelrun.plan.explanation import Explanation
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.product import Transfer, transfers
 
-from .. import explaining
+from ..explaining import Step, title
 from .products import lies, product_of
 
-OPERANDS = {"x": "X", "w": "W", "y": "Y, partial sums", "dx": "dX, partial sums", "dw": "dW, partial sums", "dy": "dY"}
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # of operands; whatever else moves is an activation
 
 
@@ -71,29 +68,6 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
 
 
-def explain(plan: Plan) -> Explanation:
-    """The same calls layer by layer, with the block of the product that each of them moves."""
-
-    def sent(calls: list[Call], operands: Sequence[str] = ()) -> list[explaining.Sent]:
-        names = operands or [call.purpose for call in calls]
-        return [(Collective(*call), name) for call, name in zip(calls, names) if plan.mesh.size(call.axis) > 1]
-
-    def parts(block: BlockSpec) -> list[explaining.Part]:
-        forward, backward, called = [], [], []
-        for layer in block.layers:
-            name, phases = explaining.within(block, layer.name), _layer(layer, plan)
-            operands: tuple[list[str], list[str]] = ([], [])
-            for move in moves(layer, plan) if layer.layer_role != "norm" else ():
-                operands[move.phase == "backward"].append(f"blocks of {OPERANDS[move.operand]}")
-            forward.append((f"{name} forward", sent(phases[0], operands[0])))
-            backward.insert(0, (f"{name} backward", sent(phases[1], operands[1])))
-            called += phases[0]
-        loss = [("loss", sent(_loss(plan)))] if block.name == plan.spec.blocks[-1].name else []
-        return [*forward, *loss, ("forward again", sent(_again(block, called, plan))), *backward]
-
-    return explaining.explain(f"{plan.tensor.kind}, Y = X W", plan, parts)
-
-
 def _looks(block: BlockSpec, plan: Plan) -> object:
     """All that a block's traffic depends on."""
     layers = tuple(
@@ -104,12 +78,19 @@ def _looks(block: BlockSpec, plan: Plan) -> object:
 
 def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
     """Everything that one microbatch of a block sends, forward and backward; of the last block the loss too."""
-    both = [_layer(layer, plan) for layer in block.layers]
-    forward = [call for calls, _ in both for call in calls]
-    again = _again(block, forward, plan)
-    backward = [call for _, calls in both for call in calls]
-    loss = _loss(plan) if block.name == plan.spec.blocks[-1].name else []
-    return [*forward, *again, *backward, *loss]
+    return [Call(*step[1:]) for step in steps(block, plan)]
+
+
+def steps(block: BlockSpec, plan: Plan) -> list[Step]:
+    """The same in the order in which it is sent, each with its phase and layer."""
+    both = [(layer, *_layer(layer, plan)) for layer in block.layers]
+    found = [(title("forward", layer, block), call) for layer, calls, _ in both for call in calls]
+    again = _again(block, [call for _, call in found], plan)
+    if block.name == plan.spec.blocks[-1].name:
+        found += [("loss", call) for call in _loss(plan)]
+    found += [("forward again, to recompute", call) for call in again]
+    found += [(title("backward", layer, block), call) for layer, _, calls in reversed(both) for call in calls]
+    return [Step(name, *call) for name, call in found]
 
 
 def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
