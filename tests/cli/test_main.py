@@ -330,6 +330,17 @@ def test_a_group_of_the_users_folder_composes_and_what_it_sets_counts_as_given(r
     assert [point["state"] for point in points] == ["planned", "planned"]
 
 
+def test_what_an_option_of_the_users_folder_chooses_beats_a_models_own_choice(run, own_folder):
+    from parallelrun.cli import argv
+    from parallelrun.config import compose
+
+    line = argv.read(["--config-dir=own.d", "experiment=wide", "model=resnet"])  # whose own dataset is digits
+    found: list = []
+    prepared = compose.prepare(line.overrides, line.flags, "plan", False)
+    compose.run_hydra(prepared, lambda config: found.append(compose.composed(config, prepared)))
+    assert {"dataset", "strategy", "tp"} <= found[0].given and found[0].config.dataset.name == "synthetic"
+
+
 def test_mistakes_in_the_users_folder_are_told_with_their_place(run, own_folder):
     assert "model/broken.yaml:3:7" in error_of(run, "plan", "--config-dir", "own.d", "model=broken")
     assert "did you mean: experiment=wide" in error_of(run, "plan", "--config-dir", "own.d", "experiment=wied")
