@@ -210,7 +210,7 @@ def test_ls_has_a_source_and_a_description_for_everything(run, kind):
 def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
     seen: list[bool] = []
     monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr("parallelrun.cli.compute.show_plan", lambda *arguments: seen.append(gc.isenabled()))
+    monkeypatch.setattr("parallelrun.cli.compute._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
     assert [run(line)[0] for line in ("plan dp=2", "strategy=ddp dp=2", "plan tp=3")] == [0, 0, 2]
     assert seen == [False, True] and gc.isenabled()
 
