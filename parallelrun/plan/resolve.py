@@ -82,7 +82,7 @@ def solve(
     servers = _servers(config, cluster, problems)
 
     def num_problems(trial: Degrees) -> int:
-        return len(_trial_problems(config, spec, trial)) if spec is not None and known_ways else 0
+        return _num_trial_problems(config, spec, trial) if spec is not None and known_ways else 0
 
     degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
@@ -113,15 +113,19 @@ def solve(
     return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
 
 
-def _trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> list[Problem]:
-    """The violations of a plan of these degrees; nothing is appended to what was filled."""
+def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
+    """The number of violations of a plan of these degrees; a large one where plain arithmetic refuses them."""
+    size = config.global_batch
+    most_tp = spec.heads**2 or max(spec.hidden, 1)  # a grid of heads x heads
+    if trial.pp > partition.num_cuttable(spec) or trial.tp > most_tp or (type(size) is int and size % trial.dp):
+        return degree_rules.LARGEST
     problems = images.check(spec, config, trial.tp)
     if not problems:
         trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
         ways = _ways(config, spec, trial)
         request = _request(config, spec, trial, ways, problems)
         problems += [] if problems else _stages(config, spec, request, ways)[1] + _set_problems(request, ways)
-    return problems
+    return len(problems)
 
 
 def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Ways:
