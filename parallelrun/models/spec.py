@@ -119,7 +119,8 @@ class BlockSpec:
 def renamed(block: BlockSpec, name: str) -> BlockSpec:
     """The same block under another name, which all names in it begin with."""
     old = len(block.name)
-    assert all(x.name.startswith(f"{block.name}.") for x in (*block.layers, *block.parameters))
+    names = [layer.name for layer in block.layers] + [parameter.name for parameter in block.parameters]
+    assert all(inner.startswith(f"{block.name}.") for inner in names)
     layers = tuple(
         LayerSpec(
             name + x.name[old:], x.layer_role, x.in_features, x.out_features,
