@@ -63,6 +63,9 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if line.multirun and attached is not None:
         what = f"a sweep (-m) cannot run inside {attached.source}: its ranks are there already"
         raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+    if line.multirun and line.verb == "explain":
+        what = "explain shows one plan at a time"
+        raise ConfigError(Problem(what, "command line", "parallelrun plan -m ..., which compares several"))
     if line.multirun:
         from parallelrun.cli import sweep
         from parallelrun.config import compose
@@ -70,9 +73,9 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         return sweep.run(line, words, compose.prepare(line.overrides, line.flags, line.verb, line.trust))
     with _collector_paused():
         made = _composed_and_resolved(line, attached)
-        if made is not None and line.verb == "plan":
-            show_plan(made.plan, made.composed.config, line.json)
-    if made is None or line.verb == "plan":
+        if made is not None and line.verb in _SHOWN:
+            _SHOWN[line.verb](made.plan, made.composed.config, line.json)
+    if made is None or line.verb in _SHOWN:
         return EXIT_OK
     if hosts.has_others(line.placed) and attached is None:
         return hosts.start(line.placed, words)
@@ -151,6 +154,24 @@ def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -
         print(f"written: {path}")
 
 
+def show_explanation(plan: Any, config: Any, as_json: bool) -> None:
+    """Print every message of the plan's strategies; `plot=NAME` draws them."""
+    from parallelrun.plan.explain import explain
+    from parallelrun.report import explain as report
+
+    found = explain(plan)
+    written = report.write(found, config.plot) if config.plot is not None else []
+    if as_json:
+        print_json(report.document(found))
+        return
+    print(report.text(found))
+    for path in written:
+        print(f"written: {path}")
+
+
+_SHOWN = {"plan": show_plan, "explain": show_explanation}  # the verbs that start nothing
+
+
 def write_plot(plan: Any, config: Any, found: Any, point: int | None = None) -> list[Path]:
     """The files that `plot=NAME` asks for, each point of a sweep its own. Raises ConfigError, EnvironmentProblem."""
     if config.plot is None:
@@ -176,7 +197,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 def _follow(words: list[str]) -> int:
     """A rank other than 0 of somebody else's launcher: it composes nothing."""
-    if "plan" in words[:1] or not command_lines.starts_ranks(words):
+    if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
         return EXIT_OK
     from parallelrun.launch.attach import follow
 

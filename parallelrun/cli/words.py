@@ -5,6 +5,7 @@ from __future__ import annotations
 VERBS = {
     "run": "train (the default verb)",
     "plan": "show what would happen: mesh, memory, schedule, traffic; starts nothing",
+    "explain": "show every message of the plan's strategies, as text, --json or plot=NAME; starts nothing",
     "verify": "prove that the training equals one device",
     "bench": "warm up, time steps, write bench.json",
 }

@@ -103,6 +103,7 @@ class DatasetConfig:
     vocab: int | None = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
     flip: bool = False  # images: mirror half of the training samples
     crop: int = 0  # images: shift training samples by up to so many pixels, filling with the mean
+    num_workers: int | None = None  # imagefolder: processes per rank that decode ahead; None: spare cores, at most 4
 
 
 @dataclass
@@ -128,7 +129,7 @@ class DataWayConfig:
     delays: list[float] = field(default_factory=list)  # ps: seconds that worker 0, 1, ... waits in each of its steps
     shard_min_kb: float = 256.0  # ps: a tensor is cut over the servers into parts of at least so much
     # ring, horovod: how gradients are summed
-    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical; None: ring's is ring, else native
+    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical | tree; None: ring or native
     group_size: int | None = None  # hierarchical: ranks of dp in an inner group; None: those that share a host
     # ddp, ring, horovod: how gradients go over the wire
     compression: str = "none"  # none | fp16 | powersgd
@@ -313,6 +314,7 @@ class Config:
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
     plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
+    profile: list[int] = field(default_factory=list)  # steps of which torch's profiler writes a trace, on every rank
     tracker: str = "none"  # none | tensorboard
     timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7
     verb: str = "run"

@@ -10,7 +10,7 @@ import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
@@ -45,7 +45,9 @@ def image_shape(config: Config) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """Image files, decoded when they are asked for."""
+    """Image files, decoded when they are asked for: enough work for processes of its own (`decodes_files`)."""
+
+    decodes_files: ClassVar[bool] = True
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]

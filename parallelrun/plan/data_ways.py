@@ -15,11 +15,13 @@ from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
 RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
+BINOMIAL = "binomial tree"
 OWN = "own settings"
 SHARDED, SCATTERED_AGAIN = "reduce-scatter + gather", "gradients scattered again"
 GATHERED_AGAIN, HSDP = "weights gathered again", "shards inside groups"
 ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best share serves", "co-located", "helped"
-OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL}
+OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL,
+                "tree": BINOMIAL}  # fmt: skip
 SECONDS, RELATIVE = "s", "D/B"
 
 
@@ -87,6 +89,7 @@ def _reductions(case: Case, size: float) -> list[Candidate]:
         Candidate(RING, "ring all-reduce", lambda n, link: forms.ring(size, n, link)),
         Candidate(HALVING, "halving-doubling", lambda n, link: forms.halving_doubling(size, n, link)),
         Candidate(TREES, "two binary trees", lambda n, link: forms.tree(size, n, link)),
+        Candidate(BINOMIAL, "binomial tree", lambda n, link: forms.binomial_tree(size, n, link)),
         Candidate(
             HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical,
             legal=lambda n: 1 < group < n and n % group == 0 and inside is not None,

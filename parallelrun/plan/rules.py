@@ -67,6 +67,7 @@ WHOLE = {
     "dataset.vocab": 1,
     "dataset.max_bytes": 1,
     "dataset.crop": 0,
+    "dataset.num_workers": 0,
     "strategy.data.shard": 1,
     "strategy.data.sync_every": 1,
     "strategy.data.group_size": 1,
@@ -151,7 +152,7 @@ def too_large(config: Config) -> list[Problem]:
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = _by_tables(config, of_router=False)
-    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config)
+    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]
@@ -160,8 +161,8 @@ def check(config: Config) -> list[Problem]:
         if not RUN_NAME.fullmatch(name):
             what = f"{key}={name[:80]!r} names directories of runs: 1 to 64 of A-Z a-z 0-9 . _ -, as `name`"
             problems.append(Problem(what, key, "the preset's own name"))
-    if config.plot is not None and config.verb != "plan":
-        what = f"plot={config.plot} is read by plan only, not by {config.verb}"
+    if config.plot is not None and config.verb not in ("plan", "explain"):
+        what = f"plot={config.plot} is read by plan and explain only, not by {config.verb}"
         problems.append(
             Problem(what, "plot", "leave plot out", f"parallelrun plan ... plot={config.plot}", kind="unread")
         )
@@ -237,6 +238,15 @@ def _default(key: str, otherwise: object) -> object:
 
 def _inside(least: float, closed: bool, bound: float | None) -> float:
     return least if closed else (least + bound) / 2 if bound is not None else 1.0
+
+
+def _profile(config: Config) -> list[Problem]:
+    """The steps to profile are steps of the run."""
+    wrong = [step for step in config.profile if type(step) is not int or not 1 <= step <= config.steps]
+    if not wrong or type(config.steps) is not int or config.steps < 1:
+        return []
+    what = f"profile={list(config.profile)}: {wrong[0]} is not one of the steps 1 to {config.steps}"
+    return [Problem(what, "profile", f"profile=[{min(3, config.steps)}]")]
 
 
 def _betas(betas: list[float]) -> list[Problem]:

@@ -135,7 +135,7 @@ class Recorder:
         return {
             "peak_bytes": peak_bytes(self._training.mesh.device),
             "rows": None if counted is None else [asdict(c) for c in counted],
-            "times": median_times(_timed(self._recent)),
+            "times": median_times(self._timed(self._recent)),
         }
 
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
@@ -156,7 +156,7 @@ class Recorder:
 
     def _summary(self, everyone: list[dict], rows: list[dict], state: str) -> dict[str, Any]:
         training, plan = self._training, self._training.plan
-        times = sorted(r.step_time_s for r in _timed(self._records))
+        times = sorted(r.step_time_s for r in self._timed(self._records))
         median = statistics.median(times) if times else None
         tokens = plan.batch.global_batch * plan.spec.targets_per_sample
         val = [r.val_loss for r in self._records if r.val_loss is not None]
@@ -200,15 +200,15 @@ class Recorder:
             "dataset_sha256": training.dataset.fingerprint,
         }
 
+    def _timed(self, records: Iterable[StepRecord]) -> list[StepRecord]:
+        """The steps that count for times, or all of a run that has no other."""
+        profiled = self._training.config.profile  # the profiler slows a step down
+        return [r for r in records if r.step >= FIRST_TIMED_STEP and r.step not in profiled] or list(records)
+
     def _per_step(self, key: str, rows: list[dict]) -> int:
         """Bytes of all ranks in one step, on average where some are sent in every H-th step only."""
         plan = self._training.plan
         return round(sum(row[key] / account.steps_between(plan, row["purpose"]) for row in rows))
-
-
-def _timed(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """The steps that count for times, or all of a run that has no other."""
-    return [record for record in records if record.step >= FIRST_TIMED_STEP] or list(records)
 
 
 def median_times(records: list[StepRecord]) -> dict[str, float]:
@@ -218,17 +218,18 @@ def median_times(records: list[StepRecord]) -> dict[str, float]:
         {**times.known, "bubble_measured": times.bubble_s / seconds} if times.bubble_s is not None else times.known
         for times, seconds in timed
     ]
-    return {name: statistics.median(row[name] for row in rows) for name in (rows[0] if rows else ())}
+    names = dict.fromkeys(name for row in rows for name in row)  # on CUDA some steps have more parts than others
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
 
 
 def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
-    """The mean over ranks of their medians; None for what was not timed (CUDA).
+    """The mean over ranks of their medians; None for a part that was not timed.
 
     `bubble_measured` is thus the part of a step in which a rank idles for other stages (see StepTimes.bubble_s),
     averaged over ranks; the prediction beside it knows neither message times nor what comes after the schedule.
     """
     timed = [one for one in everyone if one]  # servers take no steps
-    names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "bubble_measured")
+    names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "optimizer_s", "bubble_measured")
     known = timed[0] if timed else {}
     return {name: statistics.fmean(one[name] for one in timed) if name in known else None for name in names}
 

@@ -9,10 +9,12 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.messages import Explanation
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Request
 
+from .. import explaining
 from . import layouts, memory, traffic
 from .layouts import AXIS, COPY_AXIS, KV_AXIS
 
@@ -89,6 +91,16 @@ class Way:
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
         return traffic.collectives(blocks, plan)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The collectives of every block, for `parallelrun explain`."""
+        text = (
+            "Layers come in pairs. A column parallel layer splits its outputs over the ranks and sends nothing in "
+            "forward; the row parallel layer behind it splits its inputs, and its partial sums are added up. Backward "
+            "mirrors it. With sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same "
+            "bytes."
+        )
+        return explaining.explanation(plan, text, "Shoeybi et al. 2019; Korthikanti et al. 2022", traffic.steps)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """The same function and the same gradients as on one device."""
