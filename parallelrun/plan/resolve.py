@@ -35,6 +35,8 @@ from parallelrun.plan.ways import Request
 from parallelrun.precision import TABLE
 
 REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are filled in
+LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
+
 
 __all__ = ["load_way", "resolve", "server_way_of", "ways_of"]
 
@@ -202,7 +204,7 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
     batch = batches.fill(config, degrees.dp, degrees.pp, rules, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
-        problems += violations(batch)
+        problems += violations(batch) + _actions(request)
         for way in (ways.tensor, ways.data):
             problems += way.check(request)
         problems += ways.expert.check(request) if ways.expert else []
@@ -259,6 +261,17 @@ def _depth(request: Request) -> list[Problem]:
     if request.config.model.name in ("gpt", "bert", "mlp"):
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
+
+
+def _actions(request: Request) -> list[Problem]:
+    """What the schedule does is simulated action by action (`simulate.of_plan`), so there is a limit to it."""
+    assert request.batch is not None
+    num_stages, count = request.pp * request.chunks, request.batch.microbatches
+    if request.pp == 1 or num_stages * min(count, 16 * request.pp) <= LARGEST_SCHEDULE:
+        return []
+    what = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
+    most = LARGEST_SCHEDULE // num_stages
+    return [Problem(what, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]
 
 
 def _stages(config: Config, spec: ModelSpec, request: Request, ways: Ways) -> tuple[tuple[Stage, ...], list[Problem]]:
