@@ -180,7 +180,8 @@ def picture(rows: list[dict[str, Any]]) -> str:
         ]
         return Panel(title, nodes, y, tuple(lines))
 
-    seconds, amount = Axis("median of all nodes' slowest", _seconds), Axis("sent or received", bytes_text)
+    seconds = Axis("median of all nodes' slowest", _seconds)
+    amount = Axis("sent or received", bytes_text, of_bytes=True)
     across = crossovers(rows)
     panels = [
         panel(f"The busiest node, {bytes_text(LARGE)} (counted)", LARGE, "busiest_bytes", amount),
@@ -189,7 +190,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
         Panel(
             "Below: one server is faster",
             nodes,
-            Axis("bytes of gradients", bytes_text, log=True),
+            Axis("bytes of gradients", bytes_text, log=True, of_bytes=True),
             (Line(3, tuple(across["ethernet_25g"])), Line(4, tuple(across["measured"]))),
         ),
     ]

@@ -22,6 +22,7 @@ from parallelrun.launch.processes import Job
 from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 
 
@@ -106,7 +107,10 @@ def _prepare(
     name = directory.name_of(config, plan)
     for note in preflight.check(config, plan, attached):
         print(f"note: {note}", file=sys.stderr)
-    dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
+    has_dataset = config.model.name != "matmul"  # it makes its own numbers
+    loading = f", loading data ({config.dataset.name})" if has_dataset else ""
+    print(f"starting {counted(plan.world, 'rank')}{loading}", file=sys.stderr, flush=True)
+    dataset = open_dataset(config, plan.spec) if has_dataset else None
     resumed = None
     if config.verb == "run":
         found = check_resume(config, plan)

@@ -12,6 +12,7 @@ from parallelrun.plan import account, cluster_cost, expert_facts, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, costs
+from parallelrun.plan.names import counted
 from parallelrun.plan.resolve import server_way_of, ways_of
 from parallelrun.plan.structure import Plan
 
@@ -135,7 +136,8 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     texts += _across_hosts(plan, cluster)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
-        texts.append(f"{plan.world:,} ranks on {cores} cores of this host: step time is no scaling measurement")
+        crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
+        texts.append(f"{crowd}: step time is no scaling measurement")
     bubble = found.simulation.bubble_of_total
     if bubble > 0.5 and plan.pipeline.kind != "naive":
         texts.append(

@@ -35,9 +35,9 @@ def nearest(value: int, legal: Iterable[int], count: int = 2) -> list[int]:
     return sorted(sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))[:count])
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 server`, `2 servers`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """`1 server`, `2 servers`, `0 microbatches`."""
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
 def either(key: str, values: Iterable[int]) -> str:
