@@ -92,6 +92,11 @@ def say(lines: Sequence[str]) -> None:
     print(lead + "\n".join(lines), file=sys.stderr, flush=True)
 
 
+def starting(world: int, dataset: str | None) -> str:
+    """What is said at once, before data sets are read and ranks import torch."""
+    return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
+
+
 def _prepare(
     config: Config,
     plan: Plan,
@@ -108,8 +113,7 @@ def _prepare(
     for note in preflight.check(config, plan, attached):
         print(f"note: {note}", file=sys.stderr)
     has_dataset = config.model.name != "matmul"  # it makes its own numbers
-    loading = f", loading data ({config.dataset.name})" if has_dataset else ""
-    print(f"starting {counted(plan.world, 'rank')}{loading}", file=sys.stderr, flush=True)
+    print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
     dataset = open_dataset(config, plan.spec) if has_dataset else None
     resumed = None
     if config.verb == "run":

@@ -163,7 +163,7 @@ def from_csv(text: str) -> list[Series]:
 def to_svg(found: list[Series]) -> str:
     """Loss, and accuracy where there is one, against time and against bytes; at most 20 points, the first ones."""
     shown = found[:MOST_LINES]
-    sent = [at.sent_bytes for one in shown for at in one.measured if at.sent_bytes > 0]
+    sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
     factors = bool(sent) and max(sent) / min(sent) > SPREAD
     time = chart.Axis("seconds of training", digits, from_zero=True)

@@ -29,24 +29,23 @@ class Progress:
         if "val_loss" in row:
             self._evaluated = row
         if self._console.is_terminal:
-            bar, text = self._fitted(row, self._console.width - 1)
-            done = int(bar * row["step"] / self._steps)
-            self._console.print(
-                f"[green]{'━' * done}[/][dim]{'━' * (bar - done)}[/] {text}", end="\r", overflow="crop", no_wrap=True
-            )
+            line = self.line(row, self._console.width - 1)
+            self._console.print(line, end="\r", overflow="crop", no_wrap=True)
         elif "val_loss" in row or time.monotonic() - self._last_plain > PLAIN_LINE_EVERY_S:
             self._last_plain = time.monotonic()
             self._console.print("  ".join(text for text, _ in self._parts(row, row)), soft_wrap=True)
 
-    def _fitted(self, row: dict[str, Any], width: int) -> tuple[int, str]:
-        """(columns of the bar, the text beside it): what matters least is left out until a line holds both."""
-        parts = self._parts(row, self._evaluated)
+    def line(self, row: dict[str, Any], width: int) -> str:
+        """The bar and the text beside it, in rich's markup: what matters least is left out until both fit."""
+        parts = self._parts(row, self._evaluated or row)
         while True:
             text = "  ".join(part for part, _ in parts)
             bar = min(BAR, width - len(text) - 1)
             if bar >= BAR // 2 or len(parts) == 2:
-                return max(bar, 0), text
+                break
             parts.remove(max(parts, key=lambda part: part[1]))
+        done = int(max(bar, 0) * row["step"] / self._steps)
+        return f"[green]{'━' * done}[/][dim]{'━' * (bar - done)}[/] {text}"
 
     def _parts(self, row: dict[str, Any], evaluated: dict[str, Any]) -> list[tuple[str, int]]:
         """(text, how soon a narrow line leaves it out), in their order. An older evaluation is given with its step."""

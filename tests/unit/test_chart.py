@@ -130,7 +130,7 @@ def test_ticks_of_bytes_are_round_in_their_unit():
     assert {"50 MiB", "100 MiB"} <= set(found)
     factors = Axis("sent", bytes_text, log=True, of_bytes=True)
     found = texts(drawn(Line(0, ((2.0, 70 * 2.0**10), (8.0, 12 * 2.0**20))), y=factors))
-    assert {"128 KiB", "512 KiB", "2 MiB", "8 MiB"} <= set(found)
+    assert {"64 KiB", "256 KiB", "1 MiB", "4 MiB"} <= set(found)
 
 
 def test_a_long_note_is_wrapped_inside_the_picture():
