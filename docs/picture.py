@@ -47,9 +47,9 @@ def draw() -> str:
         summary = json.loads((KEPT / "summary.json").read_text())
         rows = [json.loads(line) for line in (KEPT / "metrics.jsonl").read_text().splitlines()]
         console.print(f"[bold]$ {' '.join(COMMAND)}[/]")
+        console.print(starting(summary["world"], summary["dataset"]))
         for note in crowding(summary["world"], round(summary["world"] / summary["ranks_per_core"])):
             console.print(f"note: {note}")
-        console.print(starting(summary["world"], summary["dataset"]))
         console.print(Progress(summary["steps"], enabled=False).line(rows[-1], WIDTH))
         with _as_a_run() as directory:
             show(directory, console)

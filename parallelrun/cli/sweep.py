@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class _Sweep:
     invocation: int  # 1, or one more than the last one that wrote into the directory
 
 
-def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
-    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal."""
+def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: list[dict[str, Any]] | None = None) -> int:
+    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal. points: gets their rows."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
@@ -74,7 +74,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch), *_pruning(line))
         stopped, failure = EXIT_OK, None
         try:
-            compose.run_hydra(Prepared(hydra_argv, prepared.recipe_keys, prepared.shown), lambda c: _point(c, sweep))
+            compose.run_hydra(replace(prepared, argv=hydra_argv), lambda c: _point(c, sweep))
         except (KeyboardInterrupt, _Stopped) as error:
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
         except Exception as error:
@@ -82,6 +82,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
         rows = report.read(directory)
         if failure is not None and not any(row.get("invocation") == invocation for row in rows):
             raise failure
+        if points is not None:
+            points += rows
         if planned:
             _show_plans(rows, line.json)
         elif rows:
@@ -243,8 +245,12 @@ def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> d
 
     _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
     degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
-    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
     sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (sweep.directory / report.RESULTS).touch(mode=0o600)  # a sweep that is killed within its first point can go on, too
+    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
+    if composed.config.checkpoint.last is None:  # nobody goes on from a point, and many points fill a disk
+        checkpoint = replace(composed.config.checkpoint, last=False)
+        composed = replace(composed, config=replace(composed.config, checkpoint=checkpoint))
     try:
         code = start(composed.config, plan, list(sweep.words), composed.overrides, place)
     except KeyboardInterrupt:

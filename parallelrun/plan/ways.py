@@ -7,6 +7,7 @@ checks pass, the same questions are asked of the finished Plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.messages import Explanation
 from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, ExpertWay, Memory, Plan, TensorWay
 
 
@@ -71,8 +73,14 @@ class TensorWayPlan(Protocol):
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
+
 
 class PipelineWayPlan(Protocol):
+    takes_microbatches: bool  # does the schedule allow more than one microbatch?
+
     def check(self, request: Request) -> list[Problem]: ...
 
     def position(self, stage_index: int, pp: int, chunks: int) -> int:
@@ -84,8 +92,18 @@ class PipelineWayPlan(Protocol):
     def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
 
+    def activation_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> int:
+        """The most bytes of activations and of messages under way that a rank at that pp coordinate holds at once.
+
+        kept: per stage index of that coordinate, the bytes that a microbatch keeps for backward.
+        """
+
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """Point-to-point traffic of one rank at that pp coordinate in one step."""
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
 
 
 class DataWayPlan(Protocol):
@@ -121,6 +139,10 @@ class DataWayPlan(Protocol):
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
+
 
 class ExpertWayPlan(Protocol):
     """Of the ways to bring tokens to experts that lie on other ranks of dp (`strategies/expert`)."""
@@ -140,6 +162,10 @@ class ExpertWayPlan(Protocol):
         """Bytes that one microbatch of `block` keeps for backward because rows go to experts and back."""
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
 
 
 class ServerWayPlan(Protocol):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from parallelrun import registry
 from parallelrun.errors import Problem
+from parallelrun.plan import simulate
+from parallelrun.plan.messages import Exchange, Explanation, Message, Round, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Action, Request
 from parallelrun.precision import BYTES
 
-from . import schedules
+from . import messages, schedules
 
 
 class PipelineWay:
@@ -18,9 +22,12 @@ class PipelineWay:
 
     single_chunk: the schedule has one stage per coordinate. splits_backward: input and weight gradients are separate
     passes, in which parameter hooks fire for half of the parameters and custom backward functions run twice.
+    takes_microbatches: the schedule allows more than one.
     """
 
     kind = ""
+    explained = "", ""  # what the schedule does, in sentences, and the paper: for `explain`
+    takes_microbatches = True
     single_chunk = True
     splits_backward = False
 
@@ -51,6 +58,26 @@ class PipelineWay:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
         return schedules.peak_in_flight(self._orders(plan)[position])
 
+    def steps(self, plan: Plan) -> messages.Steps:
+        """Per pp coordinate, its actions and messages in order, as they are run."""
+        return _steps(self.kind, plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        """The steps of `orders`."""
+
+        def position(stage: int, pp: int) -> int:
+            return self.position(stage, pp, chunks)
+
+        return messages.with_messages(orders, position, pp * chunks)
+
+    def activation_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> int:
+        """The most bytes of activations and of messages that a rank at that pp coordinate holds at once.
+
+        kept: per stage of that coordinate, what a microbatch keeps for backward.
+        """
+        inputs = {stage.index: boundary_bytes(plan, stage.index) for stage in plan.stages if stage.index > 0}
+        return messages.peak_bytes(self.steps(plan)[position], kept, inputs)
+
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """One rank's messages of one step: each microbatch crosses each cut between coordinates once each way.
 
@@ -71,6 +98,30 @@ class PipelineWay:
         ]
         return [row for row in rows if row.calls]
 
+    def explain(self, plan: Plan) -> Explanation:
+        """The messages between the stages of the pipeline of rank 0, in the order of a simulated step."""
+        ranks, last = ranks_over(plan, "pp"), len(plan.stages) - 1
+        run = simulate.of_schedule(plan, self)
+        sent: dict[float, list[Message]] = {}
+        for position, order in enumerate(run.orders):
+            for action, ended in zip(order, run.ends[position], strict=True):
+                step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+                to = action.stage + step
+                if not step or not 0 <= to <= last or plan.stages[to].position == position:
+                    continue
+                what, purpose = ("activations", "activations") if step > 0 else ("their gradients", "gradients")
+                size = boundary_bytes(plan, max(action.stage, to))
+                label = f"{what} of microbatch {action.microbatch}, stage {action.stage} to {to}"
+                target = ranks[plan.stages[to].position]
+                sent.setdefault(round(ended, 6), []).append(Message(ranks[position], target, label, size, purpose))
+        rounds = tuple(Round(f"at {moment:g} forward times", tuple(sent[moment])) for moment in sorted(sent))
+        bubble = f"{run.bubble_of_total:.0%} of the step is bubble where all stages take equal time."
+        text = f"{self.explained[0]} {bubble}"
+        title = f"one step of {plan.batch.microbatches} microbatches on {len(ranks)} ranks"
+        groups = plan.mesh.num_ranks // len(ranks)
+        exchange = Exchange(title, rounds)
+        return Explanation("pipeline", self.kind, text, self.explained[1], ranks, groups, "pp", (exchange,))
+
     def _orders(self, plan: Plan) -> schedules.Orders:
         return self.orders(plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)
 
@@ -81,6 +132,12 @@ class PipelineWay:
             suggestion="chunks=1, or schedule=interleaved",
             kind="undefined",
         )
+
+
+@lru_cache(maxsize=16)
+def _steps(kind: str, pp: int, chunks: int, num_microbatches: int) -> messages.Steps:
+    way = registry.load("strategies", f"pipeline.{kind}", "plan").Way()
+    return way.insert_messages(way.orders(pp, chunks, num_microbatches), pp, chunks)
 
 
 class ChunkedWay(PipelineWay):

@@ -27,7 +27,7 @@ class Launcher:
         self.started.append(plan.preset)
         run_root.mkdir(parents=True)
         code = self.codes.get(plan.preset, 0)
-        if isinstance(code, Exception):
+        if isinstance(code, BaseException):
             raise code
         write_json(run_root / "status.json", {"state": "done" if code == 0 else "failed", "error": f"code {code}"})
         write_json(run_root / "summary.json", {"world": plan.world, "loss": 1.5, "degrees": {"dp": 2}, "times": [1, 2]})
@@ -184,6 +184,31 @@ def test_a_sweep_goes_on_where_it_stopped(launcher):
     assert states(directory) == ["done", "done", "done"]
     assert only_directory() == directory
     assert len({row["directory"] for row in report.read(directory)}) == 3
+
+
+def test_a_sweep_that_is_killed_within_its_first_point_goes_on(launcher):
+    class Killed(BaseException):
+        """Nothing after it runs."""
+
+    launcher.codes["ddp"] = Killed()
+    with pytest.raises(Killed):
+        sweep("strategy=ddp,tp world=2")
+    directory = only_directory()
+    launcher.codes.clear()
+    assert sweep(f"strategy=ddp,tp world=2 sweep.resume={directory}") == 0
+    assert launcher.started == ["ddp", "ddp", "tp"] and states(directory) == ["done", "done"]
+
+
+def test_points_keep_no_last_state_unless_asked(launcher, monkeypatch):
+    seen = []
+
+    def start(config, *rest):
+        seen.append(config.checkpoint.last)
+        return launcher(config, *rest)
+
+    monkeypatch.setattr("parallelrun.launch.start.start", start)
+    assert sweep("strategy=ddp,tp world=2") == sweep("strategy=ddp,tp world=2 checkpoint.last=true") == 0
+    assert seen == [False, False, True, True]
 
 
 @pytest.mark.parametrize("code", [130, 143, 75])

@@ -27,7 +27,7 @@ NUMELS = (0, 1, 2, 5, 7, 64, 1003)  # none, fewer than ranks, uneven
 CASES = {
     2: (RING, HALVING_DOUBLING),
     3: (RING, HALVING_DOUBLING),
-    5: (RING, HALVING_DOUBLING),
+    5: (RING, HALVING_DOUBLING, Algorithm("tree")),
     6: (HALVING_DOUBLING, Algorithm("hierarchical", 2), Algorithm("hierarchical", 3)),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallelrun.errors import Problem
 from parallelrun.plan.ways import Request
 
-from .. import schedules
+from .. import messages, schedules
 from ..way import PipelineWay
 
 
@@ -13,6 +13,11 @@ class Way(PipelineWay):
     """GPipe's bubble with at most pp microbatches in flight; needs as many microbatches as stages."""
 
     kind = "1f1b"
+    explained = (
+        "After a warm-up, each rank alternates one forward and one backward, so that at most as many "
+        "microbatches are kept as there are stages.",
+        "Narayanan et al. 2019, 2021 (PipeDream-Flush)",
+    )
 
     def check_microbatches(self, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches >= request.pp:
@@ -31,3 +36,6 @@ class Way(PipelineWay):
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.one_f_one_b(pp, num_microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        return messages.joined_in_turn(orders)
