@@ -175,9 +175,10 @@ def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None, f
     if as_json:
         print_json(report.document(plan, config, found))
         return
-    from rich.console import Console
+    from parallelrun.report.screen import open_console
 
-    report.show(plan, config, Console(emoji=False), found)  # emoji: rich would look for :names: and load their table
+    # emoji: rich would look for :names: and load their table
+    report.show(plan, config, open_console(emoji=False), found)
     for path in written:
         print(f"written: {path}")
 

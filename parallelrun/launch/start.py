@@ -36,6 +36,7 @@ from parallelrun.launch.processes import Job
 from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
 
@@ -115,6 +116,11 @@ def say(lines: Sequence[str]) -> None:
         print(lead + "\n".join(lines), file=sys.stderr, flush=True)
 
 
+def starting(world: int, dataset: str | None) -> str:
+    """What is said at once, before data sets are read and ranks import torch."""
+    return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
+
+
 def _prepare(
     config: Config,
     plan: Plan,
@@ -133,7 +139,9 @@ def _prepare(
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached)
     tracker.check(config.tracker)
-    dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
+    has_dataset = config.model.name != "matmul"  # it makes its own numbers
+    print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
+    dataset = open_dataset(config, plan.spec) if has_dataset else None
     found = check_resume(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
