@@ -8,7 +8,8 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 
-_OWN = ("resume", "runs", "verb", "ranks", "plot", "path", "device", "profile", "verify", "bench", "sweep")  # of each command line
+# of each command line, never of a saved run
+_OWN = ("resume", "runs", "verb", "ranks", "plot", "path", "device", "profile", "verify", "bench", "sweep")
 _DEGREES = ("dp", "tp", "pp", "ep")
 _SHORTHANDS = ("layout", "grid", "depth", "schedule", "chunks", "microbatches", "servers", "consistency", "staleness")
 _OF_A_STRATEGY = (*_DEGREES, "world", "micro_batch", *_SHORTHANDS, "backup_workers")
