@@ -48,6 +48,12 @@ class Newest:
         return self.path.parents[1]
 
 
+def keeps_last_state(config: Config) -> bool:
+    """Whether a run saves after its last step. A resumed run always does: otherwise its predecessor's last state would
+    pass for the newest one."""
+    return config.checkpoint.last is not False or bool(config.resume)
+
+
 def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Newest | None:
     """The complete checkpoint that was written last under `runs`, of the run directories that `accepts` takes."""
     for _ in range(TRIES):

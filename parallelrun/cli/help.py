@@ -27,7 +27,9 @@ _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separate
   --json                plan, explain, ls, show, doctor: one JSON document on stdout and nothing else
   -v, --verbose         tracebacks
   --trust               let a recipe name code
-  -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order
+  -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order; other hosts by ssh
+  --ssh-port P, --ssh-identity-file F, --ssh-config F
+                        how ssh reaches the other hosts, where its own configuration does not say
   --cfg job, --info, -p, --config-dir, -sc install=bash, ...
                         Hydra's flags; --hydra-help explains them
   --version, -h, --help"""

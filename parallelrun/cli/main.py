@@ -43,16 +43,11 @@ def _main(words: list[str], taken: list[str]) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead of ending the run
     try:
-        code = _route(words)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        _forget_stdout()
-        return EXIT_OK
+        from parallelrun.cli import stdout
+
+        with stdout.guarded():
+            return _route(words)
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # rich has silenced stdout already
-            return EXIT_OK
         return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1
     except Exception as error:
         if taken:
@@ -132,14 +127,6 @@ def _ended(word: str, code: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         print(f"parallelrun: {word}", file=sys.stderr, flush=True)
     return code
-
-
-def _forget_stdout() -> None:
-    """The reader has gone: nothing more is written, and Python's own flush at exit finds an open file."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ VERBS = {
 TOOLS = {
     "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters",
     "show": "print a recipe's composed configuration",
-    "doctor": "check this machine: torch, GPUs, memory, loopback, a two-rank all-reduce",
+    "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
-# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS. Hydra's, with whether a value follows:
+# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS and how ssh reaches them (--ssh-port P,
+# --ssh-identity-file F, --ssh-config F). Hydra's, with whether a value follows:
 HYDRA_FLAGS = {
     "--hydra-help": False,
     "--run": False,
@@ -35,8 +36,9 @@ HYDRA_FLAGS = {
     "-cn": True,
     "--config-dir": True,
     "-cd": True,
-    "--experimental-rerun": True,
     "--info": None,  # a value may follow
     "-i": None,
 }
+PICKLE_FLAG = "--experimental-rerun"  # Hydra's: it unpickles a file, which runs whatever that file says
+CFG_VALUES = ("job", "hydra", "all")
 INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallelrun.config.schema import Config
 
-# of each command line, never of a saved run
+# Keys that each command line sets for itself.
 _OWN = ("resume", "runs", "verb", "ranks", "plot", "path", "device", "profile", "verify", "bench", "sweep")
 _DEGREES = ("dp", "tp", "pp", "ep")
 _SHORTHANDS = ("layout", "grid", "depth", "schedule", "chunks", "microbatches", "servers", "consistency", "staleness")

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun import reserve, sequences
+from parallelrun import reserve, sequences, user_code
 from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
@@ -46,6 +46,7 @@ class Failure:
     phase: str = ""
     problems: tuple[Problem, ...] = ()
     traceback: str = ""
+    frames: tuple[str, ...] = ()
 
 
 def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, alone: bool = False) -> Failure:
@@ -63,7 +64,8 @@ def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, 
         return Failure(rank, f"lost its peers ({what})", EXIT_RANK_DIED, time_ns, order=3, traceback=traceback)
     if any(_TIMED_OUT.search(text) for text in torch_said):
         return Failure(rank, f"waited too long ({what})", EXIT_HANG, time_ns, order=2, traceback=traceback)
-    return Failure(rank, what, ParallelrunError.exit_code if alone else EXIT_RANK_DIED, time_ns, traceback=traceback)
+    code = ParallelrunError.exit_code if alone else EXIT_RANK_DIED
+    return Failure(rank, what, code, time_ns, traceback=traceback, frames=tuple(user_code.frames(error)))
 
 
 def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -> Failure:
@@ -118,6 +120,7 @@ def read(directory: Path, rank: int) -> Failure | None:
         return None
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
     fields["problems"] = tuple(Problem(**problem) for problem in fields["problems"])
+    fields["frames"] = tuple(fields["frames"])
     return Failure(**fields)
 
 
@@ -132,6 +135,7 @@ def block(
         lines.append(f"error: rank {failure.rank} ({place}){separator}{failure.what}")
     phase = f", phase {failure.phase}" if failure.phase else ""
     lines.append(f"  at: rank {failure.rank}, step {failure.step}{phase}")
+    lines += [f"  in: {frame}" for frame in failure.frames]
     lines += how_to_resume(directory, overrides)
     lines.append(f"  log: {directory / 'logs' / f'rank_{failure.rank}.log'}")
     if verbose and failure.traceback:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun import reserve
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
-from parallelrun.launch import failure
+from parallelrun.launch import failure, gpus
 from parallelrun.launch.board import Board
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
@@ -131,7 +131,7 @@ def _device(plan: Plan, place: Place) -> torch.device:
 
     if plan.device != "cuda" or plan.role(place.rank) == "server":
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", gpus.index(place.local_rank, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 

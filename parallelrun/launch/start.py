@@ -8,16 +8,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
+from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
-from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor, tf_config
+from parallelrun.launch import (
+    attach,
+    directory,
+    disk,
+    environment,
+    failure,
+    output,
+    preflight,
+    rank,
+    supervisor,
+    tf_config,
+)
 from parallelrun.launch.board import Board
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.processes import Job
@@ -25,6 +37,7 @@ from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
 from parallelrun.plan.structure import Plan
+from parallelrun.train import tracker
 
 
 @dataclass(frozen=True)
@@ -47,11 +60,13 @@ def start(
     run_root: Path | None = None,
     worker: str = rank.WORKER,
     method: str = "",
+    created: Callable[[Path], None] | None = None,
 ) -> int:
     """Make the run directory and run `plan` to its end; the exit code.
 
     run_root: the very directory to use (`hydra.run.dir`, a sweep's point). worker: the worker door, `module:function`.
-    method: fork | exec, empty for whichever fits. Raises ConfigError and EnvironmentProblem before any process exists.
+    method: fork | exec, empty for whichever fits. created: is told the run directory.
+    Raises ConfigError and EnvironmentProblem before any process exists.
     """
     command = Command(tuple(argv), tuple(overrides))
     attached = environment.detect(os.environ)
@@ -60,8 +75,10 @@ def start(
         if attached:
             attach.abandon(attached, EXIT_OK)
         return EXIT_OK
+    if created:
+        created(job.directory)
     if attached:
-        return attach.lead(attached, job, command.overrides, command.verbose)
+        return attach.lead(attached, job, command.argv, command.overrides, command.verbose)
     status = Status(job.directory)
     status.running()
     try:
@@ -114,12 +131,15 @@ def _prepare(
     if attached is None:
         tf_config.refuse_other_hosts(config, command.argv, os.uname().nodename)
     name = directory.name_of(config, plan)
-    for note in preflight.check(config, plan, attached):
-        print(f"note: {note}", file=sys.stderr)
+    notes = preflight.check(config, plan, attached)
+    tracker.check(config.tracker)
     dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
+    notes += data_notes(config, plan.spec, dataset) if dataset else []
+    for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
+        print(f"note: {note}", file=sys.stderr)
     os.umask(0o077)
     place = directory.create(Path(config.runs), name, run_root)
     resumed = None

@@ -99,7 +99,12 @@ def rows(explanation: Explanation, rank: int) -> list[Collective]:
 
 
 def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
-    """The group of `rank` over a mesh axis (or several, joined by `+`), over `embedding` or over the `world`."""
+    """The group of `rank` over a mesh axis (or several, joined by `+`), over `embedding`, over the `world`, or over
+    groups of the data strategy's own."""
+    place = plan.mesh.coordinate(rank) if rank < plan.num_workers else {}
+    if (own := plan.data.members(axis, place.get("dp", 0))) is not None:
+        everyone = plan.mesh.group_of(rank, "dp")
+        return tuple(everyone[worker] for worker in own)
     if axis == "world":
         return tuple(range(plan.world))
     if axis == "embedding":

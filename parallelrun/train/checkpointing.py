@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun import checkpoint
+from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, Problem, SaveFailed
 from parallelrun.launch.context import WorkerContext
@@ -66,15 +67,11 @@ class Checkpoints:
 
 
 def due(config: Config, step: int, stopping: bool) -> bool:
-    """True if the run saves after this step: periodically, when asked to stop, and after the last unless unwanted.
-
-    A resumed run always saves its last state: otherwise its predecessor's would pass for the newest one.
-    """
+    """True if the run saves after this step: periodically, when asked to stop, and after the last unless unwanted."""
     if stopping:
         return True
     every = config.checkpoint.every
-    keeps_last = config.checkpoint.last is not False or bool(config.resume)
-    return (every > 0 and step % every == 0) or (keeps_last and step == config.steps)
+    return (every > 0 and step % every == 0) or (step == config.steps and keeps_last_state(config))
 
 
 def _next_save(config: Config, step: int) -> str:

@@ -20,7 +20,7 @@ from parallelrun import reserve
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan import account, simulate
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.load import ways_of
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report

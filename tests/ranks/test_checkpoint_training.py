@@ -112,9 +112,10 @@ def test_the_mean_over_replicas_is_over_all_of_them(size, run_ranks):
     "model, first, others",
     [
         ({}, ONE, (PIPELINE, ZERO1, FSDP)),
+        ({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP)),
         (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 2, "microbatches": 1}, SPREAD, ONE)),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "adagrad", "experts"],
 )
 def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""

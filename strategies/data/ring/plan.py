@@ -71,7 +71,7 @@ class Way(ddp.Way):
         place = plan.mesh.coordinate(0)
         messages = ddp.bucket_messages(place["pp"], place, plan)
         exchanges = [
-            self._explained_sum(f"bucket {number} of {len(messages)}", message, plan)
+            self._explained_sum(f"bucket {number} of {len(messages)}", message, plan, ranks_over(plan, message.axis))
             for number, message in enumerate(messages, start=1)
         ]
         layouts = [(held, held.layout) for held in held_parameters(plan, place["pp"])]
@@ -83,10 +83,10 @@ class Way(ddp.Way):
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("data", data.kind, text, source, ranks, groups, DP, tuple(exchanges))
 
-    def _explained_sum(self, title: str, message: Message, plan: Plan) -> Exchange:
+    def _explained_sum(self, title: str, message: Message, plan: Plan, ranks: tuple[int, ...]) -> Exchange:
         assert isinstance(plan.data, RingWay)
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
-        algorithm, ranks = over(plan.data.algorithm, message.axis, plan), ranks_over(plan, message.axis)
+        algorithm = over(plan.data.algorithm, message.axis, plan)
         return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, limit, title)
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
