@@ -6,11 +6,12 @@ No Hydra, no torch: a mistyped key is answered in a tenth of a second.
 from __future__ import annotations
 
 import difflib
+import shlex
 from dataclasses import dataclass, field, replace
 
 from parallelrun.cli import hosts as host_list
 from parallelrun.cli.hosts import HostRanks, SshOptions
-from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, TOOLS, VERBS
+from parallelrun.cli.words import CFG_VALUES, HYDRA_FLAGS, INFO_VALUES, PICKLE_FLAG, TOOLS, VERBS
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.overrides import Override
@@ -52,6 +53,16 @@ _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion
 def starts_ranks(argv: list[str]) -> bool:
     """Whether `argv` means a run at all: Hydra answers some flags (`--cfg`, `--info`, ...) by itself."""
     return not any(word.partition("=")[0] in _ANSWERING for word in argv)
+
+
+def refuse_pickles(argv: list[str]) -> None:
+    """Raise ConfigError for the flag of Hydra's that unpickles a file, in full or shortened as argparse allows."""
+    for word in argv:
+        name = word.partition("=")[0]
+        if len(name) > 2 and PICKLE_FLAG.startswith(name):
+            what = f"{name}: a pickle runs whatever code it holds, so none is read"
+            command = "parallelrun recipe=RUN/config.yaml, with the run directory's own configuration"
+            raise ConfigError(Problem(what, COMMAND_LINE, command=command))
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -111,38 +122,41 @@ def _flag(word: str, words: list[str], flags: list[str]) -> list[Problem]:
     if name in HYDRA_FLAGS:
         takes_value = HYDRA_FLAGS[name]
         flags.append(name + word[len(word.partition("=")[0]) :])
-        if takes_value is None and not equals and words and words[0] in INFO_VALUES:
-            flags.append(words.pop(0))
+        if takes_value is None and not equals:  # with its value, or Hydra's parser would take the next word for it
+            flags[-1] = f"--info={words.pop(0) if words and words[0] in INFO_VALUES else 'all'}"
         if takes_value and not equals:
             if not words:
                 return [Problem(f"{word}: a value must follow", COMMAND_LINE)]
             flags.append(words.pop(0))
-        return []
+        return _value_of_flag(name, flags[-1].partition("=")[2] if equals else flags[-1])
     key = name.lstrip("-").replace("-", "_")
     value = word.partition("=")[2]
     takes_next = not equals and bool(words) and "=" not in words[0] and not words[0].startswith("-")
     if takes_next:
         value = words.pop(0)
-    known = [key] if key in known_keys() or key in GROUPS else override_checks.suggest_keys(key)[:1]
+    is_key = key in known_keys() or key in GROUPS
     near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *_OUR_FLAGS], n=1, cutoff=0.75)
-    if near_flag and key not in known:
-        fix = near_flag[0]
-    elif known:
-        fix = f"write {known[0]}={value or '...'}"
-    else:
-        fix = ""
+    fix = near_flag[0] if near_flag and not is_key else override_checks.suggest_pairs(key, value)
     typed = f"{word} {value}" if takes_next else word
     what = f"{typed}: options are written without dashes, as key=value"
     return [Problem(what, COMMAND_LINE, fix, "parallelrun --help")]
 
 
+def _value_of_flag(name: str, value: str) -> list[Problem]:
+    """What Hydra's own parser would answer with its usage."""
+    if name not in ("--cfg", "-c") or value in CFG_VALUES:
+        return []
+    fix = " or ".join(f"--cfg {one}" for one in nearest(value, CFG_VALUES) or CFG_VALUES)
+    return [Problem(f"{name} {value}: one of {', '.join(CFG_VALUES)}", COMMAND_LINE, fix)]
+
+
 def _spaced(word: str, words: list[str], given: list[str]) -> list[Problem]:
     """Take an override, or tell of spaces around `=`."""
     if word.startswith("=") or (word.endswith("=") and words and _is_value(words[0])):
-        key, value = word.strip("="), words.pop(0) if word.endswith("=") and words else ""
         if word.startswith("="):
-            key, value = "key", key or value
-        return [Problem(f"{word} {value}: no spaces around =", COMMAND_LINE, f"{key}={value}")]
+            return [Problem(f"{word}: the key before = is missing", COMMAND_LINE, command="parallelrun --help")]
+        value = words.pop(0)
+        return [Problem(f"{word} {value}: no spaces around =", COMMAND_LINE, f"{word}{value}")]
     given.append(word)
     return []
 
@@ -154,8 +168,7 @@ def _is_value(word: str) -> bool:
 def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
     """A word that is neither a flag nor key=value."""
     if word in VERBS or word in TOOLS:
-        rest = " ".join(other for other in argv if other != word)
-        return [Problem(f"{word}: the verb comes first", COMMAND_LINE, command=f"parallelrun {word} {rest}".rstrip())]
+        return [_misplaced_verb(word, argv)]
     if words and words[0].startswith("="):
         value = words.pop(0)[1:] or (words.pop(0) if words else "")
         return [Problem(f"{word} = {value}: no spaces around =", COMMAND_LINE, f"{word}={value}")]
@@ -168,7 +181,15 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
     if not close:
         close = [f"{key}=..." for key in override_checks.suggest_keys(word)] + _presets_named(word)
     what = f"{word}: neither a verb nor key=value"
-    return [Problem(what, COMMAND_LINE, ", ".join(close[:3]), "parallelrun --help")]
+    return [Problem(what, COMMAND_LINE, " or ".join(close[:3]), "parallelrun --help")]
+
+
+def _misplaced_verb(word: str, argv: list[str]) -> Problem:
+    """A verb or tool that is not the first word, and the line with it in the first place."""
+    first = argv[0] if argv[0] in VERBS else ""
+    rest = [] if word in TOOLS else [other for other in argv if other not in VERBS and other not in TOOLS]
+    what = f"{word}: one verb a line, and {first} is the first" if first else f"{word}: the verb comes first"
+    return Problem(what, COMMAND_LINE, command=shlex.join(["parallelrun", word, *rest]))
 
 
 def _presets_named(word: str) -> list[str]:

@@ -40,8 +40,9 @@ _KEYS = """  degrees     world dp tp pp ep
   model       model.layers hidden heads kv_heads ffn vocab seq ...
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
-  run         steps seed dropout recompute compile device name resume path runs
-  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker profile=[STEPS]
+  run         steps seed dropout recompute compile device name path runs
+  going on    resume=latest (the newest run) | auto (this training, or fresh) | DIR
+  records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
   plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)
   explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 

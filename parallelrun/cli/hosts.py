@@ -85,7 +85,7 @@ def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
     if all(host.slots is not None for host in listed) and asked > sum(host.slots or 0 for host in listed):
         available = sum(host.slots or 0 for host in listed)
         what = f"Requested more processes ({asked}) than there are available slots ({available})"
-        raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}, or more slots"))
+        raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}"))
     return fill(listed, asked)
 
 

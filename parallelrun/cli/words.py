@@ -36,8 +36,9 @@ HYDRA_FLAGS = {
     "-cn": True,
     "--config-dir": True,
     "-cd": True,
-    "--experimental-rerun": True,
     "--info": None,  # a value may follow
     "-i": None,
 }
+PICKLE_FLAG = "--experimental-rerun"  # Hydra's: it unpickles a file, which runs whatever that file says
+CFG_VALUES = ("job", "hydra", "all")
 INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")

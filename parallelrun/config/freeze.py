@@ -81,6 +81,7 @@ def _filled(config: Config, plan: Plan) -> Config:
         micro_batch=plan.batch.micro_batch,
         microbatches=None,
         device=plan.device,
+        checkpoint=replace(folded.checkpoint, last=folded.checkpoint.last is not False),
     )
 
 

@@ -80,12 +80,14 @@ def lead(
     text = (job.directory / "config.yaml").read_text()
     status = Status(job.directory)
     status.running()
-    run = {
+    run: dict[str, Any] = {
         "config": text,
         "directory": str(job.directory),
         "worker": job.worker,
         "source": job.config.model.source,
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
+        "overrides": list(overrides),  # any rank may say how to resume
+        "verbose": verbose,
     }
     meeting.put(store, "run", run)
     meeting.put(store, "joined/0", _member(attached, run, argv))
@@ -135,7 +137,8 @@ def follow(argv: Sequence[str]) -> int:
     from parallelrun.plan.resolve import resolve
 
     job = Job(config, resolve(config), folder, run["worker"])
-    return _serve(attached, job, store, [Member(**fields) for fields in go["members"]], Voice())
+    members = [Member(**fields) for fields in go["members"]]
+    return _serve(attached, job, store, members, Voice(tuple(run["overrides"]), run["verbose"]))
 
 
 def _member(attached: Attached, run: Mapping[str, Any], argv: Sequence[str]) -> dict:

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Plan
@@ -34,7 +35,7 @@ def need(config: Config, plan: Plan) -> Need:
     """What a run of `plan` will write."""
     every, steps = config.checkpoint.every, config.steps
     saves = steps // every if every else 0
-    saves += config.checkpoint.last and (not every or steps % every > 0)
+    saves += keeps_last_state(config) and (not every or steps % every > 0)
     kept = max(1, config.checkpoint.keep)
     layers = sum(1 for layer in plan.spec.layers() if layer.layer_role == "router")
     loads = min(NUMBERS_WRITTEN, 2 * steps * layers * config.model.experts)

@@ -10,6 +10,7 @@ from pathlib import Path
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
+from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Memory, Plan
 
 CROWDED = 8  # ranks per core beyond which a run is mostly waiting
@@ -103,14 +104,14 @@ def _check_memory(plan: Plan, available: int | None, each: bool) -> list[str]:
         # certain, whatever the activations are
         raise EnvironmentProblem(
             Problem(
-                f"{holder} {_gib(state)} for weights, gradients and optimizer, and {_gib(available)} are available",
+                f"{holder} {gib(state)} for weights, gradients and optimizer, and {gib(available)} are available",
                 where="memory",
                 suggestion="a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices",
                 command="parallelrun plan ... (memory by rank and by what holds it)",
             )
         )
     if total > available:
-        return [f"memory may not do: {holder} about {_gib(total)}, and {_gib(available)} are available"]
+        return [f"memory may not do: {holder} about {gib(total)}, and {gib(available)} are available"]
     return []
 
 
@@ -144,7 +145,3 @@ def available_bytes() -> int | None:
         return available if limit == "max" else min(available, max(0, int(limit) - used))
     except (OSError, ValueError):
         return available
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

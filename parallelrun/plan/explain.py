@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan.load import ways_of
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Plan
 
 

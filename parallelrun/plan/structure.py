@@ -7,6 +7,8 @@ A Plan is made from the config and the world alone, and every rank of a run deri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
@@ -15,6 +17,7 @@ from parallelrun.precision import Precision
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
+WORLD, EMBEDDING = "world", "embedding"  # axes of groups beside the mesh's: all ranks, the holders of a tied weight
 SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataWay.sync_every` steps
 
 
@@ -182,7 +185,7 @@ class Equivalence:
 class Plan:
     """Everything a worker needs to know that is not a hyper-parameter.
 
-    optimizer_states: tensors of state that the optimizer keeps per weight (adamw 2, sgd 0, or 1 with momentum).
+    optimizer_states: tensors of state that the optimizer keeps per weight (`plan.optimizers`).
     servers: ranks that are no workers: the last ones, outside the mesh (server k has rank num_workers + k).
     filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
     """
@@ -208,6 +211,12 @@ class Plan:
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
     expert: ExpertWay = ExpertWay()
+
+    @cached_property
+    def known(self) -> dict[object, Any]:
+        """What has been computed about this plan and is asked for again: by whoever computes it, under a key of its
+        own. A plan never changes, so nothing in here does."""
+        return {}
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ checks pass, the same questions are asked of the finished Plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -78,6 +79,8 @@ class TensorWayPlan(Protocol):
 
 
 class PipelineWayPlan(Protocol):
+    takes_microbatches: bool  # does the schedule allow more than one microbatch?
+
     def check(self, request: Request) -> list[Problem]: ...
 
     def position(self, stage_index: int, pp: int, chunks: int) -> int:
@@ -88,6 +91,12 @@ class PipelineWayPlan(Protocol):
 
     def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
+
+    def activation_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> int:
+        """The most bytes of activations and of messages under way that a rank at that pp coordinate holds at once.
+
+        kept: per stage index of that coordinate, the bytes that a microbatch keeps for backward.
+        """
 
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """Point-to-point traffic of one rank at that pp coordinate in one step."""

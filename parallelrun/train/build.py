@@ -94,6 +94,7 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
     if plan.expert.kind != NO_WAY:
         registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
+    network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
     if config.compile:
         compile_blocks(network)

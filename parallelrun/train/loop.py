@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from math import isfinite
 
-from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
 from parallelrun.launch.context import WorkerContext
 from parallelrun.train import schedule
 from parallelrun.train.build import Training
@@ -44,7 +44,11 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
                        time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
                        evaluation.top1 if evaluation else None)
         )  # fmt: skip
-        checkpoints.after_step(step, result.stop)
+        try:
+            checkpoints.after_step(step, result.stop)
+        except SaveFailed:  # on all ranks alike; what was trained is told all the same
+            recorder.finish(first_steps.counted, "failed", checkpoints.facts())
+            raise
         if result.stop:
             recorder.finish(first_steps.counted, "preempted", checkpoints.facts())
             return EXIT_PREEMPTED

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from parallelrun import reserve
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan import account, simulate
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.load import ways_of
 from parallelrun.plan.structure import Collective
-from parallelrun.records import append_jsonl, write_json
+from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import Progress
 from parallelrun.train.build import Training
@@ -63,10 +64,10 @@ class Recorder:
     def __init__(self, training: Training, context: WorkerContext, rows: int | None = None):
         self._training = training
         self._directory = context.directory
-        self._writes = context.rank == 0
+        self._writes, self._says = context.rank == 0, context.console_owner
         self._records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
-        self._unwritten: list[dict[str, Any]] = []  # rows of metrics.jsonl for which the disk had no room
+        self._rows = RowFile(context.directory / "metrics.jsonl")
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = Progress(rows or training.config.steps, enabled=context.console_owner)
         self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
@@ -115,12 +116,18 @@ class Recorder:
             self._recent.append(record)
 
     def _append(self, row: dict[str, Any]) -> None:
-        """Add a row to metrics.jsonl, after those that a full disk has kept back: that must not end a training."""
-        self._unwritten.append(row)
-        with contextlib.suppress(OSError):
-            while self._unwritten:
-                append_jsonl(self._directory / "metrics.jsonl", self._unwritten[0])
-                del self._unwritten[0]
+        """Add a row to metrics.jsonl. A full disk must not end a training: it is said, and so is its end."""
+        waiting = self._rows.num_kept
+        self._rows.append(row)
+        if self._says and bool(waiting) != bool(self._rows.num_kept):
+            if waiting:
+                print(f"step {row['step']}: the disk has room again: {waiting} rows of metrics.jsonl are written")
+            else:
+                print(
+                    f"warning: the disk is full: from step {row['step']} on, rows of metrics.jsonl are kept in memory, "
+                    "and written when there is room",
+                    flush=True,
+                )
 
     def finish(self, counted: list[Collective] | None, state: str, more: dict[str, Any]) -> None:
         """Gather every rank's counts (None: no step was counted) and peak memory; write comm.json and summary.json.
@@ -140,16 +147,21 @@ class Recorder:
 
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
         """Write comm.json and summary.json from the facts of every rank that is left, by rank."""
-        for row in self._unwritten:
-            append_jsonl(self._directory / "metrics.jsonl", row)
         if self._writes:
             counted = {rank: one["rows"] for rank, one in everyone.items()}
             known = all(rows is not None for rows in counted.values())
             rows = communication_rows(counted, self._training) if known else []
             facts = [everyone[rank] for rank in sorted(everyone)]
-            write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
-            write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
-            routing_report.write(self._directory)
+
+            def write() -> None:
+                self._rows.flush()
+                write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
+                write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
+                self._routing.flush()
+
+            reserve.insist(self._directory, reserve.RECORDS, write)
+            with contextlib.suppress(OSError):  # a picture of what routing.jsonl holds
+                routing_report.write(self._directory)
             if self._tracker:
                 self._tracker.close()
         self._progress.close()

@@ -11,7 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.load import ways_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from parallelrun import registry
@@ -12,7 +14,7 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Action, Request
 from parallelrun.precision import BYTES
 
-from . import schedules
+from . import messages, schedules
 
 
 class PipelineWay:
@@ -20,10 +22,12 @@ class PipelineWay:
 
     single_chunk: the schedule has one stage per coordinate. splits_backward: input and weight gradients are separate
     passes, in which parameter hooks fire for half of the parameters and custom backward functions run twice.
+    takes_microbatches: the schedule allows more than one.
     """
 
     kind = ""
     explained = "", ""  # what the schedule does, in sentences, and the paper: for `explain`
+    takes_microbatches = True
     single_chunk = True
     splits_backward = False
 
@@ -53,6 +57,26 @@ class PipelineWay:
     def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
         return schedules.peak_in_flight(self._orders(plan)[position])
+
+    def steps(self, plan: Plan) -> messages.Steps:
+        """Per pp coordinate, its actions and messages in order, as they are run."""
+        return _steps(self.kind, plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        """The steps of `orders`."""
+
+        def position(stage: int, pp: int) -> int:
+            return self.position(stage, pp, chunks)
+
+        return messages.with_messages(orders, position, pp * chunks)
+
+    def activation_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> int:
+        """The most bytes of activations and of messages that a rank at that pp coordinate holds at once.
+
+        kept: per stage of that coordinate, what a microbatch keeps for backward.
+        """
+        inputs = {stage.index: boundary_bytes(plan, stage.index) for stage in plan.stages if stage.index > 0}
+        return messages.peak_bytes(self.steps(plan)[position], kept, inputs)
 
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """One rank's messages of one step: each microbatch crosses each cut between coordinates once each way.
@@ -108,6 +132,12 @@ class PipelineWay:
             suggestion="chunks=1, or schedule=interleaved",
             kind="undefined",
         )
+
+
+@lru_cache(maxsize=16)
+def _steps(kind: str, pp: int, chunks: int, num_microbatches: int) -> messages.Steps:
+    way = registry.load("strategies", f"pipeline.{kind}", "plan").Way()
+    return way.insert_messages(way.orders(pp, chunks, num_microbatches), pp, chunks)
 
 
 class ChunkedWay(PipelineWay):

@@ -38,7 +38,8 @@ def main(text: str) -> int:
                 tiny_config(wanted["overrides"]), runs=wanted["runs"], timeout_s=wanted.get("timeout_s", 60)
             )
             plan = tiny_plan(wanted["overrides"])
-            return start(config, plan, words, [], worker=wanted.get("worker", "tests.cli.workers:train"))
+            overrides = [f"{key}={value}" for key, value in wanted["overrides"].items()]
+            return start(config, plan, words, overrides, worker=wanted.get("worker", "tests.cli.workers:train"))
         except Exception as error:
             attach.abandon(attached, getattr(error, "exit_code", 1))
             raise

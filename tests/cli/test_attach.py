@@ -147,7 +147,16 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path):
     assert codes(ranks) == [75, 75]
     assert ranks[0].status["state"] == "preempted"
     assert ranks[0].fact("at", 0) == ranks[0].fact("at", 1)
-    assert "resume with: parallelrun" in ranks[0].stderr
+    saved = f"{ranks[0].directory}/checkpoints/step_{ranks[0].fact('at', 0)}"
+    assert f"resume with: parallelrun dp=2 resume={saved}" in ranks[0].stderr
+
+
+def test_a_rank_that_fails_says_how_to_go_on_with_the_overrides_of_rank_0(tmp_path):
+    ranks = run_attached(tmp_path, {**ENDLESS, "rank": 1, "step": 30, "do": "raise", "pause": 0.05})
+    saved = ranks[0].directory / "checkpoints" / "step_2"
+    saved.mkdir(parents=True)
+    assert codes(ranks) == [6, 6]
+    assert f"resume with: parallelrun dp=2 resume={saved}" in ranks[1].stderr
 
 
 def test_ctrl_c_is_130_without_a_stack(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from parallelrun import registry
 from parallelrun.accounting import CommunicationCounter
@@ -16,8 +17,10 @@ from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.strategies.pipeline.way import boundary_bytes, boundary_shape
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import build_parts
+from tests.live_bytes import LiveBytes
 
 
 @dataclass
@@ -141,3 +144,70 @@ def tensors_alive(config: Config, plan: Plan) -> list[int]:
         gc.collect()
         counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
     return counts
+
+
+class _Sum(torch.autograd.Function):
+    """The sum, whose gradient is a tensor of its own as that of real logits is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.shape).clone()
+
+
+class _Bare(nn.Module):
+    """A stage that keeps nothing for backward but its input: what else lives are messages."""
+
+    recompute = "none"
+
+    def __init__(self, stage: int, plan: Plan):
+        super().__init__()
+        self._stage, self._is_last = stage, stage == len(plan.stages) - 1
+        self._shape = boundary_shape(plan, 1)
+        if stage == 0:
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        if self._stage == 0:
+            return self.weight.expand(self._shape).clone()
+        return x.view_as(x) if self._is_last else x * 2
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return _Sum.apply(output)
+
+
+def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
+    """(the most bytes alive at once in each of three steps, the bytes alive after them); stages keep nothing else."""
+    mesh = build_mesh(plan, torch.device("cpu"))
+    position = mesh.coordinate["pp"]
+    parts = [_Bare(stage.index, plan) for stage in plan.stages_of(position)]
+    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
+    batch = make_batch(plan, position == plan.stages[0].position, position == plan.last_stage_position)
+    peaks = []
+    with LiveBytes(boundary_bytes(plan, 1)) as counter:
+        for _ in range(3):
+            counter.peak = 0
+            engine.train(batch, 1.0)
+            peaks.append(counter.peak)
+        gc.collect()
+        return peaks, counter.live()
+
+
+def rounding_again(config: Config, plan: Plan) -> tuple[list[str], int]:
+    """(parameters whose gradients are other bits than where rounded copies of weights are kept for backward, the most
+    bytes that were alive at once in the second of two steps and made in it)."""
+    _, parts, engine, batch = set_up(config, plan)
+    engine.train(batch, 0.25)
+    found = gradients(parts)
+    with LiveBytes() as counter:
+        engine.train(batch, 0.25)
+    gradients(parts)
+    for part in parts:
+        part.rounds_weights = False
+    engine.train(batch, 0.25)
+    kept = gradients(parts)
+    return [name for name, gradient in kept.items() if not torch.equal(gradient, found[name])], counter.peak

@@ -139,15 +139,17 @@ def _batches(request: Request) -> list[Problem]:
         if data.join_divisor == "initial":
             return []
         what = "strategy.data.join_divisor is read only where workers run out of batches"
-        return [Problem(what, "strategy.data.join_divisor", f"{where}=[...]", kind="unread")]
-    if len(batches) != request.dp or min(batches) < 0:
-        legal = _text((list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp])
-        what = f"{where}={_text(batches)}: one number of batches for each of the {request.dp} workers"
-        return [Problem(what, where, f"{where}={legal}", kind="arithmetic")]
-    problems = []
+        return [Problem(what, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
     steps = {"verify": config.verify.steps, "bench": config.bench.warmup + config.bench.steps}.get(
         config.verb, config.steps
     )
+    if len(batches) != request.dp or min(batches) < 0:
+        legal = (list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp]
+        if max(legal) < steps:  # somebody must have a batch for every step
+            legal[-1] = steps
+        what = f"{where}={_text(batches)}: one number of batches for each of the {request.dp} workers"
+        return [Problem(what, where, f"{where}={_text(legal)}", kind="arithmetic")]
+    problems = []
     if steps > max(batches):
         key = {"verify": "verify.steps", "bench": "bench.steps"}.get(config.verb, "steps")
         what = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallelrun.errors import Problem
 from parallelrun.plan.ways import Request
 
-from .. import schedules
+from .. import messages, schedules
 from ..way import PipelineWay
 
 
@@ -17,6 +17,7 @@ class Way(PipelineWay):
         "The whole batch goes through the stages once, forward and backward: one rank works at a time.",
         "the model parallelism that pipelines improve on",
     )
+    takes_microbatches = False
 
     def check_microbatches(self, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches == 1:
@@ -32,3 +33,6 @@ class Way(PipelineWay):
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.gpipe(pp, num_microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        return messages.in_turn(orders)
