@@ -86,7 +86,8 @@ def _head(plan: Plan) -> Text:
     ways = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
     if plan.data.kind == "fsdp":
         kept = "let go after forward" if plan.data.reshard_after_forward else "kept between microbatches"
-        ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept})"
+        often = "in every backward pass" if plan.data.reduce_each_microbatch else "once a step"
+        ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept}, gradients reduced {often})"
     elif plan.data.detail:
         ways[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
