@@ -13,8 +13,8 @@ from typing import Any
 
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec
-from parallelrun.plan import routing, sample_sets
-from parallelrun.plan.resolve import Ways, server_way_of, ways_of
+from parallelrun.plan import peak, routing, sample_sets
+from parallelrun.plan.resolve import server_way_of, ways_of
 from parallelrun.plan.structure import CONTROL_ELEMENTS, SYNC, Collective, Memory, Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, held_parameters
@@ -35,8 +35,7 @@ WIRE = {
 LEAVES_OUT = (
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
-    "temporary buffers of collectives and kernels",
-    "weights rounded to the compute dtype while they are used",
+    "what kernels and collectives allocate inside",
 )
 
 
@@ -133,6 +132,7 @@ def memory(plan: Plan, rank: int) -> Memory:
     place = plan.mesh.coordinate(rank)
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = plan.optimizer_states + getattr(ways.data, "kept_states", 0)  # diloco: its outer optimizer's
+    buckets = plan.mesh.size("dp") > 1 and hasattr(ways.data, "backward_bytes")
     weights = gradients = states = 0
     for held in held_parameters(plan, place["pp"]):
         for_weight = ways.data.weight_layout(held.spec, held.layout, plan)
@@ -141,23 +141,21 @@ def memory(plan: Plan, rank: int) -> Memory:
         weights += _numel(held, for_weight, plan, place) * stored
         if held.spec.frozen:
             continue
-        gradients += _numel(held, for_gradient, plan, place) * reduce
+        gradients += _numel(held, for_gradient, plan, place) * reduce if buckets else 0
         states += 0 if plan.servers else _numel(held, for_state, plan, place) * stored * num_states
+    keeps = getattr(ways.data, "held_bytes", None) if plan.mesh.size("dp") > 1 else None
+    gradients += keeps(place["pp"], place, plan) if keeps else 0
     gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
     gathered = gather(place["pp"], place, plan) if gather else 0
-    return Memory(weights + gathered, gradients, states, _activation_bytes(plan, place["pp"], ways), LEAVES_OUT)
-
-
-def _activation_bytes(plan: Plan, position: int, ways: Ways) -> int:
-    """Sum over this coordinate's stages: microbatches in flight x what their blocks keep for backward."""
-    in_flight = ways.pipeline.in_flight(plan, position)
-    total = 0
-    for stage in plan.stages_of(position):
-        blocks = [plan.spec.block(name) for name in stage.blocks]
-        kept = sum(ways.tensor.saved_bytes(block, plan) for block in blocks)
-        kept += sum(ways.expert.saved_bytes(block, plan) for block in blocks) if ways.expert else 0
-        total += in_flight.get(stage.index, 0) * kept
-    return total
+    moment = peak.worst(plan, place["pp"], place)
+    return Memory(
+        weights + gathered,
+        gradients + moment.gradients,
+        states,
+        moment.activations,
+        moment.temporary,
+        LEAVES_OUT,
+    )
 
 
 def position_classes(plan: Plan) -> list[list[int]]:
@@ -278,10 +276,4 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
 
 def memories(plan: Plan) -> dict[int, Memory]:
     """Per pp coordinate the Memory of the rank of it that holds most (the first)."""
-    ways = ways_of(plan)
-    found = {}
-    for positions in position_classes(plan):
-        alike = memory(plan, plan.mesh.rank(pp=positions[0]))
-        for position in positions:
-            found[position] = replace(alike, activations=_activation_bytes(plan, position, ways))
-    return dict(sorted(found.items()))
+    return {position: memory(plan, plan.mesh.rank(pp=position)) for position in range(plan.mesh.size("pp"))}

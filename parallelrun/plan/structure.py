@@ -277,14 +277,19 @@ class Collective:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they hold. `leaves_out` says what the figure does not count."""
+    """Bytes of one rank at the peak of a step, by what they hold. `leaves_out` says what the figure does not count.
+
+    activations: saved for backward. temporary: what is there only while backward computes at that moment (gradients of
+    activations, recomputed and gathered tensors, what is on its way), and the batch.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    temporary: int = 0
     leaves_out: tuple[str, ...] = field(default=())
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary

@@ -66,6 +66,10 @@ class TensorWayPlan(Protocol):
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Bytes one microbatch of `block` keeps for backward on a rank, under plan.recompute."""
 
+    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+        """What the layers of `block` need in its backward pass, in forward order; where it is computed again (recompute
+        full), of the second forward."""
+
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """One rank's tensor-axis collectives of one whole training step (all microbatches) for those blocks."""
 
@@ -164,3 +168,19 @@ class Action(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer's part of a block's backward pass: bytes on a rank for one microbatch.
+
+    kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
+    and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
+    its weights, in the stored dtype.
+    """
+
+    kept: int = 0
+    arriving: int = 0
+    giving: int = 0
+    scratch: int = 0
+    weights: int = 0
