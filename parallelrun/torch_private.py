@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 
 def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
@@ -61,6 +62,46 @@ def trust_metadata(stage: PipelineStage) -> None:
     """
     unchecked: Any = stage
     unchecked._validate_fwd_input = unchecked._validate_fwd_outputs = lambda *_: None
+
+
+def receive_on_demand(stage: PipelineStage) -> None:
+    """Keep a pipeline stage from allocating a buffer per microbatch and direction for the whole step.
+
+    Its descriptions of what it receives get meta tensors; whoever posts a receive puts a buffer in their place.
+    """
+    patched: Any = stage
+    for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+        prepare = getattr(stage, name)
+
+        def prepare_on_meta(*args: Any, prepare: Callable[..., Any] = prepare, **options: Any) -> Any:
+            device, patched.device = patched.device, torch.device("meta")
+            try:
+                return prepare(*args, **options)
+            finally:
+                patched.device = device
+
+        setattr(patched, name, prepare_on_meta)
+
+
+def start_messages(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Post sends or receives as torch's pipeline schedules do, so that both ends of a message use one communicator."""
+    from torch.distributed.pipelining.schedules import _batch_p2p
+
+    return _batch_p2p(operations)
+
+
+def set_messages(schedule: PipelineScheduleMulti, steps: list[list[tuple[str, int, int]]]) -> None:
+    """Let a schedule of several stages per rank run exactly these (kind, stage, microbatch) per rank.
+
+    torch inserts the messages by itself, in an order that its public interface does not tell.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+    unchecked: Any = schedule
+    unchecked.pipeline_order_with_comms = {
+        rank: [_Action(stage, _ComputationType.from_str(kind), microbatch) for kind, stage, microbatch in order]
+        for rank, order in enumerate(steps)
+    }
 
 
 def greet_others_only(stage: PipelineStage) -> None:

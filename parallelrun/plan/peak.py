@@ -98,25 +98,33 @@ class _Walk:
         self._beyond: dict[tuple[int, int], int] = {}
 
     def worst(self) -> Moment:
-        alive: Counter[int] = Counter()
         begun: Counter[int] = Counter()  # backward passes by stage
+        waiting: Counter[int] = Counter()  # microbatches by stage whose weights' gradients are still to be computed
         batch = _batch_bytes(self._plan, self._position)
         moments = []
-        for action in self._ways.pipeline.actions(self._plan)[self._position]:
+        for action, activations in self._ways.pipeline.live_bytes(self._plan, self._position, self._kept):
             index = action.stage
-            if action.kind == "F":
-                alive[index] += 1
-                continue
-            if action.kind in "BI":
-                activations = sum(number * self._kept[stage] for stage, number in alive.items())
-                temporary = self._beyond_kept(index, begun[index]) + batch
+            if action.kind == "I" and index > 0:
+                waiting[index] += 1
+            if action.kind != "F" and (action.kind != "I" or index > 0):
+                apart = sum(number * self._apart(stage) for stage, number in waiting.items())
+                split = action.kind in "IW" and index > 0
+                temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
                 moments.append(Moment(self._complete(begun), activations, temporary))
-                begun[index] += 1
             if action.kind in "BW":
-                alive[index] -= 1
+                begun[index] += 1
+                waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
         ending = getattr(self._ways.data, "ending_bytes", None)
         last = ending(self._position, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
         return max([*moments, Moment(self._complete(begun), 0, last + batch)], key=lambda moment: moment.total)
+
+    def _apart(self, index: int) -> int:
+        """What a microbatch of a stage keeps, beside what forward has saved, from its input pass to its weight pass."""
+        return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
+
+    def _largest(self, index: int) -> int:
+        """The gradient of the largest layer's weights, before it is added up."""
+        return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
         return self._flow(index, number, self._coordinate, self._plan) if self._flow else None

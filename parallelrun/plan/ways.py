@@ -7,6 +7,7 @@ checks pass, the same questions are asked of the finished Plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -87,6 +88,13 @@ class PipelineWayPlan(Protocol):
 
     def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
+
+    def live_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
+        """The actions of a rank at that pp coordinate in order, each with the bytes of activations and of messages under
+        way that the rank holds when it begins.
+
+        kept: per stage index of that coordinate, the bytes that a microbatch keeps for backward.
+        """
 
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """Point-to-point traffic of one rank at that pp coordinate in one step."""
@@ -176,7 +184,8 @@ class Pass:
 
     kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
     and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
-    its weights, in the stored dtype.
+    its weights, in the stored dtype. reads: the gradient of its output, from which the weights' one is computed: where
+    that is done apart (zero bubble), it stays until then.
     """
 
     kept: int = 0
@@ -184,3 +193,4 @@ class Pass:
     giving: int = 0
     scratch: int = 0
     weights: int = 0
+    reads: int = 0

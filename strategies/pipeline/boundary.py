@@ -1,7 +1,9 @@
-"""What passes between stages at run time: its shape and dtype, and a stage that sends it well-formed and tagged."""
+"""What passes between stages at run time: its shape and dtype, and a stage that holds only what is under way."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from parallelrun import comm, torch_private
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 
+from .messages import SENDS_IN_FLIGHT
 from .way import boundary_shape
 
 
@@ -36,34 +39,100 @@ def output_example(plan: Plan, stage: int) -> Tensor:
 
 
 class _Plain(nn.Module):
-    """What a stage runs: the part, with the microbatch's sample ids.
+    """What a stage runs: the part, with the microbatch's sample ids; on the last stage the loss too.
 
     It hides from torch's schedules that a part is wrapped by FSDP: they would gather, let go and reduce by themselves.
-    The data way alone decides that; under zero bubble torch's way loses gradients without a word.
+    The data way alone decides that; under zero bubble torch's way loses gradients without a word. The schedules also
+    keep a stage's output until its backward: a loss costs nothing, where logits would cost a vocabulary per token.
     """
 
-    def __init__(self, part: Network):
+    def __init__(self, part: Network, is_last: bool):
         super().__init__()
         self.part = part
+        self.is_last = is_last
         self.sample_ids: Tensor | None = None
+        self.targets: Tensor | None = None
+        self.scale = 1.0
+        self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x, self.sample_ids)
+        output = self.part(x, self.sample_ids)
+        if not self.is_last:
+            return output
+        assert self.targets is not None, "the last stage needs targets"
+        loss = self.part.loss(output, self.targets)
+        self.losses.append(loss.detach())
+        return loss * self.scale
+
+
+class _WithoutStorage(torch.autograd.Function):
+    """A tensor of x's shape and graph that holds no bytes: backward starts from it when x has been sent and freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty_strided(x.shape, (0,) * x.dim())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Sends:
+    """The sends of one rank that it has not waited for, each with the tensor that it reads."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+
+    def start(self, operations: list[dist.P2POp]) -> None:
+        """Post them, and wait for the oldest ones beyond the limit."""
+        works = torch_private.start_messages(operations)
+        self._under_way.append((works, [operation.tensor for operation in operations]))
+        self._wait(SENDS_IN_FLIGHT)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        self._wait(0)
+
+    def _wait(self, num_left: int) -> None:
+        while len(self._under_way) > num_left:
+            works, _ = self._under_way.popleft()
+            for work in works:
+                work.wait()
 
 
 class Stage(PipelineStage):
-    """torch's PipelineStage with static metadata, contiguous messages, and tags by which they are counted.
+    """torch's PipelineStage with static metadata, contiguous messages, tags by which they are counted, and no memory
+    but for what is in use: torch's own holds a buffer per microbatch and direction from the first step on, and every
+    output until its backward, sent or not (`messages.peak_bytes` says what this one holds).
 
     Without static metadata torch infers it in the first step by messages and an extra forward and backward; with inputs
     that do not claim to need a gradient, one rank crashes and its neighbour waits for ever.
+
+    joined: (kind, microbatch) of the messages that the schedule posts in one batch with another (`messages.Step`).
     """
 
-    def __init__(self, part: Network, index: int, plan: Plan, device: torch.device, group: dist.ProcessGroup):
-        self._plain = _Plain(part)
+    def __init__(
+        self,
+        part: Network,
+        index: int,
+        plan: Plan,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        sends: Sends,
+        joined: Collection[tuple[str, int]] = (),
+    ):
+        self.plain = _Plain(part, index == len(plan.stages) - 1)
         self._micro_batch = plan.batch.micro_batch
-        self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step; set before it
+        self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step, as the targets; set before it
+        self.targets: Tensor | None = None
+        # What a buffer is made like, and what stands in its place while there is none.
+        self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
+        self._sends, self._joined = sends, frozenset(joined)
+        self._posted: list[dist.P2POp] = []  # those that torch's schedule holds on to
+        self._receives: dict[tuple[str, int], list[dist.Work]] = {}
+        self._outputs: dict[int, Tensor] = {}  # not yet sent
         super().__init__(
-            self._plain,
+            self.plain,
             index,
             len(plan.stages),
             device,
@@ -73,30 +142,98 @@ class Stage(PipelineStage):
         )
         torch_private.trust_metadata(self)
         torch_private.greet_others_only(self)
+        torch_private.receive_on_demand(self)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._wait("RECV_F", fwd_chunk_id)
         # Not as an argument of `step`: torch takes every tensor argument for one that may need a gradient.
         start = fwd_chunk_id * self._micro_batch
-        self._plain.sample_ids = self.sample_ids[start : start + self._micro_batch]
-        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        self.plain.sample_ids = self.sample_ids[start : start + self._micro_batch]
+        if self.targets is not None:
+            self.plain.targets = self.targets[start : start + self._micro_batch]
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        if self.is_last:
+            return output
+        stand_in = _WithoutStorage.apply(output)
+        self.fwd_cache[fwd_chunk_id] = ((stand_in,), self.fwd_cache[fwd_chunk_id][1])
+        if self.stage_index_to_group_rank[self.stage_index + 1] == self.group_rank:
+            return output  # the turn of a V: torch hands it to the next stage
+        self._outputs[fwd_chunk_id] = output.detach()
+        return stand_in
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._wait("RECV_B", bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
+            loss.detach_()  # torch keeps it until the step ends, and its graph with it
+        if not self.is_first:
+            self.args_recv_info[bwd_chunk_id][0].buffer = self._no_activation
+        if not self.is_last:
+            self.grad_recv_info[bwd_chunk_id][0].buffer = self._no_gradient
+        if not full_backward and not self.is_first:
+            # The weight pass starts from inner gradients: neither that of the output nor that of the input is needed.
+            inputs, groups, outputs, _ = self.backward_state[bwd_chunk_id]
+            for value in inputs:
+                value.grad = None
+            self.backward_state[bwd_chunk_id] = (inputs, groups, outputs, None)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return _tagged(super().get_fwd_send_ops(fwd_chunk_id), "activations")
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        for operation in operations:
+            operation.tensor = self._outputs.pop(fwd_chunk_id)
+        return self._send(operations, "SEND_F", fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return _tagged(super().get_fwd_recv_ops(fwd_chunk_id), "activations")
+        if self.is_first:
+            return []
+        info = self.args_recv_info[fwd_chunk_id][0]
+        info.buffer = torch.empty_like(self._no_activation, device=self.device).requires_grad_()
+        return self._receive(super().get_fwd_recv_ops(fwd_chunk_id), "RECV_F", fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return _tagged(super().get_bwd_send_ops(bwd_chunk_id), "gradients")
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id), "SEND_B", bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return _tagged(super().get_bwd_recv_ops(bwd_chunk_id), "gradients")
+        if self.is_last:
+            return []
+        info = self.grad_recv_info[bwd_chunk_id][0]
+        info.buffer = torch.empty_like(self._no_gradient, device=self.device)
+        return self._receive(super().get_bwd_recv_ops(bwd_chunk_id), "RECV_B", bwd_chunk_id)
 
-
-def _tagged(operations: list[dist.P2POp], purpose: str) -> list[dist.P2POp]:
-    """The same messages, contiguous (a block may end in a permutation) and with the tag of their purpose."""
-    for operation in operations:
-        operation.tag = comm.MESSAGE_TAGS[purpose]
-        if operation.op is dist.isend:
+    def _send(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
+        """Post the messages, contiguous (a block may end in a permutation); return those that torch is to post."""
+        for operation in operations:
+            operation.tag = comm.MESSAGE_TAGS[_PURPOSES[kind]]
             operation.tensor = operation.tensor.contiguous()
-    return operations
+        if (kind, microbatch) in self._joined:
+            self._posted += operations
+            return operations
+        if operations:
+            self._sends.start(operations)
+        return []
+
+    def _receive(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
+        """Post the receives; return those that torch is to post."""
+        for operation in operations:
+            operation.tag = comm.MESSAGE_TAGS[_PURPOSES[kind]]
+        if (kind, microbatch) in self._joined:
+            self._posted += operations
+            return operations
+        self._receives[kind, microbatch] = torch_private.start_messages(operations)
+        return []
+
+    def _wait(self, kind: str, microbatch: int) -> None:
+        """Wait for what has been received here. What torch has posted before an action it has waited for, and messages
+        to one neighbour arrive in order: then the earlier ones are over too, and their tensors can go."""
+        if self._posted:
+            self._sends.finish()
+            for operation in self._posted:
+                operation.tensor = self._no_gradient
+            self._posted.clear()
+        for work in self._receives.pop((kind, microbatch), ()):
+            work.wait()
+
+
+_PURPOSES = {"SEND_F": "activations", "RECV_F": "activations", "SEND_B": "gradients", "RECV_B": "gradients"}

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from parallelrun import torch_private
+from parallelrun import registry, torch_private
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 from parallelrun.train.batch import Batch
 
-from .boundary import Stage
+from .boundary import Sends, Stage
 from .evaluation import ForwardPass
 
 
@@ -74,21 +74,25 @@ class ScheduleEngine:
         group = mesh.group("pp")
         assert group.process_group is not None, "a pipeline of one rank has no group"
         indices = [stage.index for stage in plan.stages_of(group.index)]
+        steps = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "plan").Way().steps(plan)
+        joined = {(step.kind, step.microbatch) for step in steps[group.index] if step.joined}
+        self._sends = Sends()
         self._stages = [
-            Stage(part, index, plan, mesh.device, group.process_group)
+            Stage(part, index, plan, mesh.device, group.process_group, self._sends, joined)
             for index, part in zip(indices, parts, strict=True)
         ]
         self._inputs_here = indices[0] == 0
-        self._loss_of = parts[-1].loss if indices[-1] == len(plan.stages) - 1 else None
-        self._scale = 1.0
-        self._losses: list[Tensor] = []
+        self._losses_here = indices[-1] == len(plan.stages) - 1
         held: Any = self._stages[0] if issubclass(schedule, PipelineScheduleSingle) else self._stages
         self._schedule = schedule(
             held,
             n_microbatches=plan.batch.microbatches,
-            loss_fn=self._loss,
+            loss_fn=_loss_of_output,
             scale_grads=False,
         )
+        if isinstance(self._schedule, PipelineScheduleMulti):
+            listed = [[(step.kind, step.stage, step.microbatch) for step in order] for order in steps]
+            torch_private.set_messages(self._schedule, listed)
         self._forward = ForwardPass(parts, plan, mesh)
 
     def train(self, batch: Batch, scale: float) -> Tensor:
@@ -96,14 +100,17 @@ class ScheduleEngine:
 
         Returns the unscaled sum over the data replica (fp64 scalar) on the last stage's rank, 0 elsewhere.
         """
-        self._scale = scale
-        self._losses.clear()
-        inputs = (batch.inputs,) if self._inputs_here else ()
-        target = batch.targets if self._loss_of is not None else None
+        last = self._stages[-1].plain
+        last.losses.clear()
+        last.scale = scale
         for stage in self._stages:
             stage.sample_ids = batch.sample_ids
+        self._stages[-1].targets = batch.targets
+        inputs = (batch.inputs,) if self._inputs_here else ()
+        target = batch.targets if self._losses_here else None
         self._schedule.step(*inputs, target=target, return_outputs=False)
-        return _total(self._losses, batch.sample_ids.device)
+        self._sends.finish()
+        return _total(last.losses, batch.sample_ids.device)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The summed loss (fp64 scalar) on the last stage's rank, 0 elsewhere; without gradients."""
@@ -113,11 +120,10 @@ class ScheduleEngine:
         """See `ForwardPass.totals`."""
         return self._forward.totals(batch)
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        assert self._loss_of is not None, "only the last stage has a loss"
-        loss = self._loss_of(logits, targets)
-        self._losses.append(loss.detach())
-        return loss * self._scale
+
+def _loss_of_output(loss: Tensor, _: Tensor) -> Tensor:
+    """The last stage gives its loss already (`boundary._Plain`)."""
+    return loss
 
 
 def _total(losses: list[Tensor], device: torch.device) -> Tensor:

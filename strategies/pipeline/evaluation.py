@@ -18,11 +18,9 @@ from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 from parallelrun.train.batch import Batch
 
-from . import schedules
+from . import messages, schedules
 from .boundary import compute_dtype
 from .way import boundary_shape
-
-SENDS_IN_FLIGHT = 4
 
 
 class ForwardPass:
@@ -61,11 +59,11 @@ class ForwardPass:
         outputs: dict[tuple[int, int], Tensor] = {}
         sends: deque[tuple[Tensor, dist.Work]] = deque()
         for step in self._steps:
-            if step.kind == "RECV":
+            if step.kind == "RECV_F":
                 arrived[step.stage, step.microbatch] = self._receive(step.stage, step.peer)
-            elif step.kind == "SEND":
+            elif step.kind == "SEND_F":
                 sends.append(self._send(outputs.pop((step.stage, step.microbatch)), step.peer))
-                while len(sends) > SENDS_IN_FLIGHT:
+                while len(sends) > messages.SENDS_IN_FLIGHT:
                     sends.popleft()[1].wait()
             else:
                 part, samples = (
@@ -86,12 +84,12 @@ class ForwardPass:
             work.wait()
         return total
 
-    def _plan_steps(self) -> list[schedules.Step]:
+    def _plan_steps(self) -> list[messages.Step]:
         plan = self._plan
         position = schedules.v_position if plan.pipeline.kind == "zbv" else schedules.loop_position
         pp = self._group.size
         orders = schedules.forward_only(position, pp, plan.pipeline.chunks, plan.batch.microbatches)
-        return schedules.with_messages(orders, position, len(plan.stages))[self._group.index]
+        return messages.with_messages(orders, position, len(plan.stages))[self._group.index]
 
     def _receive(self, stage: int, peer: int) -> tuple[Tensor, dist.Work | None]:
         buffer = torch.empty(boundary_shape(self._plan, stage), dtype=compute_dtype(self._plan), device=self._device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -159,16 +158,6 @@ def peak_in_flight(order: Sequence[Action]) -> dict[int, int]:
     return dict(peak)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One thing a coordinate does in a forward-only pass. kind: F, SEND (its output) or RECV (its input)."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    peer: int = -1
-
-
 @lru_cache(maxsize=16)
 def forward_only(position: Callable[[int, int], int], pp: int, chunks: int, num_microbatches: int) -> Orders:
     """An order for evaluation: rounds of pp microbatches through all of a coordinate's stages (V: chunk by chunk)."""
@@ -180,33 +169,3 @@ def forward_only(position: Callable[[int, int], int], pp: int, chunks: int, num_
                   for start in range(0, num_microbatches, per_round)]  # fmt: skip
         orders.append(tuple(Action("F", stage, m) for some in rounds for stage in stages for m in some))
     return tuple(orders)
-
-
-def with_messages(orders: Orders, position: Callable[[int, int], int], num_stages: int) -> list[list[Step]]:
-    """Add sends and receives to forward-only orders so that both ends of every pair see the same order of messages.
-
-    A receive is put in the receiver's list at the moment its sender has sent: no circular wait can arise, also where
-    the backend runs the messages of a pair strictly in order (NCCL).
-    """
-    pp = len(orders)
-    steps: list[list[Step]] = [[] for _ in orders]
-    ready = {(0, action.microbatch) for order in orders for action in order if action.stage == 0}
-    waiting = [deque(order) for order in orders]
-    while any(waiting):
-        progress = False
-        for rank, queue in enumerate(waiting):
-            if not queue or (queue[0].stage, queue[0].microbatch) not in ready:
-                continue
-            action = queue.popleft()
-            progress = True
-            steps[rank].append(Step("F", action.stage, action.microbatch))
-            after = action.stage + 1
-            if after == num_stages:
-                continue
-            ready.add((after, action.microbatch))
-            receiver = position(after, pp)
-            if receiver != rank:
-                steps[rank].append(Step("SEND", action.stage, action.microbatch, receiver))
-                steps[receiver].append(Step("RECV", after, action.microbatch, rank))
-        assert progress, "the forward orders wait for each other in a circle"
-    return steps

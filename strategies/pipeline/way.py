@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from parallelrun import registry
@@ -10,7 +12,7 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Action, Request
 from parallelrun.precision import BYTES
 
-from . import schedules
+from . import messages, schedules
 
 
 class PipelineWay:
@@ -51,6 +53,34 @@ class PipelineWay:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
         return schedules.peak_in_flight(self._orders(plan)[position])
 
+    def steps(self, plan: Plan) -> messages.Steps:
+        """Per pp coordinate, its actions and messages in order, as they are run."""
+        return _steps(self.kind, plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        """The steps of `orders`."""
+
+        def position(stage: int, pp: int) -> int:
+            return self.position(stage, pp, chunks)
+
+        return messages.with_messages(orders, position, pp * chunks)
+
+    def activation_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> int:
+        """The most bytes of activations and of messages that a rank at that pp coordinate holds at once.
+
+        kept: per stage of that coordinate, what a microbatch keeps for backward.
+        """
+        return max(most for _, _, most in self._walk(plan, position, kept))
+
+    def live_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
+        """The actions of that rank in order, each with those bytes when it begins."""
+        steps = self._walk(plan, position, kept)
+        return [(Action(*step[:3]), before) for step, before, _ in steps if step.kind in messages.ACTIONS]
+
+    def _walk(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[messages.Step, int, int]]:
+        inputs = {stage.index: boundary_bytes(plan, stage.index) for stage in plan.stages if stage.index > 0}
+        return list(messages.live_bytes(self.steps(plan)[position], kept, inputs))
+
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """One rank's messages of one step: each microbatch crosses each cut between coordinates once each way.
 
@@ -81,6 +111,12 @@ class PipelineWay:
             suggestion="chunks=1, or schedule=interleaved",
             kind="undefined",
         )
+
+
+@lru_cache(maxsize=16)
+def _steps(kind: str, pp: int, chunks: int, num_microbatches: int) -> messages.Steps:
+    way = registry.load("strategies", f"pipeline.{kind}", "plan").Way()
+    return way.insert_messages(way.orders(pp, chunks, num_microbatches), pp, chunks)
 
 
 class ChunkedWay(PipelineWay):

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parallelrun import registry
 from parallelrun.accounting import CommunicationCounter
@@ -16,6 +20,7 @@ from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.strategies.pipeline.way import boundary_bytes, boundary_shape
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import build_parts
 
@@ -141,3 +146,79 @@ def tensors_alive(config: Config, plan: Plan) -> list[int]:
         gc.collect()
         counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
     return counts
+
+
+class _Sum(torch.autograd.Function):
+    """The sum, whose gradient is a tensor of its own as that of real logits is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.shape).clone()
+
+
+class _Bare(nn.Module):
+    """A stage that keeps nothing for backward but its input: what else lives are messages."""
+
+    recompute = "none"
+
+    def __init__(self, stage: int, plan: Plan):
+        super().__init__()
+        self._stage, self._is_last = stage, stage == len(plan.stages) - 1
+        self._shape = boundary_shape(plan, 1)
+        if stage == 0:
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        if self._stage == 0:
+            return self.weight.expand(self._shape).clone()
+        return x.view_as(x) if self._is_last else x * 2
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return _Sum.apply(output)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages of at least `smallest` bytes that were made inside and still live, and their
+    peak."""
+
+    def __init__(self, smallest: int):
+        super().__init__()
+        self.smallest, self.peak = smallest, 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def live(self) -> int:
+        self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
+        return sum(size for _, size in self._storages.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                if storage.nbytes() >= self.smallest:
+                    reference = StorageWeakRef(storage)
+                    self._storages.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self.peak = max(self.peak, self.live())
+        return result
+
+
+def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
+    """(the most bytes alive at once in each of three steps, the bytes alive after them); stages keep nothing else."""
+    mesh = build_mesh(plan, torch.device("cpu"))
+    position = mesh.coordinate["pp"]
+    parts = [_Bare(stage.index, plan) for stage in plan.stages_of(position)]
+    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
+    batch = make_batch(plan, position == plan.stages[0].position, position == plan.last_stage_position)
+    peaks = []
+    with LiveBytes(boundary_bytes(plan, 1)) as counter:
+        for _ in range(3):
+            counter.peak = 0
+            engine.train(batch, 1.0)
+            peaks.append(counter.peak)
+        gc.collect()
+        return peaks, counter.live()

@@ -10,6 +10,7 @@ import torch
 
 from parallelrun.plan.resolve import load_way
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.strategies.pipeline.way import boundary_bytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.ranks import pipeline_body as body
@@ -130,6 +131,35 @@ def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp,
         ]
         assert order == planned
         assert peak == way.in_flight(plan, position)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "m", "chunks"),
+    [
+        ("naive", 2, 1, 1),
+        ("gpipe", 2, 8, 1),
+        ("gpipe", 4, 8, 1),
+        ("1f1b", 2, 2, 1),
+        ("1f1b", 2, 8, 1),
+        ("1f1b", 4, 4, 1),
+        ("1f1b", 4, 8, 1),
+        ("interleaved", 2, 8, 2),
+        ("interleaved", 4, 8, 2),
+        ("zero_bubble", 2, 8, 2),
+        ("zero_bubble", 4, 8, 2),
+        ("zbv", 2, 8, 2),
+        ("zbv", 4, 8, 2),
+    ],
+)
+def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, chunks):
+    overrides = sizes(kind, pp, m, chunks)
+    plan = tiny_plan(overrides)
+    boundary = boundary_bytes(plan, 1)
+    for position, (peaks, left) in enumerate(run(overrides, body.bytes_of_messages)):
+        kept = {stage.index: boundary if stage.index else 0 for stage in plan.stages_of(position)}
+        planned = load_way("pipeline", kind).activation_bytes(plan, position, kept)
+        assert [peak / boundary for peak in peaks] == [planned / boundary] * 3, position
+        assert left == 0
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

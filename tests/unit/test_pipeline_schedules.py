@@ -8,7 +8,7 @@ import pytest
 
 from parallelrun import torch_private
 from parallelrun.plan.ways import Action
-from parallelrun.strategies.pipeline import schedules
+from parallelrun.strategies.pipeline import messages, schedules
 
 SIZES = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 3, 4, 8, 9)]
 
@@ -99,14 +99,14 @@ def test_v_shape_meets_itself_at_the_last_coordinate():
 def test_evaluation_passes_messages_in_the_same_order_at_both_ends(position, pp, m):
     chunks = 2
     orders = schedules.forward_only(position, pp, chunks, m)
-    steps = schedules.with_messages(orders, position, pp * chunks)
+    steps = messages.with_messages(orders, position, pp * chunks)
     for a in range(pp):
         for b in range(pp):
-            sent = [(s.stage + 1, s.microbatch) for s in steps[a] if s.kind == "SEND" and s.peer == b]
-            received = [(s.stage, s.microbatch) for s in steps[b] if s.kind == "RECV" and s.peer == a]
+            sent = [(s.stage + 1, s.microbatch) for s in steps[a] if s.kind == "SEND_F" and s.peer == b]
+            received = [(s.stage, s.microbatch) for s in steps[b] if s.kind == "RECV_F" and s.peer == a]
             assert sent == received
-            between = [(s.kind == "SEND", s.stage, s.microbatch) for s in steps[a] if s.peer == b]
-            mirrored = [(s.kind == "RECV", s.stage + (1 if s.kind == "SEND" else -1), s.microbatch)
+            between = [(s.kind == "SEND_F", s.stage, s.microbatch) for s in steps[a] if s.peer == b]
+            mirrored = [(s.kind == "RECV_F", s.stage + (1 if s.kind == "SEND_F" else -1), s.microbatch)
                         for s in steps[b] if s.peer == a]  # fmt: skip
             assert between == mirrored, "a pair that runs its messages in order would wait for ever"
     assert sum(s.kind == "F" for order in steps for s in order) == pp * chunks * m

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import schedules
+from .. import messages, schedules
 from ..way import PipelineWay
 
 
@@ -13,3 +13,6 @@ class Way(PipelineWay):
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.gpipe(pp, num_microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        return messages.in_turn(orders)

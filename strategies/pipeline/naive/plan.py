@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallelrun.errors import Problem
 from parallelrun.plan.ways import Request
 
-from .. import schedules
+from .. import messages, schedules
 from ..way import PipelineWay
 
 
@@ -28,3 +28,6 @@ class Way(PipelineWay):
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.gpipe(pp, num_microbatches)
+
+    def insert_messages(self, orders: schedules.Orders, pp: int, chunks: int) -> messages.Steps:
+        return messages.in_turn(orders)

@@ -37,11 +37,11 @@ def of_layer(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int) -> tuple
         inside = rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
         gathered = rows(plan) * plan.spec.hidden * compute if plan.tensor.sequence_parallel else 0
         again = inside if not follows_attention(layer, block) and activates_again(block, plan) else 0
-        return (Pass(kept, beside + gathered, inside, again, sum(own)),)
+        return (Pass(kept, beside + gathered, inside, again, sum(own), gathered or between),)
     if layer.layer_role in ("columns", "head", "linear"):
         return _columns(layer, block, plan, kept, between, beside)
     if layer.layer_role == "norm":
-        return (Pass(kept, beside + between, between, 0, sum(own)),)
+        return (Pass(kept, beside + between, between, 0, sum(own), between),)
     return (Pass(kept, beside + between, 0, 0, sum(own)),)
 
 
@@ -55,7 +55,7 @@ def _columns(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int, between:
         scratch = whole + on_cpu(plan, whole) + (2 * whole if overlapped else whole)
     if plan.recompute == "selective" and block.is_recomputed and layer.layer_role == "columns":
         scratch += between
-    product = Pass(kept, beside + outputs, between, scratch, sum(weight_gradients(layer, plan)))
+    product = Pass(kept, beside + outputs, between, scratch, sum(weight_gradients(layer, plan)), outputs)
     if layer.layer_role in ("head", "linear"):
         return (product,)
     if attends(layer):
