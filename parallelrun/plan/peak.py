@@ -180,5 +180,3 @@ def _batch_bytes(plan: Plan, position: int) -> int:
     inputs = prod(spec.sample_shape) * each if position == plan.stages[0].position else 0
     targets = spec.targets_per_sample * INDEX_BYTES if position == plan.last_stage_position else 0
     return samples * (inputs + targets + INDEX_BYTES)
-
-

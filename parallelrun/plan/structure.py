@@ -36,6 +36,7 @@ class Batch:
 class DataWay:
     """kind: ddp, zero1, fsdp ... shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1.
     reduce_each_microbatch: gradients are reduced in every backward pass, so that none are kept unsharded (fsdp).
+    gathers_rounded: layers find their weights in the compute dtype, and round no copy of their own (fsdp).
 
     A way with more to say has a frozen subclass of its own (in its folder's `settings.py`) and makes it in `settle`.
     """
@@ -44,6 +45,7 @@ class DataWay:
     shard: int = 1
     reshard_after_forward: bool = False
     reduce_each_microbatch: bool = False
+    gathers_rounded: bool = False
     bucket_bytes: int = 25 * 2**20
 
     @property

@@ -90,8 +90,8 @@ class PipelineWayPlan(Protocol):
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
 
     def live_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
-        """The actions of a rank at that pp coordinate in order, each with the bytes of activations and of messages under
-        way that the rank holds when it begins.
+        """The actions of a rank at that pp coordinate in order, each with the bytes of activations and of messages that
+        the rank holds when it begins.
 
         kept: per stage index of that coordinate, the bytes that a microbatch keeps for backward.
         """

@@ -13,8 +13,9 @@ INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 
 
 def cast_bytes(plan: Plan) -> int:
-    """Bytes per weight of the copy in the compute dtype: none where weights are stored so."""
-    return BYTES[plan.precision.compute] if plan.precision.compute != plan.precision.stored else 0
+    """Bytes per weight of the copy in the compute dtype: none where weights are stored or gathered so."""
+    rounds = plan.precision.compute != plan.precision.stored and not plan.data.gathers_rounded
+    return BYTES[plan.precision.compute] if rounds else 0
 
 
 def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:

@@ -47,6 +47,7 @@ class Way:
             shard=data.shard or request.dp,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
             reduce_each_microbatch=not _splits_backward(request) if reduce_each is None else reduce_each,
+            gathers_rounded=request.dp > 1,
         )
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
@@ -81,19 +82,16 @@ class Way:
         return kept + sum(size for _, size in let_go.most_common(2))
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-        """What is on its way: the unit that was gathered last in forward and, in passes that reduce, the gradients of
-        the block behind. Until a pass reduces, whole gradients are held (`gradient_layout`)."""
+        """In passes that reduce, the gradients of the block behind, on their way. Until a pass reduces, whole gradients
+        are held (`gradient_layout`)."""
         position, names = plan.stages[stage].position, plan.stages[stage].blocks
         own = [unit for unit in units(plan, position) if unit.stage == stage]
-        if not own:
-            return [0] * len(names)
         reduces = plan.data.reduce_each_microbatch or number == plan.batch.microbatches - 1
         sent = dict.fromkeys(names, 0)
         for unit in own:
             if unit.block and reduces:
                 sent[unit.block] += buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-        last = _gathered_bytes([unit for unit in own if unit.block or len(own) == 1][-1], coordinate, plan)
-        return [last + behind for behind in [*[sent[name] for name in names][1:], 0]]
+        return [*[sent[name] for name in names][1:], 0]
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of

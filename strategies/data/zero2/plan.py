@@ -22,7 +22,6 @@ from ..sharding import check_splits
 from ..waiting import Waiting
 from ..zero1 import plan as zero1
 
-
 UNDER_WAY = 2  # buckets whose reduction is not waited for yet: one is sent while the next one fills
 
 
@@ -50,7 +49,8 @@ class Way(zero1.Way):
         own = [number for number, one in enumerate(waiting.buckets) if waiting.stage_of(one) == stage]
         started = [(one, number > 1) for one in own] if number else []  # (bucket, is its sum added to earlier ones?)
         return [
-            beside + sum(_under_way(*one, waiting, plan) for one in [*started, *((x, number > 0) for x in full)][-UNDER_WAY:])
+            beside
+            + sum(_under_way(*one, waiting, plan) for one in [*started, *((x, number > 0) for x in full)][-UNDER_WAY:])
             for beside, full in ((beside, [x for x in full if x in own]) for beside, full in of_stage)
         ]
 

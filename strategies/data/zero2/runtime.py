@@ -23,6 +23,7 @@ from .plan import UNDER_WAY, reductions, stage_buckets
 
 __all__ = ["attach", "shard"]
 
+
 def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
     """The DataRuntime over materialised weights."""
     pairs = match(parts, plan, mesh)

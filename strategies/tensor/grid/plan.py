@@ -10,7 +10,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ParameterSpec
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
-from parallelrun.plan.ways import Request
+from parallelrun.plan.ways import Pass, Request
 
 from . import axes, checks, choose, layouts, products, shapes
 
@@ -77,6 +77,12 @@ class Way:
         from . import memory
 
         return memory.saved_bytes(block, plan)
+
+    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+        """See `memory`."""
+        from . import memory
+
+        return memory.passes(block, plan)
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
