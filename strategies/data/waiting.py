@@ -1,7 +1,7 @@
-"""Gradients that wait while backward runs, in bytes on a rank: until their bucket is full, and on their way. Torch-free.
+"""Gradients that wait while backward runs, in bytes on a rank: until their bucket is full. Torch-free.
 
-What is counted is beyond the buckets that a rank always has: backward leaves the gradient of a weight beside the bucket,
-which collects all of its gradients when the last one is there.
+Counted beyond the buckets that a rank always has: backward leaves the gradient of a weight beside the bucket, which
+collects all of its gradients when the last one is there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Waiting:
 
     def of_stage(self, stage: int) -> list[tuple[int, list[int]]]:
         """Per block of a stage, in forward order, before its backward begins: (bytes beside the buckets, the buckets
-        that are full, in the order in which they became so). Later stages of the rank have left what fills no bucket."""
+        that are full, in that order). Later stages of the rank have left what fills no bucket."""
         each = BYTES[self._plan.precision.stored]
         missing = [len(bucket.indices) for bucket in self.buckets]
         beside = [0] * len(self.buckets)

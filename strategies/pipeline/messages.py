@@ -112,7 +112,7 @@ def joined_in_turn(orders: Orders) -> Steps:
 def live_bytes(
     steps: Sequence[Step], kept: Mapping[int, int], inputs: Mapping[int, int]
 ) -> Iterator[tuple[Step, int, int]]:
-    """Every step with the bytes of activations and message buffers that the rank holds before it, and at most by its end.
+    """Every step with the bytes of activations and message buffers that the rank holds before it, and at most in it.
 
     kept: per stage what a microbatch keeps for backward, the stage's input included. inputs: per stage the bytes of
     what it takes from the stage before; of none for the first. Sent tensors are held until the rank has waited for

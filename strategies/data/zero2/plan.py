@@ -37,8 +37,11 @@ class Way(zero1.Way):
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
     def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """Nothing: this rank's shards are all that stays of gradients."""
-        return 0
+        """This rank's shards, beside the whole gradients that a split backward leaves."""
+        if not plan.pipeline.splits_backward:
+            return 0
+        waiting = Waiting(position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        return sum(waiting.sent_bytes(i) // plan.mesh.size(one.axis) for i, one in enumerate(waiting.buckets))
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """Gradients that no bucket holds yet, and the last buckets on their way, those of the pass before included."""
