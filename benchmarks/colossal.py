@@ -260,8 +260,8 @@ def local_products(case: Case) -> Callable[[], None]:
 class _Waits:
     seconds: float = 0.0
 
-    def note(self, is_message: bool, seconds: float) -> None:
-        self.seconds += seconds
+    def note(self, is_message: bool, began: float, ended: float) -> None:
+        self.seconds += ended - began
 
 
 def waited(step: Callable[[], Any], repeats: int = 8) -> float:

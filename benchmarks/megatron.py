@@ -9,6 +9,7 @@ the loss of the same tokens from the same weights, and the first losses must agr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -186,9 +187,7 @@ class Megatron:
 
     def _batch(self) -> Any:
         """Every rank of the megatron side reads both inputs and targets."""
-        reader = self.training.reader
-        reader._needs_inputs = reader._needs_targets = True
-        return reader.batch(self.number)
+        return replace(self.training.reader.samples, has_inputs=True, has_targets=True)[self.number]
 
 
 def _run(case: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:

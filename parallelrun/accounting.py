@@ -1,15 +1,17 @@
-"""Counting what is really sent: a dispatch mode over c10d operations, torch's own engines included."""
+"""Counting and naming what is really sent: dispatch modes over c10d operations, torch's own engines included."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelrun import comm
@@ -81,46 +83,66 @@ def _purpose(operation: str, args: tuple) -> str:
     return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
 
 
-class CommunicationCounter(TorchDispatchMode):
+class _CollectiveMode(TorchDispatchMode):
+    """Sees every c10d operation while it is entered, with its name: (axis, operation, purpose).
+
+    A call inside `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine`
+    (messages of pipeline schedules: by their tag).
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self._axis_of_group = mesh.axis_of_group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        name = name.partition(".")[0]
+        if namespace != "c10d" or name not in _COUNTED:
+            return func(*args, **(kwargs or {}))
+        operation = comm.current_operation() or _COUNTED[name][0]
+        axis, purpose = comm.current_label() or (self._axis(_group(args)), _purpose(operation, args))
+        with self._seen(name, (axis, operation, purpose), args):
+            return func(*args, **(kwargs or {}))
+
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+        """Called before torch's operation `name`, and entered around it."""
+        raise AssertionError("a mode does something with what it sees")
+
+    def _axis(self, group: dist.ProcessGroup | None) -> str:
+        return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
+
+
+class CollectiveNames(_CollectiveMode):
+    """Gives every collective its axis and purpose as its name in a trace of torch's profiler."""
+
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+        axis, operation, purpose = key
+        return record_function(f"{axis} {purpose}: {operation}")
+
+
+class CommunicationCounter(_CollectiveMode):
     """Counts calls and payload bytes by (axis, operation, purpose) while it is entered.
 
-    Payload is the full-size buffer of a collective, the tensor of a point-to-point message at its sender. A call inside
-    `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine` (messages of
-    pipeline schedules: by their tag). note: told of every call before it is sent, in words that are the same on all
-    ranks that take part (`sequences` compares them).
+    Payload is the full-size buffer of a collective, the tensor of a point-to-point message at its sender. note: told of
+    every call before it is sent, in words that are the same on all ranks that take part (`sequences` compares them).
     """
 
     def __init__(self, mesh: Mesh, note: Callable[[Lane, str], None] | None = None):
-        super().__init__()
+        super().__init__(mesh)
         self._rank = mesh.rank
-        self._axis_of_group = mesh.axis_of_group
         self._note = note
         self._calls: dict[tuple[str, str, str], int] = defaultdict(int)
         self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
         self._lock = threading.Lock()  # a data way may send from a thread of its own
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        namespace, _, name = func.name().partition("::")
-        if namespace == "c10d":
-            self._count(name.partition(".")[0], args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple) -> None:
-        if name not in _COUNTED:
-            return
-        operation, buffer = _COUNTED[name]
-        operation = comm.current_operation() or operation
-        group = _group(args)
-        axis, purpose = comm.current_label() or (self._axis(group), _purpose(operation, args))
-        key = (axis, operation, purpose)
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+        group, buffer = _group(args), _COUNTED[name][1]
         with self._lock:
             if self._note and group is not None and name != "recv_any_source_":
-                self._note(*self._described(operation, purpose, buffer, args, group))
+                self._note(*self._described(key[1], key[2], buffer, args, group))
             self._calls[key] += 1
             self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0
-
-    def _axis(self, group: dist.ProcessGroup | None) -> str:
-        return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
+        return nullcontext()
 
     def _described(
         self, operation: str, purpose: str, buffer: int | None, args: tuple, group: dist.ProcessGroup

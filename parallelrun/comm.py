@@ -6,13 +6,14 @@ All of them are no-ops on a group of one. None is autograd-aware: the ways put t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallelrun import torch_private
 from parallelrun.mesh.runtime import Group
 
 _LABEL: ContextVar[tuple[str, str, str, str] | None] = ContextVar("parallelrun_comm_label", default=None)
@@ -40,6 +41,16 @@ def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> 
         _LABEL.reset(token)
 
 
+@contextmanager
+def _call(
+    group: Group, purpose: str, reduction: str = "", blocks: bool = True, is_message: bool = False
+) -> Iterator[None]:
+    """`label` around a call of torch, timed as a wait where the caller is blocked (blocks) until it is over."""
+    timed = torch_private.in_stream(is_message) if blocks else nullcontext()
+    with label(group.axis, purpose, reduction), timed:
+        yield
+
+
 def current_label() -> tuple[str, str] | None:
     """(axis, purpose) of the innermost `label`, for the counter."""
     found = _LABEL.get()
@@ -62,7 +73,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", asyn
     """Reduce `tensor` over the group, in place. With async_op the Work to wait for (None on a group of one)."""
     if group.size == 1:
         return None
-    with label(group.axis, purpose, op):
+    with _call(group, purpose, op, blocks=not async_op):
         return dist.all_reduce(tensor, op=_OPERATIONS[op], group=group.process_group, async_op=async_op)
 
 
@@ -71,7 +82,7 @@ def all_gather(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tens
     if group.size == 1:
         return tensor
     parts = tensor.new_empty((group.size, *tensor.shape))
-    with label(group.axis, purpose):
+    with _call(group, purpose):
         _gather_into(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group=group.process_group)
     return _join(parts, dim)
 
@@ -89,7 +100,7 @@ def reduce_scatter(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False):
     """Raw form: `output` (size * n, ...) from every rank's `tensor` (n, ...), both contiguous. Returns the Work."""
-    with label(group.axis, purpose):
+    with _call(group, purpose, blocks=not async_op):
         return _gather_into(output, tensor, group=group.process_group, async_op=async_op)
 
 
@@ -99,7 +110,7 @@ def reduce_scatter_into(output: Tensor, tensor: Tensor, group: Group, purpose: s
     if dist.get_backend(group.process_group) == "gloo":
         exchange = _ExchangeAndSum(output, tensor, group, purpose)
         return exchange if async_op else exchange.wait()
-    with label(group.axis, purpose, "sum"):
+    with _call(group, purpose, "sum", blocks=not async_op):
         return _reduce_into(output, tensor, group=group.process_group, async_op=async_op)
 
 
@@ -139,7 +150,7 @@ def all_to_all(
         output.copy_(tensor)
         return None
     arriving, leaving = (None if sizes is None else list(sizes) for sizes in (output_sizes, input_sizes))
-    with label(group.axis, purpose):
+    with _call(group, purpose, blocks=not async_op):
         return dist.all_to_all_single(output, tensor, arriving, leaving, group=group.process_group, async_op=async_op)
 
 
@@ -147,7 +158,7 @@ def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0, async
     """Overwrite `tensor` with that of the group's member number `source`. With async_op the Work to wait for."""
     if group.size == 1:
         return None
-    with label(group.axis, purpose):
+    with _call(group, purpose, blocks=not async_op):
         return dist.broadcast(tensor, src=group.ranks[source], group=group.process_group, async_op=async_op)
 
 
@@ -157,20 +168,20 @@ def reduce(
     """Sum into `tensor` of the group's member number `destination`; what the others hold after is undefined."""
     if group.size == 1:
         return None
-    with label(group.axis, purpose, "sum"):
+    with _call(group, purpose, "sum", blocks=not async_op):
         return dist.reduce(tensor, dst=group.ranks[destination], group=group.process_group, async_op=async_op)
 
 
 def send(tensor: Tensor, destination: int, group: Group, purpose: str) -> None:
     """Blocking send to the group's member number `destination` (rendezvous on gloo: returns when it is received)."""
-    with label(group.axis, purpose):
+    with _call(group, purpose, is_message=True):
         dist.send(tensor.contiguous(), dst=group.ranks[destination], group=group.process_group)
 
 
 def recv(tensor: Tensor, source: int, group: Group, purpose: str) -> None:
     """Blocking receive into the contiguous `tensor` from the group's member number `source`."""
     assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly without a word"
-    with label(group.axis, purpose):
+    with _call(group, purpose, is_message=True):
         dist.recv(tensor, src=group.ranks[source], group=group.process_group)
 
 

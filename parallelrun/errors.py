@@ -17,13 +17,21 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control characters, escapes and the like are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with what the user asked for.
 
     what: the broken rule with its numbers; where: key or file (`tp`, `recipe.yaml:3`); suggestion: the nearest legal
     value or name ("did you mean"); command: something to try; kind: `arithmetic` (does not divide), `undefined` (has
-    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen ways do not read) or `usage`.
+    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen ways do not read) or `usage`. A text may quote
+    names out of files that others have made: it is made `printable`.
     """
 
     what: str
@@ -32,11 +40,19 @@ class Problem:
     command: str = ""
     kind: str = "usage"
 
+    def __post_init__(self) -> None:
+        for name in ("what", "where", "suggestion", "command"):
+            object.__setattr__(self, name, printable(str(getattr(self, name))))
+
 
 class ParallelrunError(Exception):
-    """An error meant for the user: shown without a traceback, ends the program with `exit_code`."""
+    """An error meant for the user: shown without a traceback, ends the program with `exit_code`.
+
+    of_another_rank: all ranks raise this error alike, and another rank is the one whose failure it tells.
+    """
 
     exit_code = EXIT_RUN_FAILED
+    of_another_rank = False
 
     def __init__(self, *problems: Problem | str, exit_code: int | None = None):
         self.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
@@ -77,6 +93,13 @@ class NumericsError(ParallelrunError):
     """Non-finite loss or gradient, or too many skipped steps: exit 5."""
 
     exit_code = EXIT_NUMERICS
+
+
+class PeerFailed(ParallelrunError):
+    """An exception on another rank, which tells it itself, ends this rank too: exit 6."""
+
+    exit_code = EXIT_RANK_DIED
+    of_another_rank = True
 
 
 class CollectiveMismatch(ParallelrunError):

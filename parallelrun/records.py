@@ -5,12 +5,14 @@ Non-finite numbers become null and the top-level object then carries `nonfinite:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import math
 import os
 import tempfile
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,31 @@ def append_jsonl(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> Non
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
     finally:
         os.close(descriptor)
+
+
+class RowFile:
+    """A file of JSON lines that outlasts a full disk: rows without room are kept, and written as soon as there is."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = path
+        self._kept: deque[Mapping[str, Any]] = deque()
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that wait for room."""
+        return len(self._kept)
+
+    def append(self, fields: Mapping[str, Any]) -> None:
+        """Write a row, after those that wait; keep it where that cannot be."""
+        self._kept.append(fields)
+        with contextlib.suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Raises OSError."""
+        while self._kept:
+            append_jsonl(self._path, self._kept[0])
+            self._kept.popleft()
 
 
 def _plain(value: Any, nonfinite: list[bool]) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,16 +146,36 @@ def keep_compiled_buffers() -> None:
     torch._functorch.config.donated_buffer = False
 
 
-# Set inside `timed_waits`, in its thread alone: another thread's waits keep nobody from computing.
-_WAITED: ContextVar[Callable[[bool, float], None] | None] = ContextVar("parallelrun_waited", default=None)
+# Set inside `timed_waits`, in its thread alone: another thread's waits keep nobody from computing. On a device any
+# thread's waits hold up the stream that computes (autograd has threads of its own there), so those go by `_ON_DEVICE`.
+_WAITED: ContextVar[_Watch | None] = ContextVar("parallelrun_waited", default=None)
+_ON_DEVICE: list[_Watch] = []
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """mark: the present moment, on whatever clock; waited(is_message, began, ended): told of a wait by its moments."""
+
+    mark: Callable[[], Any]
+    waited: Callable[[bool, Any, Any], None]
+
+
+def _watch() -> _Watch | None:
+    return _ON_DEVICE[-1] if _ON_DEVICE else _WAITED.get()
 
 
 @contextmanager
-def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
-    """Call `waited(is_message, seconds)` after every `Work.wait` inside: ours, FSDP2's, the pipeline schedules'.
+def timed_waits(
+    waited: Callable[[bool, Any, Any], None], mark: Callable[[], Any] = time.perf_counter, on_device: bool = False
+) -> Iterator[None]:
+    """Call `waited(is_message, began, ended)` after every `Work.wait` inside: ours, FSDP2's, the pipeline schedules'.
 
     is_message: of a send or a receive. torch has no hook for waits, so the method is replaced meanwhile; nothing is
-    paid outside. Waits of other threads are not told. Not for CUDA, where `wait` returns at once.
+    paid outside. Waits of other threads are not told.
+
+    on_device: for CUDA, where `wait` returns at once and holds up the stream. mark records an event there, waits of
+    the stream for an event (FSDP2's) count as well, and so do blocking collectives, which run in that stream
+    (`in_stream`). Waits of all threads are told.
     """
     work_type: Any = dist.Work
     c10d: Any = torch._C._distributed_c10d
@@ -162,28 +183,74 @@ def timed_waits(waited: Callable[[bool, float], None]) -> Iterator[None]:
     original, messages = work_type.wait, {int(op_type.SEND), int(op_type.RECV), int(op_type.RECVANYSOURCE)}
 
     def wait(work: Any, *args: Any, **options: Any) -> Any:
-        if _WAITED.get() is None:
+        watch = _watch()
+        if watch is None:
             return original(work, *args, **options)
-        began = time.perf_counter()
+        began = watch.mark()
         result = original(work, *args, **options)
-        waited(work._get_op_type() in messages, time.perf_counter() - began)
+        watch.waited(work._get_op_type() in messages, began, watch.mark())
         return result
 
-    work_type.wait = wait
-    token = _WAITED.set(waited)
+    watch = _Watch(mark, waited)
+    with ExitStack() as undo:
+        work_type.wait = wait
+        undo.callback(setattr, work_type, "wait", original)
+        if on_device:
+            undo.enter_context(_stream_waits())
+            _ON_DEVICE.append(watch)
+            undo.callback(_ON_DEVICE.pop)
+        else:
+            undo.callback(_WAITED.reset, _WAITED.set(watch))
+        yield
+
+
+@contextmanager
+def _stream_waits() -> Iterator[None]:
+    """Tell the watch when the current stream is made to wait for an event of another."""
+    stream_type: Any = torch.cuda.Stream
+    original = stream_type.wait_event
+
+    def wait_event(stream: Any, event: Any) -> None:
+        watch = _watch()
+        if watch is None or stream != torch.cuda.current_stream():
+            original(stream, event)
+            return
+        began = watch.mark()
+        original(stream, event)
+        watch.waited(False, began, watch.mark())
+
+    stream_type.wait_event = wait_event
     try:
         yield
     finally:
-        _WAITED.reset(token)
-        work_type.wait = original
+        stream_type.wait_event = original
+
+
+@contextmanager
+def in_stream(is_message: bool) -> Iterator[None]:
+    """Around a blocking collective: under `timed_waits(on_device=True)` it counts as a wait from begin to end."""
+    if not _ON_DEVICE:
+        yield
+        return
+    watch = _ON_DEVICE[-1]
+    began = watch.mark()
+    _ON_DEVICE.append(_Watch(lambda: None, lambda *_: None))  # its own `Work.wait`, if any, is a part of it
+    try:
+        yield
+    finally:
+        _ON_DEVICE.pop()
+        watch.waited(is_message, began, watch.mark())
 
 
 def timed(wait: Callable[[], object]) -> None:
     """Call `wait`, which waits for a collective that is no `Work` of torch, timed like those."""
-    waited, began = _WAITED.get(), time.perf_counter()
+    watch = _watch()
+    if watch is None:
+        wait()
+        return
+    began = watch.mark()
     wait()
-    if waited is not None:
-        waited(False, time.perf_counter() - began)
+    watch.waited(False, began, watch.mark())
 
 
 @contextmanager

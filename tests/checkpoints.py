@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from math import prod
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from parallelrun import registry
+from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
+from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, Part, StoredTensor, describe_plan, encode
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.mesh.runtime import Mesh, build_mesh
 from parallelrun.plan.structure import Plan
@@ -107,3 +110,25 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
     )
+
+
+def written(path: Path, plan: Plan, **extra: object) -> Path:
+    """`path`, now a complete checkpoint of the plan's model after step 3: zeros, with AdamW's state, in one file.
+
+    extra: instead of, or beside, what a training keeps in `extra`.
+    """
+    path.mkdir(parents=True)
+    kept = {"step": 3, "global_batch": plan.batch.global_batch, "scaler": {"scale": 1.0, "applied_in_a_row": 0}}
+    shapes = {}
+    for name, spec in plan.spec.parameters.items():
+        shapes |= {f"optimizer/step/{name}": ()}
+        shapes |= {key: tuple(spec.shape) for key in (f"model/{name}", *(f"optimizer/{one}/{name}" for one in STATE))}
+    name = "rank_00000.safetensors"
+    entries = [Entry(key, DTYPES["float32"][0], shape, 4 * prod(shape)) for key, shape in shapes.items()]
+    file = write_safetensors(path / name, entries, (memoryview(bytes(entry.num_bytes)) for entry in entries))
+    parts = {key: (Part((0,) * len(shape), shape, name),) for key, shape in shapes.items()}
+    tensors = {key: StoredTensor("float32", shape, parts[key]) for key, shape in shapes.items()}
+    files = {name: (file.num_bytes, file.sha256)}
+    index = Index(3, "adamw", describe_plan(plan), {**kept, **extra}, tensors, files)
+    write_bytes(path / INDEX_FILE, encode(index))
+    return path

@@ -15,6 +15,7 @@ from parallelrun.models.layers import AttentionProduct
 from parallelrun.models.network import Network
 from parallelrun.plan.resolve import load_way, resolve
 from parallelrun.plan.structure import Plan
+from tests.live_bytes import saving
 from tests.plans import tiny_config
 
 
@@ -57,7 +58,7 @@ def saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
     targets, found = x.roll(-1, 1), {}
     for name in network.block_names:
         storages = Storages(network)
-        with torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda saved: saved):
+        with saving(storages.pack):
             with dropout.scope(torch.arange(num_samples)):
                 x = network.block(name)(x)
             if name == network.block_names[-1]:
@@ -106,9 +107,6 @@ def _saved_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
             module.register_forward_pre_hook(lambda *_: inside.append(True))
             module.register_forward_hook(lambda *_: inside.clear())
 
-    def pack(saved: Tensor) -> Tensor:
-        return saved if inside else storages.pack(saved)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+    with saving(lambda saved: None if inside else storages.pack(saved)):
         network.block("layers.0")(x)
     return storages.nbytes, x.size(0) * x.size(1)

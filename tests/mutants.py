@@ -186,9 +186,8 @@ def same_samples_everywhere() -> None:
 
     right = reader.Reader.__init__
 
-    def wrong(self: reader.Reader, *arguments: Any) -> None:
-        right(self, *arguments)
-        self._replica = 0
+    def wrong(self: reader.Reader, *arguments: Any, **keywords: Any) -> None:
+        right(self, *arguments[:4], replica=0, **keywords)
 
     reader.Reader.__init__ = wrong
 

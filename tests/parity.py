@@ -28,8 +28,9 @@ from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from parallelrun.verify.alone import one_device
+from parallelrun.verify.decisions import are_held
 from parallelrun.verify.replay import record_replay
-from parallelrun.verify.run import checked_config, judge
+from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
 from parallelrun.verify.trace import Trace, record
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -56,7 +57,8 @@ def parity(
     plan = resolve(config)
     replayed = plan.equivalence.kind == "replay"
     settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
-    return run_ranks(plan.world, _cell, overrides, str(_reference(settings)), mutant, fault, timeout=timeout)[0]
+    reference = "" if are_held(config, plan) else str(_reference(settings))
+    return run_ranks(plan.world, _cell, overrides, reference, mutant, fault, timeout=timeout)[0]
 
 
 def assert_equal(document: dict[str, Any]) -> None:
@@ -101,7 +103,7 @@ def _cell(
     training = build(config, plan, torch.device("cpu"))
     if fault:
         fault(training)
-    trace = record(training, config.verify.steps)
+    trace = plan_trace(config, plan, training)
     surprises = (
         []
         if mutant or fault
@@ -109,7 +111,11 @@ def _cell(
     )
     if plan.world > 1 and dist.get_rank() != 0:
         return None
-    document = judge(trace, Trace(**torch.load(reference, weights_only=False)), config, plan)
+    if are_held(config, plan):  # the reference follows this cell's decisions
+        against = reference_trace(config, plan, torch.device("cpu"), trace)
+    else:
+        against = Trace(**torch.load(reference, weights_only=False))
+    document = judge(trace, against, config, plan)
     return {**document, "surprises": surprises}
 
 

@@ -17,7 +17,7 @@ from parallelrun.accounting import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.mesh.runtime import Mesh, build_mesh
-from parallelrun.models import dropout, layers, recompute
+from parallelrun.models import dropout, layers, recompute, rounding
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
@@ -26,6 +26,7 @@ from parallelrun.plan.structure import Collective, PipelineWay, Plan
 from parallelrun.strategies.tensor.megatron.place import place
 from parallelrun.strategies.tensor.megatron.plan import Way
 from parallelrun.verify.measure import tensor_errors
+from tests.live_bytes import saving
 from tests.plans import tiny_config
 
 BOUND = 1e-10
@@ -192,11 +193,10 @@ def saved_by_block(overrides: dict[str, Any], pipeline: str = "none") -> tuple[d
     for name in placed.block_names:
         storages: dict[int, torch.UntypedStorage] = {}  # kept: a freed one's address would be used again
 
-        def pack(saved: Tensor, storages: dict = storages) -> Tensor:
+        def see(saved: Tensor, storages: dict = storages) -> None:
             storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
-            return saved
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved), dropout.scope(sample_ids):
+        with saving(see), dropout.scope(sample_ids):
             x = placed.block(name)(x)
             if name == placed.block_names[-1]:
                 x = placed.loss(x, targets)
@@ -216,7 +216,8 @@ def held_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
     tokens, _, sample_ids = batch_of(plan)
     x = placed.block("embedding")(tokens)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        y = recompute.run(placed.block("layers.0"), x, sample_ids, plan.recompute)
+        with rounding.not_kept():
+            y = recompute.run(placed.block("layers.0"), x, sample_ids, plan.recompute)
     allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
     kept = allocated - y.untyped_storage().nbytes() + x.untyped_storage().nbytes()
     return kept, Way().saved_bytes(plan.spec.block("layers.0"), plan)

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.checkpoint.find import check_resume, complete_steps, keep_last, latest, resolve_resume, resumed_from
-from parallelrun.checkpoint.index import check_model, read_index, reshard_note
+from parallelrun.checkpoint.find import complete_steps, keep_last, latest
+from parallelrun.checkpoint.index import check_model, reshard_note
+from parallelrun.checkpoint.resume import check_resume, resolve_resume, resumed_from
+from parallelrun.checkpoint.schema import read_index
 from parallelrun.plan.structure import Plan
 
 if TYPE_CHECKING:

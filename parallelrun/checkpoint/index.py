@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,15 @@ INDEX_FILE = "index.json"
 SCHEMA = 1
 FORMAT = "parallelrun checkpoint"
 DATA_FILE = re.compile(r"rank_\d{5,}\.safetensors")
-_PREFIX = b'{"sha256": "'
-_HASH_SPAN = slice(len(_PREFIX), len(_PREFIX) + 64)
-_NO_HASH = b"0" * 64
+PREFIX = b'{"sha256": "'
+HASH_SPAN = slice(len(PREFIX), len(PREFIX) + 64)
+NO_HASH = b"0" * 64
+DTYPES = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "int64": ("I64", 8),
+    "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1),
+}  # torch's name -> (safetensors' name, bytes)  # fmt: skip
+_STATE_KINDS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
+_REPLICA = re.compile(r"replica/\d+of\d+/")
 _SHOWN = 5
 
 
@@ -128,74 +133,13 @@ def reshard_note(index: Index, plan: Plan) -> str | None:
 
 def encode(index: Index) -> bytes:
     """The file's content: one JSON object that begins with the sha256 of the whole content with that hash zeroed."""
-    body: dict[str, Any] = {"sha256": _NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
+    body: dict[str, Any] = {"sha256": NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
     body |= {"step": index.step, "optimizer": index.optimizer, "plan": dict(index.plan), "extra": dict(index.extra)}
     body["tensors"] = {key: {**vars(t), "parts": [vars(part) for part in t.parts]} for key, t in index.tensors.items()}
     body["files"] = dict(index.files)
     raw = json.dumps(body, allow_nan=False).encode()
-    assert raw.startswith(_PREFIX + _NO_HASH)
-    return raw[: _HASH_SPAN.start] + hashlib.sha256(raw).hexdigest().encode() + raw[_HASH_SPAN.stop :]
-
-
-def decode(raw: bytes, path: Path) -> Index:
-    """The index in a file's content. Raises CheckpointError when a single bit of it is not as it was written."""
-    if not raw.startswith(_PREFIX):
-        raise _broken(path, "it is no index of a parallelrun checkpoint")
-    expected = raw[_HASH_SPAN]
-    found = hashlib.sha256(raw[: _HASH_SPAN.start] + _NO_HASH + raw[_HASH_SPAN.stop :]).hexdigest()
-    if expected != found.encode():
-        raise _broken(path, f"its sha256 is {found}, expected {expected.decode(errors='replace')}")
-    try:
-        return _from_json(json.loads(raw), found)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # written by something else, yet with a good hash
-        raise _broken(path, f"its content is not understood ({error})") from error
-
-
-def _from_json(body: dict[str, Any], digest: str) -> Index:
-    if body["schema"] != SCHEMA or body["format"] != FORMAT:
-        raise ValueError(f"schema {body['schema']} of {body['format']!r}, known is {SCHEMA}")
-    tensors = {
-        key: StoredTensor(
-            value["dtype"],
-            tuple(value["shape"]),
-            tuple(Part(tuple(p["offsets"]), tuple(p["sizes"]), p["file"]) for p in value["parts"]),
-        )
-        for key, value in body["tensors"].items()
-    }
-    files = {name: (int(size), str(sha256)) for name, (size, sha256) in body["files"].items()}
-    for name in [*files, *(part.file for tensor in tensors.values() for part in tensor.parts)]:
-        if not DATA_FILE.fullmatch(name) or name not in files:
-            raise ValueError(f"a data file is called {name!r}")
-    for key, tensor in tensors.items():
-        _check_parts(key, tensor)
-    return Index(body["step"], body["optimizer"], body["plan"], body["extra"], tensors, files, digest)
-
-
-def _check_parts(key: str, tensor: StoredTensor) -> None:
-    volume = sum(prod(part.sizes) for part in tensor.parts)
-    inside = all(
-        len(part.offsets) == len(part.sizes) == len(tensor.shape)
-        and all(o >= 0 and n >= 0 and o + n <= length for o, n, length in zip(part.offsets, part.sizes, tensor.shape))
-        for part in tensor.parts
-    )
-    if not inside or volume != prod(tensor.shape) or len({part.offsets for part in tensor.parts}) != len(tensor.parts):
-        raise ValueError(f"the parts of {key} do not make up its shape {tensor.shape}")
-
-
-def read_index(path: Path) -> Index:
-    """The checked index of a checkpoint directory. Raises CheckpointError when it is missing or damaged."""
-    file = path / INDEX_FILE
-    try:
-        return decode(file.read_bytes(), file)
-    except FileNotFoundError as error:
-        raise CheckpointError(Problem(f"{path} is half-written or no checkpoint: it has no {INDEX_FILE}")) from error
-    except OSError as error:
-        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
+    assert raw.startswith(PREFIX + NO_HASH)
+    return raw[: HASH_SPAN.start] + hashlib.sha256(raw).hexdigest().encode() + raw[HASH_SPAN.stop :]
 
 
 def missing_files(index: Index, path: Path) -> list[str]:
@@ -217,19 +161,19 @@ def verify_file(index: Index, path: Path, name: str) -> None:
     found_bytes = size_of(file)
     if found_bytes != expected_bytes:
         what = "is missing" if found_bytes is None else f"has {found_bytes} bytes, expected {expected_bytes}"
-        raise _broken(file, what, is_sentence=True)
+        raise broken(file, what, is_sentence=True)
     try:
         found = sha256_of(file)
     except OSError as error:
         raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
     if found != expected:
-        raise _broken(file, f"its sha256 is {found}, expected {expected}")
+        raise broken(file, f"its sha256 is {found}, expected {expected}")
 
 
 def check_model(index: Index, plan: Plan, path: Path) -> None:
     """Raise CheckpointError with the first differences and their counts unless the checkpoint is of the plan's model.
 
-    Degrees, ways and world may differ; parameter names, shapes, dtype and the optimizer may not.
+    Degrees, ways and world may differ; parameter names, shapes, dtype and the optimizer with its state may not.
     """
     stored = index.weights()
     wanted = plan.spec.parameters
@@ -256,9 +200,35 @@ def check_model(index: Index, plan: Plan, path: Path) -> None:
     if index.optimizer != plan.optimizer:
         what = f"{path} was saved with optimizer={index.optimizer}, this run has optimizer={plan.optimizer}"
         raise CheckpointError(Problem(what, where="optimizer", suggestion=f"optimizer={index.optimizer}"))
+    if differences := _wrong_state(index, plan):
+        what = f"{path / INDEX_FILE} holds what no training of this model saves ({len(differences)} tensors): "
+        raise CheckpointError(Problem(what + "; ".join(differences[:_SHOWN]), where="resume"))
 
 
-def _broken(path: Path, what: str, is_sentence: bool = False) -> CheckpointError:
+def _wrong_state(index: Index, plan: Plan) -> list[str]:
+    """Which tensors beside the weights are not the state of one of the plan's parameters, in its shape and dtype."""
+    kept = tuple(f"{kind}/" for kind in index.extra.get("kept", ()))
+    names = {name: tuple(parameter.shape) for name, parameter in plan.spec.parameters.items()}
+    wrong = []
+    for key, tensor in index.tensors.items():
+        base = _REPLICA.sub("", key, count=1)
+        prefix = next((one for one in ("model/", *kept) if base.startswith(one)), "")
+        kind, name = ("", base[len(prefix) :]) if prefix else (base.split("/", 2) + ["", ""])[1:3]
+        if name not in names or not (prefix or base.startswith("optimizer/")):
+            wrong.append(f"{key} belongs to no parameter")
+        elif tensor.shape != names[name] and not (kind and tensor.shape == ()):
+            wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
+        elif tensor.dtype != plan.precision.stored and not (kind == "step" and tensor.dtype == "float32"):
+            wrong.append(f"{key} is {tensor.dtype}, expected {plan.precision.stored}")
+    wanted = _STATE_KINDS.get(index.optimizer)
+    for name, kinds in index.state_kinds.items():
+        if wanted is not None and set(kinds) != wanted:
+            wrong.append(f"the state of {name} is {sorted(kinds)}, {index.optimizer} has {sorted(wanted)}")
+    return wrong
+
+
+def broken(path: Path, what: str, is_sentence: bool = False) -> CheckpointError:
+    """The error for a file of a checkpoint that must not be used."""
     said = f"{path} {what}" if is_sentence else f"{path} is damaged: {what}"
     earlier = "resume=<an earlier step of the same run>; nothing was loaded"
     return CheckpointError(Problem(said, where="resume", suggestion=earlier))

@@ -96,6 +96,9 @@ class PartLoadPlanner(LoadPlanner):
             stored = self._metadata.state_dict_metadata.get(part.key)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != part.shape:
                 raise CheckpointError(Problem(f"{part.key} {list(part.shape)} is not in the checkpoint"))
+            if stored.properties.dtype != part.tensor.dtype:  # copying would convert it in silence
+                what = f"{part.key} is {stored.properties.dtype} in the checkpoint, {part.tensor.dtype} here"
+                raise CheckpointError(Problem(what))
             found = create_read_items_for_chunk_list(part.key, stored, [part.chunk]) if part.tensor.numel() else []
             covered = sum(prod(item.lengths) for item in found)
             if covered != part.tensor.numel():

@@ -33,22 +33,19 @@ from torch.futures import Future
 
 from parallelrun.checkpoint.files import Entry, Written, remove_tree, sync_directory, write_bytes, write_safetensors
 from parallelrun.checkpoint.find import refuse_pickle, step_name
+from parallelrun.checkpoint.headers import check_header
 from parallelrun.checkpoint.index import (
+    DTYPES,
     INDEX_FILE,
     Index,
     Part,
     StoredTensor,
     encode,
     missing_files,
-    read_index,
     verify_file,
 )
+from parallelrun.checkpoint.schema import read_index
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
-
-_FORMAT_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -188,6 +185,7 @@ class SafetensorsReader(StorageReader):
         """Verify this rank's share of the files; DCP reads nothing until all ranks have passed here."""
         for name in sorted(self.index.files)[self._rank :: self._world]:
             verify_file(self.index, self.path, name)
+            check_header(self.index, self.path, name)
         return replace(plan, storage_data=self.index.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -243,9 +241,9 @@ def _dtype(item: WriteItem) -> torch.dtype:
 def _entry(item: WriteItem) -> Entry:
     assert item.tensor_data is not None
     dtype, sizes = _dtype(item), item.tensor_data.chunk.sizes
-    if dtype not in _FORMAT_NAMES:
+    if dtype_name(dtype) not in DTYPES:
         raise TypeError(f"{item.index.fqn} has dtype {dtype}, which safetensors files do not hold")
-    return Entry(item.index.fqn, _FORMAT_NAMES[dtype], tuple(sizes), sizes.numel() * dtype.itemsize)
+    return Entry(item.index.fqn, DTYPES[dtype_name(dtype)][0], tuple(sizes), sizes.numel() * dtype.itemsize)
 
 
 def _bytes(tensor: Any) -> memoryview:

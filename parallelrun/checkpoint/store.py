@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 
 from parallelrun.checkpoint import replicas
@@ -25,7 +26,7 @@ from parallelrun.checkpoint.index import (
 )
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.errors import CheckpointError, ParallelrunError, Problem, SaveFailed
+from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 from parallelrun.mesh.runtime import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.optimizer import Optimizer
@@ -54,7 +55,8 @@ def save(
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=mesh.shape.num_ranks == 1)
     except dcp.CheckpointException as error:
         writer.discard()
-        raise_for_user(error, f"the checkpoint of step {step} could not be written to {writer.directory}")
+        what = f"the checkpoint of step {step} could not be written to {writer.directory}"
+        raise_for_user(error, what, mesh.rank, saving=True)
     return writer.target
 
 
@@ -73,7 +75,7 @@ def load(
         with one_process_is_fine():
             dcp.load({}, storage_reader=reader, planner=planner, no_dist=mesh.shape.num_ranks == 1)
     except dcp.CheckpointException as error:
-        raise_for_user(error, f"{path} could not be loaded")
+        raise_for_user(error, f"{path} could not be loaded", mesh.rank, saving=False)
     for parameter, state in planner.states:
         if state:
             optimizer.load_state(parameter.name, state)
@@ -171,22 +173,34 @@ def one_process_is_fine() -> Iterator[None]:
         yield
 
 
-def raise_for_user(error: dcp.CheckpointException, what: str) -> NoReturn:
-    """What went wrong on which rank, as the same error on every rank."""
-    failures = sorted(error.failures.items())
-    for _, (cause, _) in failures:
-        if isinstance(cause, (KeyboardInterrupt, SystemExit, AssertionError)):
-            raise cause from None
-    for _, (cause, _) in failures:
-        if isinstance(cause, ParallelrunError):
-            raise cause from None
-    rank, (cause, _) = failures[0]
-    said = f"{what}: rank {rank}: {_words(cause)}"
+def raise_for_user(error: dcp.CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
+    """End a save or load that failed on some ranks: every rank raises, and the rank that failed is told apart.
+
+    rank: of this process among those that save or load together. A disk that cannot be written raises SaveFailed, a
+    checkpoint that cannot be read CheckpointError, on all ranks alike. Any other exception is raised again where it
+    happened, and PeerFailed on the other ranks.
+    """
+    failures = {one: cause for one, (cause, _) in error.failures.items()}
+    interrupted = [cause for cause in failures.values() if isinstance(cause, (KeyboardInterrupt, SystemExit))]
+    if interrupted:
+        raise interrupted[0] from None
+    known = [one for one, cause in sorted(failures.items()) if isinstance(cause, ParallelrunError)]
+    first = known[0] if known else min(failures)
+    cause = failures[first]
+    said = f"{what}: rank {first}: {_words(cause)}"
     if len(failures) > 1:
         said += f" (and {len(failures) - 1} more ranks)"
-    if isinstance(cause, OSError):
-        raise SaveFailed(Problem(f"{said}; earlier checkpoints are untouched", where="runs")) from cause
-    raise CheckpointError(Problem(said)) from cause
+    told: ParallelrunError | None = cause if isinstance(cause, ParallelrunError) else None
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
+        untouched = Problem(f"{said}; earlier checkpoints are untouched", where="runs")
+        told = SaveFailed(untouched) if saving else CheckpointError(Problem(said, where="resume"))
+    elif isinstance(cause, SafetensorError) and not saving:
+        told = CheckpointError(Problem(said, where="resume"))
+    if told is None and rank == first:
+        raise cause from error
+    told = told or PeerFailed(Problem(said))
+    told.of_another_rank = rank != first
+    raise told from (None if told is cause else cause)
 
 
 def _words(cause: BaseException) -> str:

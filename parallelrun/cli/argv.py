@@ -6,11 +6,12 @@ No Hydra, no torch: a mistyped key is answered in a tenth of a second.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+import shlex
+from dataclasses import dataclass, field, replace
 
 from parallelrun.cli import hosts as host_list
-from parallelrun.cli.hosts import HostRanks
-from parallelrun.cli.words import HYDRA_FLAGS, INFO_VALUES, TOOLS, VERBS
+from parallelrun.cli.hosts import HostRanks, SshOptions
+from parallelrun.cli.words import CFG_VALUES, HYDRA_FLAGS, INFO_VALUES, PICKLE_FLAG, TOOLS, VERBS
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.overrides import Override
@@ -18,14 +19,21 @@ from parallelrun.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
-_OUR_FLAGS = (*_SWITCHES, "--version", "--help", "-np", "-H")
+_VALUED = {
+    "-np": "ranks",
+    "-H": "hosts",
+    "--ssh-port": "port",
+    "--ssh-identity-file": "identity_file",
+    "--ssh-config": "config",
+}
+_OUR_FLAGS = (*_SWITCHES, *_VALUED, "--version", "--help")
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """What the user typed, sorted. flags: Hydra's own, as given; overrides: `key=value` in order, as typed.
 
-    placed: the hosts of -np and -H with their ranks, empty where neither was given.
+    placed: the hosts of -np and -H with their ranks, empty where neither was given; ssh: how others are reached.
     """
 
     verb: str = "run"
@@ -36,6 +44,7 @@ class CommandLine:
     trust: bool = False
     multirun: bool = False
     placed: tuple[HostRanks, ...] = ()
+    ssh: SshOptions = field(default_factory=SshOptions)
 
 
 _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
@@ -44,6 +53,16 @@ _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion
 def starts_ranks(argv: list[str]) -> bool:
     """Whether `argv` means a run at all: Hydra answers some flags (`--cfg`, `--info`, ...) by itself."""
     return not any(word.partition("=")[0] in _ANSWERING for word in argv)
+
+
+def refuse_pickles(argv: list[str]) -> None:
+    """Raise ConfigError for the flag of Hydra's that unpickles a file, in full or shortened as argparse allows."""
+    for word in argv:
+        name = word.partition("=")[0]
+        if len(name) > 2 and PICKLE_FLAG.startswith(name):
+            what = f"{name}: a pickle runs whatever code it holds, so none is read"
+            command = "parallelrun recipe=RUN/config.yaml, with the run directory's own configuration"
+            raise ConfigError(Problem(what, COMMAND_LINE, command=command))
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -56,15 +75,14 @@ def read(argv: list[str]) -> CommandLine:
     flags: list[str] = []
     switched: set[str] = set()
     problems: list[Problem] = []
-    ranks: str | None = None
-    hosts: str | None = None
+    valued: dict[str, str] = {}
     while words:
         word = words.pop(0)
+        flag, equals, value = word.partition("=")
         if word in _SWITCHES:
             switched.add(_SWITCHES[word])
-        elif word in ("-np", "-H"):
-            value = words.pop(0) if words else ""
-            ranks, hosts = (value, hosts) if word == "-np" else (ranks, value)
+        elif flag in _VALUED:
+            valued[_VALUED[flag]] = value if equals else words.pop(0) if words else ""
         elif word.startswith("-") and word != "-":
             problems += _flag(word, words, flags)
         elif "=" in word or word.startswith("~"):
@@ -72,7 +90,11 @@ def read(argv: list[str]) -> CommandLine:
         else:
             problems += _bare(word, words, argv)
     multirun = any(flag in ("-m", "--multirun") for flag in flags) or "hydra.mode=MULTIRUN" in given
-    placed = _ranks_and_hosts(ranks, hosts, multirun, problems)
+    placed = _ranks_and_hosts(valued.pop("ranks", None), valued.pop("hosts", None), multirun, problems)
+    ssh = SshOptions(**valued)
+    problems += ssh.problems()
+    if valued and not host_list.has_others(placed):
+        problems.append(Problem("--ssh-...: no other host is given", COMMAND_LINE, "-H server1:4,server2:4"))
     given += [f"world={sum(one.num_ranks for one in placed)}"] if placed else []
     line = replace(
         line,
@@ -82,6 +104,7 @@ def read(argv: list[str]) -> CommandLine:
         verbose="verbose" in switched,
         trust="trust" in switched,
         placed=placed,
+        ssh=ssh,
     )
     parsed, found = override_checks.read(given, multirun, COMMAND_LINE)
     problems += found
@@ -99,38 +122,41 @@ def _flag(word: str, words: list[str], flags: list[str]) -> list[Problem]:
     if name in HYDRA_FLAGS:
         takes_value = HYDRA_FLAGS[name]
         flags.append(name + word[len(word.partition("=")[0]) :])
-        if takes_value is None and not equals and words and words[0] in INFO_VALUES:
-            flags.append(words.pop(0))
+        if takes_value is None and not equals:  # with its value, or Hydra's parser would take the next word for it
+            flags[-1] = f"--info={words.pop(0) if words and words[0] in INFO_VALUES else 'all'}"
         if takes_value and not equals:
             if not words:
                 return [Problem(f"{word}: a value must follow", COMMAND_LINE)]
             flags.append(words.pop(0))
-        return []
+        return _value_of_flag(name, flags[-1].partition("=")[2] if equals else flags[-1])
     key = name.lstrip("-").replace("-", "_")
     value = word.partition("=")[2]
     takes_next = not equals and bool(words) and "=" not in words[0] and not words[0].startswith("-")
     if takes_next:
         value = words.pop(0)
-    known = [key] if key in known_keys() or key in GROUPS else override_checks.suggest_keys(key)[:1]
+    is_key = key in known_keys() or key in GROUPS
     near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *_OUR_FLAGS], n=1, cutoff=0.75)
-    if near_flag and key not in known:
-        fix = near_flag[0]
-    elif known:
-        fix = f"write {known[0]}={value or '...'}"
-    else:
-        fix = ""
+    fix = near_flag[0] if near_flag and not is_key else override_checks.suggest_pairs(key, value)
     typed = f"{word} {value}" if takes_next else word
     what = f"{typed}: options are written without dashes, as key=value"
     return [Problem(what, COMMAND_LINE, fix, "parallelrun --help")]
 
 
+def _value_of_flag(name: str, value: str) -> list[Problem]:
+    """What Hydra's own parser would answer with its usage."""
+    if name not in ("--cfg", "-c") or value in CFG_VALUES:
+        return []
+    fix = " or ".join(f"--cfg {one}" for one in nearest(value, CFG_VALUES) or CFG_VALUES)
+    return [Problem(f"{name} {value}: one of {', '.join(CFG_VALUES)}", COMMAND_LINE, fix)]
+
+
 def _spaced(word: str, words: list[str], given: list[str]) -> list[Problem]:
     """Take an override, or tell of spaces around `=`."""
     if word.startswith("=") or (word.endswith("=") and words and _is_value(words[0])):
-        key, value = word.strip("="), words.pop(0) if word.endswith("=") and words else ""
         if word.startswith("="):
-            key, value = "key", key or value
-        return [Problem(f"{word} {value}: no spaces around =", COMMAND_LINE, f"{key}={value}")]
+            return [Problem(f"{word}: the key before = is missing", COMMAND_LINE, command="parallelrun --help")]
+        value = words.pop(0)
+        return [Problem(f"{word} {value}: no spaces around =", COMMAND_LINE, f"{word}{value}")]
     given.append(word)
     return []
 
@@ -142,8 +168,7 @@ def _is_value(word: str) -> bool:
 def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
     """A word that is neither a flag nor key=value."""
     if word in VERBS or word in TOOLS:
-        rest = " ".join(other for other in argv if other != word)
-        return [Problem(f"{word}: the verb comes first", COMMAND_LINE, command=f"parallelrun {word} {rest}".rstrip())]
+        return [_misplaced_verb(word, argv)]
     if words and words[0].startswith("="):
         value = words.pop(0)[1:] or (words.pop(0) if words else "")
         return [Problem(f"{word} = {value}: no spaces around =", COMMAND_LINE, f"{word}={value}")]
@@ -156,7 +181,15 @@ def _bare(word: str, words: list[str], argv: list[str]) -> list[Problem]:
     if not close:
         close = [f"{key}=..." for key in override_checks.suggest_keys(word)] + _presets_named(word)
     what = f"{word}: neither a verb nor key=value"
-    return [Problem(what, COMMAND_LINE, ", ".join(close[:3]), "parallelrun --help")]
+    return [Problem(what, COMMAND_LINE, " or ".join(close[:3]), "parallelrun --help")]
+
+
+def _misplaced_verb(word: str, argv: list[str]) -> Problem:
+    """A verb or tool that is not the first word, and the line with it in the first place."""
+    first = argv[0] if argv[0] in VERBS else ""
+    rest = [] if word in TOOLS else [other for other in argv if other not in VERBS and other not in TOOLS]
+    what = f"{word}: one verb a line, and {first} is the first" if first else f"{word}: the verb comes first"
+    return Problem(what, COMMAND_LINE, command=shlex.join(["parallelrun", word, *rest]))
 
 
 def _presets_named(word: str) -> list[str]:

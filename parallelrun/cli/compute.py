@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.cli import argv as command_lines
-from parallelrun.cli import completion, hosts
+from parallelrun.cli import completion, hosts, run_document
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.gpus import visible_gpus
 from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
@@ -42,6 +42,7 @@ class _Made:
 
 def run(words: list[str]) -> int:
     """One command line of a verb (the first word may name it). Raises ParallelrunError and what Hydra raises."""
+    command_lines.refuse_pickles(words)
     if completion.is_asked(words):
         return _complete(words)
     attached = detect(os.environ)
@@ -62,22 +63,46 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if line.multirun and attached is not None:
         what = f"a sweep (-m) cannot run inside {attached.source}: its ranks are there already"
         raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+    if line.multirun and line.verb == "explain":
+        what = "explain shows one plan at a time"
+        raise ConfigError(Problem(what, "command line", "parallelrun plan -m ..., which compares several"))
     if line.multirun:
         from parallelrun.cli import sweep
         from parallelrun.config import compose
 
-        return sweep.run(line, words, compose.prepare(line.overrides, line.flags, line.verb, line.trust))
+        prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
+        if not line.json or line.verb == "plan":
+            return sweep.run(line, words, prepared)
+        points: list[dict[str, Any]] = []
+        with run_document.screen_on_stderr():
+            code = sweep.run(line, words, prepared, points)
+        print_json({"verb": line.verb, "exit_code": code, "points": points})
+        return code
     with _collector_paused():
         made = _composed_and_resolved(line, attached)
-        if made is not None and line.verb == "plan":
-            show_plan(made.plan, made.composed.config, line.json)
-    if made is None or line.verb == "plan":
+        if made is not None and line.verb in _SHOWN:
+            _SHOWN[line.verb](made.plan, made.composed.config, line.json)
+    if made is None or line.verb in _SHOWN:
         return EXIT_OK
     if hosts.has_others(line.placed) and attached is None:
-        return hosts.start(line.placed, words)
+        from parallelrun.cli import remote
+
+        return remote.run(line.placed, words, line.ssh)
+    return _start(made, line, words)
+
+
+def _start(made: _Made, line: CommandLine, words: list[str]) -> int:
+    """Run the plan; with --json, print what came out as one document."""
     from parallelrun.launch.start import start
 
-    return start(made.composed.config, made.plan, words, made.composed.overrides, made.run_root)
+    config, overrides = made.composed.config, made.composed.overrides
+    if not line.json:
+        return start(config, made.plan, words, overrides, made.run_root)
+    places: list[Path] = []
+    with run_document.screen_on_stderr():
+        code = start(config, made.plan, words, overrides, made.run_root, created=places.append)
+    print_json(run_document.document(line.verb, code, places[0] if places else None))
+    return code
 
 
 @contextmanager
@@ -111,6 +136,10 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Mad
     from parallelrun.plan.resolve import resolve
 
     world = attached.world if attached is not None else None
+    if composed.config.resume is not None:
+        from parallelrun.cli.resume import with_saved_configuration
+
+        composed = with_saved_configuration(composed, world)
     return _Made(composed, resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus()), run_root)
 
 
@@ -134,11 +163,14 @@ def _through_hydra(prepared: Any) -> _Caught:
     return caught
 
 
-def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -> None:
-    """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep)."""
+def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None, found: Any = None) -> None:
+    """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep).
+
+    found: the plan's facts, if already computed.
+    """
     from parallelrun.report import plan as report
 
-    found = report.facts(plan, config)
+    found = found or report.facts(plan, config)
     written = write_plot(plan, config, found, point)
     if as_json:
         print_json(report.document(plan, config, found))
@@ -150,13 +182,31 @@ def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None) -
         print(f"written: {path}")
 
 
+def show_explanation(plan: Any, config: Any, as_json: bool) -> None:
+    """Print every message of the plan's strategies; `plot=NAME` draws them."""
+    from parallelrun.plan.explain import explain
+    from parallelrun.report import explain as report
+
+    found = explain(plan)
+    written = report.write(found, config.plot) if config.plot is not None else []
+    if as_json:
+        print_json(report.document(found))
+        return
+    print(report.text(found))
+    for path in written:
+        print(f"written: {path}")
+
+
+_SHOWN = {"plan": show_plan, "explain": show_explanation}  # the verbs that start nothing
+
+
 def write_plot(plan: Any, config: Any, found: Any, point: int | None = None) -> list[Path]:
     """The files that `plot=NAME` asks for, each point of a sweep its own. Raises ConfigError, EnvironmentProblem."""
     if config.plot is None:
         return []
     if found.data_axis is None:
         what = f"plot={config.plot} draws what combining gradients costs, and one rank has none to combine"
-        raise ConfigError(Problem(what, "plot", "dp=2, or leave plot out"))
+        raise ConfigError(Problem(what, "plot", "leave plot out or strategy=ddp"))
     from parallelrun.report import data_axis
 
     return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)
@@ -175,7 +225,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 def _follow(words: list[str]) -> int:
     """A rank other than 0 of somebody else's launcher: it composes nothing."""
-    if "plan" in words[:1] or not command_lines.starts_ranks(words):
+    if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
         return EXIT_OK
     from parallelrun.launch.attach import follow
 
@@ -195,6 +245,9 @@ def _tell_followers(attached: Attached, error: Exception) -> None:
 def _complete(words: list[str]) -> int:
     """Answer the shell's TAB: our words, and Hydra's keys and options."""
     asked = any(word.startswith("query=") for word in words)
+    if asked and "COMP_LINE" not in os.environ:  # only a shell asks so
+        raise ConfigError(Problem(f"{' '.join(words)}: completion is asked for by a shell", "COMP_LINE",
+                                  command="parallelrun -sc install=bash"))  # fmt: skip
     candidates, ask_hydra = completion.answer(os.environ) if asked else ([], True)
     for candidate in candidates:
         print(candidate)

@@ -18,6 +18,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from parallelrun.cli import gpu_reduce
 from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK
 
 _OLDEST_TORCH = (2, 11)
@@ -65,6 +66,7 @@ def examine() -> list[Check]:
         _disk,
         _loopback,
         _reduce,
+        _gpu_reduce,
     ):
         try:
             found = check()
@@ -186,6 +188,21 @@ def _reduce() -> Check:
     if codes != [0, 0]:
         return Check(name, "fail", f"two gloo ranks ended with {codes} (0, 0 expected)")
     return Check(name, "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
+
+
+def _gpu_reduce(backend: str = gpu_reduce.NCCL) -> list[Check]:
+    """Each visible GPU adds a number to the others', over NCCL."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    num_gpus = torch.cuda.device_count()
+    name, each = f"{backend} all-reduce", f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+    try:
+        seconds = gpu_reduce.run(num_gpus, backend)
+    except gpu_reduce.Failed as error:
+        return [Check(name, "fail", str(error))]
+    return [Check(name, "pass", f"{each}, {gpu_reduce.NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
 
 
 def _rank(rank: int, listener: socket.socket) -> bool:

@@ -14,10 +14,23 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from parallelrun import reserve
 from parallelrun.config.keys import GROUPS, nearest, nearest_keys
-from parallelrun.errors import ConfigError, ParallelrunError, Problem
+from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem
 
 _SHOWN = 20
+_PLUGINS = {  # Hydra's own (https://hydra.cc/docs/plugins), by what a user chooses
+    "optuna": "hydra-optuna-sweeper",
+    "ax": "hydra-ax-sweeper",
+    "nevergrad": "hydra-nevergrad-sweeper",
+    "joblib": "hydra-joblib-launcher",
+    "ray": "hydra-ray-launcher",
+    "ray_aws": "hydra-ray-launcher",
+    "rq": "hydra-rq-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "colorlog": "hydra-colorlog",
+}
 _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To append|Config search path|Available)")
 
 
@@ -67,19 +80,31 @@ def translate(error: Exception) -> ParallelrunError | None:
     if isinstance(error, ParallelrunError):
         return error
     chain = _chain(error)
+    if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
+        return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link
     names = {name for link in chain for name in (base.__name__ for base in type(link).__mro__)}
     if "MissingConfigException" in names:
-        return _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
-    from_hydra = any(type(link).__module__.split(".")[0] in ("hydra", "omegaconf", "antlr4") for link in chain)
-    if not from_hydra and "RecursionError" not in names:
+        return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
+    from_hydra = any(map(_of_hydra, chain))
+    if not from_hydra and not ("RecursionError" in names and any(map(_passed_hydra, chain))):
         return _of_hydra_frames(error)
     texts = [_first_lines(str(link)) for link in chain]
     if "RecursionError" in names or "recursi" in " ".join(texts).lower():
         return ConfigError(Problem("a ${...} leads back to itself", _full_key(chain) or "an interpolation"))
     return _composition(chain, texts)
+
+
+def _is_of_hydra(module: str) -> bool:
+    return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
+def _passed_hydra(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf raised `error`: its innermost frames are theirs."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(_is_of_hydra(module) for module in frames[-50:])
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -90,12 +115,27 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
+def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
+    """A sweeper, launcher or log format of Hydra's own plugins, which is a package that is not installed."""
+    wanted = next(str(link.missing_cfg_file) for link in chain if hasattr(link, "missing_cfg_file"))
+    match = re.fullmatch(r"hydra/(sweeper|launcher|hydra_logging|job_logging)/(\w+)", wanted.removesuffix(".yaml"))
+    package = _PLUGINS.get(match[2]) if match else None
+    if match is None or package is None:
+        return None
+    what = f"hydra/{match[1]}={match[2]} needs the package {package}, which is not installed"
+    return EnvironmentProblem(Problem(what, f"hydra/{match[1]}", command=f"pip install {package}"))
+
+
+def _of_hydra(link: BaseException) -> bool:
+    return _is_of_hydra(type(link).__module__)
+
+
 def _missing(error: BaseException) -> ConfigError:
     """An unknown option of a group, or an unknown file."""
     wanted = str(getattr(error, "missing_cfg_file", "") or "")
-    group, _, name = wanted.rpartition("/")
+    group, _, name = wanted.partition("/")
     options = list(getattr(error, "options", None) or [])
-    if group.split("/")[0] not in GROUPS:
+    if group not in GROUPS:
         return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration"))
     if group == "recipe":
         from parallelrun.config import recipes
@@ -107,7 +147,14 @@ def _missing(error: BaseException) -> ConfigError:
 
 
 def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
-    first, cause = texts[0], texts[-1]
+    # a resolver's own exception (`KeyError: b'HOME'`) says less than what OmegaConf makes of it
+    of_hydra = [text for text, link in zip(texts, chain) if _of_hydra(link) and "$VALUE" not in text]
+    first, cause = texts[0], of_hydra[-1] if of_hydra else texts[-1]
+    unset = re.search(r"Environment variable '([^']+)' not found", cause)
+    if unset:
+        what = f"the environment variable {unset[1]} is not set"
+        suggestion = f"${{oc.env:{unset[1]},DEFAULT}}, with a value for where it is not set"
+        return ConfigError(Problem(what, _full_key(chain) or "configuration", suggestion))
     override = getattr(chain[0], "override", None)
     if override:
         return ConfigError(Problem(f"{override}: {first}", "command line", command="parallelrun --help"))

@@ -24,10 +24,12 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun --help                                everything else"""
 
 _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                plan, ls, show, doctor: one JSON document on stdout and nothing else
+  --json                plan, explain, ls, show, doctor: one JSON document on stdout and nothing else
   -v, --verbose         tracebacks
   --trust               let a recipe name code
-  -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order
+  -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order; other hosts by ssh
+  --ssh-port P, --ssh-identity-file F, --ssh-config F
+                        how ssh reaches the other hosts, where its own configuration does not say
   --cfg job, --info, -p, --config-dir, -sc install=bash, ...
                         Hydra's flags; --hydra-help explains them
   --version, -h, --help"""
@@ -38,9 +40,11 @@ _KEYS = """  degrees     world dp tp pp ep
   model       model.layers hidden heads kv_heads ffn vocab seq ...
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
-  run         steps seed dropout recompute compile device name resume path runs
-  records     eval.every eval.batches checkpoint.every checkpoint.keep tracker
-  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)"""
+  run         steps seed dropout recompute compile device name path runs
+  going on    resume=latest (the newest run) | auto (this training, or fresh) | DIR
+  records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
+  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)
+  explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
 checkpoint, 5 numerics, 6 a rank died, 7 hang, 75 preempted and saved, 130 Ctrl-C, 143 SIGTERM."""

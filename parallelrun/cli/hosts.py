@@ -1,20 +1,17 @@
-"""horovodrun's `-np N -H h1:4,h2:4`: which ranks run on which host, and the commands that start them there. No torch.
+"""horovodrun's `-np N -H h1:4,h2:4`: which ranks run on which host; `cli/remote.py` starts them there. No torch.
 
-Slots are filled in the order in which hosts are listed; what is left over stays idle. Slots of this host are started;
-for every other host the exact command is printed (torchrun's words, so that all of them meet).
+Slots are filled in the order in which hosts are listed; what is left over stays idle.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _ENTRY = re.compile(r"(?P<name>\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:(?P<slots>[1-9][0-9]{0,6}))?")
@@ -33,6 +30,32 @@ class Host:
         """Whether this process runs there."""
         here = socket.gethostname()
         return self.name in ("localhost", "127.0.0.1", "[::1]", here, here.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """How other hosts are reached, where ssh's own configuration does not say so: as ssh's -p, -i and -F."""
+
+    port: str | None = None
+    identity_file: str | None = None
+    config: str | None = None
+
+    def words(self) -> list[str]:
+        """As options of ssh. With an identity file no other key is offered."""
+        out = ["-F", self.config] if self.config else []
+        out += ["-p", self.port] if self.port else []
+        out += ["-i", self.identity_file, "-o", "IdentitiesOnly=yes"] if self.identity_file else []
+        return out
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with them."""
+        found = []
+        if self.port is not None and not (_NUMBER.fullmatch(self.port) and int(self.port) < 65536):
+            found.append(Problem(f"--ssh-port {self.port}: not a port (1 to 65535)", COMMAND_LINE, "--ssh-port 22"))
+        for flag, file in (("--ssh-identity-file", self.identity_file), ("--ssh-config", self.config)):
+            if file is not None and not Path(file).is_file():
+                found.append(Problem(f"{flag} {file}: there is no such file", COMMAND_LINE))
+        return found
 
 
 @dataclass(frozen=True)
@@ -62,7 +85,7 @@ def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
     if all(host.slots is not None for host in listed) and asked > sum(host.slots or 0 for host in listed):
         available = sum(host.slots or 0 for host in listed)
         what = f"Requested more processes ({asked}) than there are available slots ({available})"
-        raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}, or more slots"))
+        raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}"))
     return fill(listed, asked)
 
 
@@ -95,62 +118,3 @@ def _listed(text: str) -> list[Host]:
 def has_others(placed: Sequence[HostRanks]) -> bool:
     """Whether some ranks belong on other hosts."""
     return any(not one.host.is_this_one for one in placed)
-
-
-def commands(placed: Sequence[HostRanks], words: Sequence[str], port: int, directory: str) -> list[str]:
-    """What to type on each host, in order; `words` are parallelrun's own, without -np and -H."""
-    out = []
-    for number in range(len(placed)):
-        launcher = ["torchrun", *_torchrun(placed, number, port), "-m", "parallelrun", *words]
-        out.append(f"cd {shlex.quote(directory)} && {shlex.join(launcher)}")
-    return out
-
-
-def _torchrun(placed: Sequence[HostRanks], number: int, port: int) -> list[str]:
-    first = placed[0].host.name.strip("[]")
-    if first == "localhost":  # which the others would take for themselves
-        first = socket.gethostname()
-    return [
-        f"--nnodes={len(placed)}",
-        f"--node-rank={number}",
-        f"--nproc-per-node={placed[number].num_ranks}",
-        f"--master-addr={first}",
-        f"--master-port={port}",
-    ]
-
-
-def start(placed: Sequence[HostRanks], words: Sequence[str]) -> int:
-    """Print what to type on the other hosts, and become torchrun for the slots of this one.
-
-    Raises EnvironmentProblem where none of the hosts is this one. Otherwise it does not return.
-    """
-    own_words, port = without_hosts(words), free_port()
-    here = next((number for number, one in enumerate(placed) if one.host.is_this_one), None)
-    for one, command in zip(placed, commands(placed, own_words, port, os.getcwd())):
-        if not one.host.is_this_one or here is None:
-            print(f"on {one.host.name} ({one.ranks}):\n  {command}")
-    if here is None:
-        what = f"none of the hosts of -H is this one ({socket.gethostname()}): nothing was started"
-        raise EnvironmentProblem(Problem(what, COMMAND_LINE, "run the commands above, each on its host"))
-    print(f"here: {placed[here].ranks}, waiting for the others", flush=True)
-    program = [sys.executable, "-m", "torch.distributed.run", *_torchrun(placed, here, port)]
-    os.execv(sys.executable, [*program, "-m", "parallelrun", *own_words])
-
-
-def without_hosts(words: Sequence[str]) -> list[str]:
-    """The command line without -np and -H and their values."""
-    out, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if word in ("-np", "-H"):
-            del rest[:1]
-        else:
-            out.append(word)
-    return out
-
-
-def free_port() -> int:
-    """A port that nobody listens on here now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

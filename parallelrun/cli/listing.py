@@ -45,7 +45,7 @@ def _kind(word: str) -> str:
     by_group = {group: kind for kind, group in KINDS.items()}
     kind = by_group.get(word, word)
     if kind not in KINDS:
-        suggestion = ", ".join(nearest(word, [*KINDS, *by_group])) or ", ".join(KINDS)
+        suggestion = " or ".join(f"ls {kind}" for kind in nearest(word, [*KINDS, *by_group]) or KINDS)
         raise ConfigError(Problem(f"ls {word}: no such kind", "command line", suggestion))
     return kind
 

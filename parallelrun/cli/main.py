@@ -1,6 +1,7 @@
 """The program's entry: argv -> exit code. Routes words, turns every error into its shape and code.
 
-Imports stay small here and in what it imports first: no torch, no Hydra, no rich before a word asks for them.
+Nothing but the standard library's smallest modules is imported before the signals are taken: a scheduler may warn a
+job in its first second. No torch, no Hydra, no rich before a word asks for them.
 """
 
 from __future__ import annotations
@@ -10,48 +11,56 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
 
-from parallelrun import __version__
-from parallelrun.cli import errors
-from parallelrun.cli.words import TOOLS
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.errors, which takes its time to import
+_STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Terminated(BaseException):
-    """SIGTERM has come while nobody else was watching for it."""
+    """SIGTERM, SIGHUP or SIGUSR1 has come while nobody else was watching for it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with `argv` (None: the process's own), and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _stops_raise() as taken:
+            return _main(list(sys.argv[1:] if argv is None else argv), taken)
+    except KeyboardInterrupt:
+        return _ended("interrupted", EXIT_INTERRUPTED)
+    except Terminated as error:
+        return _ended(f"terminated by {error}", EXIT_TERMINATED)
+
+
+def _main(words: list[str], taken: list[str]) -> int:
+    """taken: the signals that have come; an import that was interrupted may raise anything."""
     verbose = any(word in ("-v", "--verbose") for word in words) or os.environ.get("HYDRA_FULL_ERROR") == "1"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead of ending the run
-    with _sigterm_raises():
-        try:
-            code = _route(words)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-            return code
-        except BrokenPipeError:
-            _forget_stdout()
-            return EXIT_OK
-        except KeyboardInterrupt:
-            return _ended("interrupted", EXIT_INTERRUPTED)
-        except Terminated:
-            return _ended("terminated", EXIT_TERMINATED)
-        except SystemExit as error:
-            if isinstance(error.__context__, BrokenPipeError):  # rich has silenced stdout already
-                return EXIT_OK
-            return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1
-        except Exception as error:
-            return errors.report(errors.translate(error) or error, verbose)
+    try:
+        from parallelrun.cli import stdout
+
+        with stdout.guarded():
+            return _route(words)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1
+    except Exception as error:
+        if taken:
+            raise Terminated(taken[0]) from error
+        from parallelrun.cli import errors
+
+        return errors.report(errors.translate(error) or error, verbose)
 
 
 def _route(words: list[str]) -> int:
+    from parallelrun import __version__
+    from parallelrun.cli.words import TOOLS
+
     if not words:
         return _help(full=False)
     if words[0] in TOOLS:
@@ -89,35 +98,35 @@ def _tool(tool: str, words: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM unwinds the stack once, like Ctrl-C; the launcher sets its own handlers while ranks run."""
+def _stops_raise() -> Iterator[list[str]]:
+    """SIGTERM, SIGHUP and SIGUSR1 unwind the stack once, like Ctrl-C.
+
+    What nohup or a shell told us to ignore stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield []
         return
+    taken: list[str] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+        taken.append(signal.Signals(signum).name)
+        if len(taken) == 1:
+            raise Terminated(taken[0])
 
-    before = signal.signal(signal.SIGTERM, handler)
+    before = {number: signal.getsignal(number) for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
     try:
-        yield
+        yield taken
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _ended(word: str, code: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         print(f"parallelrun: {word}", file=sys.stderr, flush=True)
     return code
-
-
-def _forget_stdout() -> None:
-    """The reader has gone: nothing more is written, and Python's own flush at exit finds an open file."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Sweeps (`-m`): Hydra composes every point; here each is resolved, run or skipped, and its row written down.
 
-A sweep directory holds the points' run directories, `results.jsonl` (a row a point, appended when the point ends, the
-last row of a point counts) and the same as `results.csv`. A point is known by `config.freeze.identity`, so that
-`sweep.resume=<directory>` runs only what has not been done.
+A sweep directory holds the points' run directories, `results.jsonl` (a row a point, appended when the point ends) and
+the same as `results.csv`. A point is known by `config.freeze.identity`, so that `sweep.resume=<directory>` runs only
+what has not been done, and a point that repeats an earlier one of the same sweep is listed (`same_as`), not run again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from parallelrun.cli import errors
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.gpus import visible_gpus
+from parallelrun.cli.objective import FINISHED, objective
 from parallelrun.config import compose
 from parallelrun.config.compose import Composed, Prepared
 from parallelrun.config.freeze import identity
@@ -40,6 +41,8 @@ from parallelrun.records import append_jsonl, document
 from parallelrun.report import comparison
 from parallelrun.report import sweep as report
 
+_BASIC = "basic"  # Hydra's sweeper that takes every point and ignores what points answer
+_COUNT_FAILURES = ("optuna", "nevergrad")  # end at the first failed trial unless max_failure_rate says otherwise
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
 
 
@@ -58,22 +61,29 @@ class _Sweep:
     words: tuple[str, ...]
     prepared: Prepared
     directory: Path
-    resumed: bool
+    invocation: int  # 1, or one more than the last one that wrote into the directory
 
 
-def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
-    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal."""
+def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: list[dict[str, Any]] | None = None) -> int:
+    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal. points: gets their rows."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
-        sweep = _Sweep(line, tuple(words), prepared, directory, bool(_given(line, "sweep.resume")))
-        hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch))
-        stopped = EXIT_OK
+        invocation = 1 + max((row.get("invocation", 0) for row in report.read(directory)), default=0)
+        sweep = _Sweep(line, tuple(words), prepared, directory, invocation)
+        hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch), *_pruning(line))
+        stopped, failure = EXIT_OK, None
         try:
-            compose.run_hydra(Prepared(hydra_argv, prepared.recipe_keys, prepared.shown), lambda c: _point(c, sweep))
+            compose.run_hydra(replace(prepared, argv=hydra_argv), lambda c: _point(c, sweep))
         except (KeyboardInterrupt, _Stopped) as error:
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
+        except Exception as error:
+            failure = error
         rows = report.read(directory)
+        if failure is not None and not any(row.get("invocation") == invocation for row in rows):
+            raise failure
+        if points is not None:
+            points += rows
         if planned:
             _show_plans(rows, line.json)
         elif rows:
@@ -84,7 +94,9 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> int:
     if stopped:
         print(f"parallelrun: stopped; go on with sweep.resume={directory}", file=sys.stderr)
         return stopped
-    states = {row["state"] for row in rows}
+    states = {row["state"] for row in rows if "same_as" not in row}
+    if failure is not None and states & set(FINISHED):  # else the sweeper complains that no point gave it a number
+        raise failure
     if "failed" in states:
         return EXIT_RUN_FAILED
     return EXIT_OK if states - {"skipped"} else EXIT_CONFIG
@@ -113,20 +125,37 @@ def _directory(line: CommandLine) -> Path:
     return (Path(_given(line, "runs") or "runs") / f"sweep-{stamp}-{secrets.token_hex(3)}").absolute()
 
 
+def _sweeper(line: CommandLine) -> str:
+    return _given(line, "hydra/sweeper") or _BASIC
+
+
+def _pruning(line: CommandLine) -> list[str]:
+    """Illegal and failed points must not end an optimizing sweeper, unless the user says how many may fail."""
+    if _sweeper(line) not in _COUNT_FAILURES or _given(line, "hydra.sweeper.max_failure_rate") is not None:
+        return []
+    return ["hydra.sweeper.max_failure_rate=1.0"]
+
+
 def _hydra_directories(line: CommandLine, directory: Path, scratch: str) -> list[str]:
-    """Hydra writes a multirun.yaml: into a scratch folder, or, when a launcher plug-in keeps files, beside ours."""
+    """Hydra writes a multirun.yaml: into a scratch folder, or, when a plug-in keeps files, beside ours."""
     if any(override.key == "hydra.sweep.dir" for override in line.overrides):
         return []
-    plugin = any(override.key == "hydra/launcher" for override in line.overrides)
+    plugin = any(override.key in ("hydra/launcher", "hydra/sweeper") for override in line.overrides)
     return [f"hydra.sweep.dir='{directory / 'hydra' if plugin else scratch}'"]
 
 
-def _point(task_config: Any, sweep: _Sweep) -> None:
-    """One point: skipped with its reason, planned, or run; its row appended. Raises only to stop the whole sweep."""
+def _point(task_config: Any, sweep: _Sweep) -> float | None:
+    """One point: skipped with its reason, planned, or run; its row appended.
+
+    Returns the objective for an optimizing sweeper, which alone gets a Pruned for a point that has none.
+    """
     number = compose.point_number()
-    row: dict[str, Any] = {"point": number, "overrides": compose.point_overrides(sweep.prepared)}
+    overrides = compose.point_overrides(sweep.prepared)
+    row: dict[str, Any] = {"point": number, "invocation": sweep.invocation, "overrides": overrides}
+    key = None
     try:
         composed = compose.composed(task_config, sweep.prepared)
+        key = composed.config.sweep.objective
         row["config_sha256"] = identity(composed.config)
         row |= _resolve_and_run(composed, row, sweep)
     except ConfigError as error:
@@ -136,46 +165,77 @@ def _point(task_config: Any, sweep: _Sweep) -> None:
         known = errors.translate(error) or error
         code = errors.report(known, sweep.line.verbose)
         row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
-    if row.get("state") == "done before":
-        return
     sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     append_jsonl(sweep.directory / report.RESULTS, row)
     if row.get("exit_code") in _STOPPING:
         raise _Stopped(row["exit_code"])
+    return None if _sweeper(sweep.line) == _BASIC else _objective(row, key, sweep)
+
+
+def _objective(row: dict[str, Any], key: str | None, sweep: _Sweep) -> float:
+    """The point's objective; of a repeated point that of the first. A key that no summary has stops the sweep."""
+    rows = report.read(sweep.directory)
+    row = next((old for old in rows if old["point"] == row.get("same_as") and old["state"] != "skipped"), row)
+    try:
+        return objective(row, key, sweep.line.verb)
+    except ConfigError as error:
+        raise _Stopped(errors.report(error, sweep.line.verbose)) from error
 
 
 def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
     from parallelrun.plan.resolve import resolve
 
-    earlier = {old["config_sha256"]: old for old in report.read(sweep.directory) if "config_sha256" in old}
-    before = earlier.get(row["config_sha256"], {}).get("state")
-    if sweep.resumed and before == "done":
-        _say(sweep, f"point {row['point']}: done before")
-        return {"state": "done before"}
-    if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in earlier.values()):
+    rows = report.read(sweep.directory)
+    now = [old for old in rows if old.get("invocation") == sweep.invocation]
+    found = _known(row, "config_sha256", rows, sweep)
+    if found is not None:
+        return found
+    if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
         return {"state": "skipped", "exit_code": EXIT_OK, "reason": "an earlier point failed (sweep.fail_fast)"}
     plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
     row["run_sha256"] = identity(composed.config, plan)
-    twin = next((old for old in earlier.values() if old.get("run_sha256") == row["run_sha256"]), None)
-    if twin and twin["state"] != "failed" and twin["point"] != row["point"]:
-        # only a key that nobody reads makes two points one
-        reason = "; ".join((f"the same run as point {twin['point']}", *plan.warnings))
-        _say(sweep, f"point {row['point']}: skipped: {reason}")
-        return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
+    row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
+    found = _known(row, "run_sha256", rows, sweep, plan.warnings)
+    if found is not None:
+        return found
     if sweep.line.verb == "plan":
-        from parallelrun.cli.compute import show_plan, write_plot
-        from parallelrun.plan.compare import compare
-        from parallelrun.report import layouts
-        from parallelrun.report import plan as plan_report
-
-        if sweep.line.json:
-            found = plan_report.facts(plan, composed.config)
-            write_plot(plan, composed.config, found, row["point"])
-            return {"state": "planned", "plan": plan_report.document(plan, composed.config, found)}
-        _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-        show_plan(plan, composed.config, as_json=False, point=row["point"])
-        return {"state": "planned", "layouts": layouts.sweep_row(compare(plan, composed.config))}
+        return _plan(composed, plan, row, sweep)
     return _run(composed, plan, row, sweep)
+
+
+def _known(
+    row: dict[str, Any], key: str, rows: list[dict[str, Any]], sweep: _Sweep, warnings: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """The row of a point that need not run: it repeats a point of this invocation, or was done by an earlier one."""
+    alike = [old for old in rows if old.get(key) == row[key]]
+    first = next((old for old in alike if old["invocation"] == sweep.invocation), None)
+    if first is not None:
+        same = first.get("same_as", first["point"])
+        reason = "; ".join((f"the same run as point {same}", *warnings))
+        _say(sweep, f"point {row['point']}: skipped: {reason}")
+        shape = {name: first[name] for name in report.DEGREES if name in first}
+        return {**shape, "state": "skipped", "exit_code": EXIT_OK, "same_as": same, "reason": reason}
+    done = next((old for old in alike if old["state"] == "done"), None)
+    if done is None:
+        return None
+    _say(sweep, f"point {row['point']}: done before")
+    return {**done, **row}
+
+
+def _plan(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
+    from parallelrun.cli.compute import show_plan, write_plot
+    from parallelrun.plan.figures import figures
+    from parallelrun.report import layouts
+    from parallelrun.report import plan as plan_report
+
+    found = plan_report.facts(plan, composed.config)
+    planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
+    if sweep.line.json:
+        write_plot(plan, composed.config, found, row["point"])
+        return {**planned, "plan": plan_report.document(plan, composed.config, found)}
+    _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
+    show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
+    return {**planned, "layouts": layouts.sweep_row(found.layouts)}
 
 
 def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
@@ -183,8 +243,12 @@ def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> d
 
     _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
     degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
-    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
     sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (sweep.directory / report.RESULTS).touch(mode=0o600)  # a sweep that is killed within its first point can go on, too
+    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
+    if composed.config.checkpoint.last is None:  # nobody goes on from a point, and many points fill a disk
+        checkpoint = replace(composed.config.checkpoint, last=False)
+        composed = replace(composed, config=replace(composed.config, checkpoint=checkpoint))
     try:
         code = start(composed.config, plan, list(sweep.words), composed.overrides, place)
     except KeyboardInterrupt:
@@ -219,18 +283,20 @@ def _say(sweep: _Sweep, text: str) -> None:
 
 def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> None:
     if not as_json:
-        from rich.console import Console
-
         from parallelrun.report.layouts import sweep_table
+        from parallelrun.report.screen import open_console
 
-        skipped = [row for row in rows if row["state"] == "skipped"]
-        sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], Console())
-        print(f"\n{len(rows) - len(skipped)} of {len(rows)} points are legal")
+        console = open_console()
+        sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], console)
+        print()
+        report.show_table(rows, console)
+        illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
+        print(f"{len(rows) - illegal} of {len(rows)} points are legal")
         return
     points = []
     for row in rows:
         plan = row.pop("plan", {})
-        row.pop("schema", None)
-        points.append({**plan, **row})
+        kept = {key: value for key, value in row.items() if key not in ("schema", "invocation")}
+        points.append({**kept, **plan})
     json.dump(document({"points": points}), sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")

@@ -5,16 +5,18 @@ from __future__ import annotations
 VERBS = {
     "run": "train (the default verb)",
     "plan": "show what would happen: mesh, memory, schedule, traffic; starts nothing",
+    "explain": "show every message of the plan's strategies, as text, --json or plot=NAME; starts nothing",
     "verify": "prove that the training equals one device",
     "bench": "warm up, time steps, write bench.json",
 }
 TOOLS = {
     "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters",
     "show": "print a recipe's composed configuration",
-    "doctor": "check this machine: torch, GPUs, memory, loopback, a two-rank all-reduce",
+    "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
-# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS. Hydra's, with whether a value follows:
+# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS and how ssh reaches them (--ssh-port P,
+# --ssh-identity-file F, --ssh-config F). Hydra's, with whether a value follows:
 HYDRA_FLAGS = {
     "--hydra-help": False,
     "--run": False,
@@ -34,8 +36,9 @@ HYDRA_FLAGS = {
     "-cn": True,
     "--config-dir": True,
     "-cd": True,
-    "--experimental-rerun": True,
     "--info": None,  # a value may follow
     "-i": None,
 }
+PICKLE_FLAG = "--experimental-rerun"  # Hydra's: it unpickles a file, which runs whatever that file says
+CFG_VALUES = ("job", "hydra", "all")
 INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")

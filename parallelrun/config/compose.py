@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import presets, recipes
+from parallelrun.config import presets, recipe_result, recipes, sweeps
 from parallelrun.config.keys import nearest
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
 from parallelrun.config.schema import Config, DatasetConfig
 from parallelrun.errors import ConfigError, Problem
-
-_SWEEP = re.compile(r"^(choice|glob|sort|shuffle)\(|[*?]")
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,13 @@ class Prepared:
     argv: tuple[str, ...]
     recipe_keys: Mapping[str, frozenset[str]]
     shown: Mapping[str, str]  # the name that a recipe file got -> the path that the user typed
+    untrusted: Mapping[str, str] = field(default_factory=dict)  # recipe that may not name code -> file to blame
+    typed: frozenset[str] = frozenset()  # keys with a value of the user's own
 
 
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
+    sweeps.check_points(overrides)
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
@@ -58,7 +61,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
             argv.append(override.hydra())
             continue
         names = []
-        for value in map(unquoted, override.values):
+        for value in sweeps.recipes_of(override, files):
             if recipes.is_path(value):
                 file = recipes.at_path(value)
                 files[file.name] = file
@@ -68,16 +71,19 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
         chosen += names
         argv.append(f"{override.sign}recipe={','.join(names)}")
     loaded = _load_all(files, chosen, trust)
-    for recipe in loaded.values():
-        node = OmegaConf.create(recipe.text)
-        store.store(group="recipe", name=recipe.file.name, node=node, package="_global_", provider="parallelrun")
+    nodes = {name: _node(recipe) for name, recipe in loaded.items()}
+    for name, node in nodes.items():
+        store.store(group="recipe", name=name, node=node, package="_global_", provider="parallelrun")
     if flags:  # Hydra may be asked what there is
         for name in files.keys() - loaded.keys():
             store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
     if "--hydra-help" in flags:  # it knows Hydra's own configuration only
         argv = list(flags)
-    keys = {name: _keys(name, loaded, ()) for name in loaded}
-    return Prepared(tuple(argv), keys, shown)
+    families = {name: _family(name, loaded, ()) for name in loaded}
+    keys = {name: frozenset().union(*(loaded[one].keys for one in family)) for name, family in families.items()}
+    untrusted = _untrusted(families, loaded, nodes, trust)
+    typed = frozenset(override.key for override in overrides if "${" not in override.value)
+    return Prepared(tuple(argv), keys, shown, untrusted, typed)
 
 
 def prepare_completion(words: Sequence[str]) -> Prepared:
@@ -94,9 +100,42 @@ def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
 
     Hydra's own errors come up as exceptions (HYDRA_FULL_ERROR), so that `cli.errors` can word them.
     """
+    _check_hydra(prepared)
     main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **_version_base())
     with _process_state(prepared.argv):
         main(task)()
+
+
+def _check_hydra(prepared: Prepared) -> None:
+    """Raise ConfigError where an untrusted recipe changes Hydra's own configuration, which names code and folders.
+
+    Hydra instantiates its launcher and sweeper before it starts a task of ours, so this is checked before Hydra runs.
+    A primary configuration of the user's own (`--config-name`) cannot be composed here; its recipes' texts are checked.
+    """
+    if not prepared.untrusted or _flag_values(prepared.argv, "--config-name", "-cn", "--config-path", "-cp"):
+        return
+    folders = ",".join(f"'file://{os.path.abspath(one)}'" for one in _flag_values(prepared.argv, "--config-dir", "-cd"))
+    own = [word for word in prepared.argv if word.startswith(("hydra.", "hydra/", "+hydra", "++hydra"))]
+    own += [f"hydra.searchpath=[{folders}]"] if folders else []
+    with hydra.initialize_config_module("parallelrun.conf", **_version_base()):
+        plain = _hydra_settings(own)
+        for name, where in prepared.untrusted.items():
+            if _hydra_settings([*own, f"recipe={name}"]) != plain:
+                raise ConfigError(Problem("a recipe may not set hydra", where, command=recipe_result.TRUST))
+
+
+def _flag_values(argv: Sequence[str], *names: str) -> list[str]:
+    """The values of a flag of Hydra's, written as `--flag value` or `--flag=value`."""
+    apart = [value for flag, value in pairwise(argv) if flag in names]
+    return apart + [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
+
+
+def _hydra_settings(overrides: list[str]) -> dict[str, Any]:
+    """Hydra's own configuration under some overrides, without what merely repeats them."""
+    node = hydra.compose("config", overrides, return_hydra_config=True)["hydra"]
+    settings = cast(dict[str, Any], OmegaConf.to_container(node, resolve=False))
+    settings["job"].pop("override_dirname")
+    return {key: value for key, value in settings.items() if key not in ("overrides", "runtime")}
 
 
 def compose_plainly(prepared: Prepared) -> tuple[Composed, Path | None]:
@@ -129,9 +168,18 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
         raise ConfigError(Problem(what, "config.yaml"))
     task = HydraConfig.get().overrides.task
     given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
-    recipe = HydraConfig.get().runtime.choices.get("recipe")
-    given |= prepared.recipe_keys.get(str(recipe), frozenset())
+    recipe = str(HydraConfig.get().runtime.choices.get("recipe"))
+    if recipe != "None" and recipe not in prepared.recipe_keys:
+        raise ConfigError(Problem(f"recipe={recipe} was not read; choose it on the command line", "recipe"))
+    keys = prepared.recipe_keys.get(recipe, frozenset())
+    if recipe in prepared.untrusted:
+        problems = recipe_result.check(config, keys, prepared.typed, prepared.untrusted[recipe])
+        if problems:
+            raise ConfigError(*problems)
+    given |= keys
     config, given = _fold_path(_with_own_choices(config, given), given)
+    if config.strategy.router and "model.own_router" not in given and _preset_has_router():
+        config = replace(config, model=replace(config.model, own_router=True))
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
 
 
@@ -179,6 +227,15 @@ def _with_own_choices(config: Config, given: Set[str]) -> Config:
     return replace(config, dataset=replace(DatasetConfig(), **own, **asked))
 
 
+def _preset_has_router() -> bool:
+    """Whether the file of the chosen model says how tokens are routed: ours, or of a folder that the user named."""
+    runtime = HydraConfig.get().runtime
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    files = [folder / "model" / f"{runtime.choices.get('model')}.yaml" for folder in (presets.folder(), *folders)]
+    file = next((file for file in files if file.is_file()), None)
+    return file is not None and "router" in yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
 def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
     """`path` is a short name of dataset.path; a recipe may use it too."""
     if config.path is None:
@@ -193,7 +250,7 @@ def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
 def _load_all(files: Mapping[str, recipes.RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
     """The chosen recipes and those they build on; the others are not even opened."""
     loaded: dict[str, Recipe] = {}
-    wanted = [name for name in chosen if name.lower() != "null" and not _SWEEP.search(name)]
+    wanted = [name for name in chosen if name.lower() != "null"]
     while wanted:
         name = wanted.pop()
         if name in loaded:
@@ -207,13 +264,37 @@ def _load_all(files: Mapping[str, recipes.RecipeFile], chosen: Sequence[str], tr
     return loaded
 
 
-def _keys(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...]) -> frozenset[str]:
+def _family(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...]) -> frozenset[str]:
+    """The recipe and all that it builds on. Raises ConfigError for a circle."""
     if name in above:
         raise ConfigError(Problem(f"recipes build on each other in a circle: {' -> '.join((*above, name))}", "recipe"))
-    recipe = loaded.get(name)
-    if recipe is None:
-        return frozenset()
-    return recipe.keys.union(*(_keys(parent, loaded, (*above, name)) for parent in recipe.parents))
+    return frozenset({name}).union(*(_family(parent, loaded, (*above, name)) for parent in loaded[name].parents))
+
+
+def _node(recipe: Recipe) -> DictConfig:
+    try:
+        node = OmegaConf.create(recipe.text)
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        what = f"not readable: {str(error).strip().splitlines()[0]}"
+        raise ConfigError(Problem(what, recipe.file.shown)) from error
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def _untrusted(
+    families: Mapping[str, Set[str]], loaded: Mapping[str, Recipe], nodes: Mapping[str, DictConfig], trust: bool
+) -> dict[str, str]:
+    """Each recipe that is not trusted, or builds on one, with that one's file. Raises ConfigError where one grows."""
+    found = {}
+    for name, family in families.items():
+        files = [loaded[one].file for one in sorted(family) if not loaded[one].file.is_trusted(trust)]
+        if files:
+            found[name] = loaded[name].file.shown if loaded[name].file in files else files[0].shown
+            plain = [cast(dict[str, Any], OmegaConf.to_container(nodes[one], resolve=False)) for one in family]
+            problems = recipe_result.check_growth(plain, found[name])
+            if problems:
+                raise ConfigError(*problems)
+    return found
 
 
 @contextmanager

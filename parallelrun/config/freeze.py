@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
 # What does not change what a run computes: two configs that differ only here are the same point of a sweep.
-_VOLATILE = ("name", "runs", "ranks", "plot", "verb", "tracker", "sweep", "timeout_s")
+_VOLATILE = ("name", "runs", "ranks", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
 
 
 def freeze(config: Config, plan: Plan | None = None) -> str:
@@ -81,6 +81,7 @@ def _filled(config: Config, plan: Plan) -> Config:
         micro_batch=plan.batch.micro_batch,
         microbatches=None,
         device=plan.device,
+        checkpoint=replace(folded.checkpoint, last=folded.checkpoint.last is not False),
     )
 
 

@@ -18,7 +18,7 @@ PATH_KEYS = frozenset({"path", "dataset.path", "resume", "runs", "name", "recipe
     "plot",
 }
 # Open mappings of the schema: a user's own keys are allowed below them.
-MAPPINGS = ("model.roles", "model.arguments", "strategy.demo")
+MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
 
 # What other tools call the same thing.
 _ELSEWHERE = {
@@ -63,6 +63,7 @@ def _leaves(node: type, prefix: str) -> Iterable[Key]:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             inner = [argument for argument in typing.get_args(hint) if argument is not type(None)]
             hint, optional = inner[0], True
+        optional = optional or hint is typing.Any
         name = prefix + field.name
         if dataclasses.is_dataclass(hint):
             yield from _leaves(typing.cast(type, hint), name + ".")

@@ -16,6 +16,8 @@ from parallelrun.config.values import trap
 from parallelrun.errors import Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<key>[^=\s@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?$", re.DOTALL)
+_ENTRY = re.compile(r"""\s*(?P<key>"[^"]*"|'[^']*'|[^:"']+)\s*:(?P<value>.*)""", re.DOTALL)
+_OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router")  # keys that no user types
 _SWEEP_CALL = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag|extend_list)\(.*\)$", re.DOTALL)
 
 
@@ -45,6 +47,8 @@ class Override:
         if self.is_hydra or (self.key in GROUPS and self.key != "recipe"):
             return self.text
         sign = "++" if in_mapping(self.key) or self.key in MAPPINGS else self.sign
+        if key is not None and key.kind == "dict" and self.value[:1] == "{" and self.value[-1:] == "}":
+            return f"{sign}{self.key}{self.package}={mapping(self.value)}"
         if self.key != "recipe" and (key is None or key.kind != "str"):
             return f"{sign}{self.key}{self.package}={self.value}"
         values = [quote(value, self.key in PATH_KEYS) for value in self.values]
@@ -75,8 +79,25 @@ def read(texts: list[str], multirun: bool, where: str) -> tuple[list[Override], 
 
 
 def suggest_keys(word: str) -> list[str]:
-    """The keys and groups most like `word`."""
-    return nearest_keys(word)
+    """The keys and groups most like `word`, without those that only presets set."""
+    return [key for key in nearest_keys(word) if key.rpartition(".")[2] not in _OF_PRESETS]
+
+
+def suggest_pairs(word: str, value: str) -> str:
+    """`key=value` for the keys and groups most like `word` that may have that value, one of them without, or ""."""
+    keys = [word] if word in known_keys() or word in GROUPS else suggest_keys(word)
+    pairs = [f"{key}={value}" for key in keys if value and _may_be(key, value)]
+    return " or ".join(pairs or [f"{key}=..." for key in keys[:1]])
+
+
+def _may_be(key: str, value: str) -> bool:
+    if key in GROUPS:
+        from parallelrun.config import presets  # here: it reads YAML, which takes its time
+
+        return any(value == name for name in presets.options(key))
+    if key not in known_keys() or key in MAPPINGS:
+        return False
+    return not _check(Override(f"{key}={value}", "", key, "", value, False), "")
 
 
 def split(value: str) -> list[str]:
@@ -105,6 +126,19 @@ def unquoted(value: str) -> str:
     return value
 
 
+def mapping(value: str) -> str:
+    """`{key: value, ...}` with keys as Hydra's grammar takes them: it knows no quotes there, but escapes."""
+    pairs = []
+    for part in split(value[1:-1]):
+        match = _ENTRY.fullmatch(part)
+        if match is None:
+            return value  # Hydra's to judge
+        key = unquoted(match["key"].strip())
+        escaped = re.sub(r"[\\()\[\]{}:=, \t]", lambda special: "\\" + special[0], key)
+        pairs.append(f"{escaped}: {match['value'].strip()}")
+    return "{" + ", ".join(pairs) + "}"
+
+
 def quote(value: str, is_path: bool) -> str:
     """`value` as a quoted text of Hydra's grammar; null, quoted values, sweeps and interpolations stay as they are."""
     if value.lower() == "null" or value[:1] in ("'", '"') or _SWEEP_CALL.match(value) or value.startswith("${"):
@@ -121,16 +155,18 @@ def quote(value: str, is_path: bool) -> str:
 def _check(override: Override, where: str) -> list[Problem]:
     key, text = override.key, override.text
     if override.sign == "~":
-        return [Problem(f"{text}: a key is not taken out; write null", where, f"{key}=null")]
+        return [_taken_out(override, where)]
+    if key == "verb":
+        return [Problem(f"{text}: the verb is the first word", where, command="parallelrun --help")]
     if key in GROUPS:
         return _group(override, where)
     if key in sections():
         inner = [name for name in known_keys() if name.startswith(key + ".")][:3]
-        return [Problem(f"{text}: {key} holds keys", where, ", ".join(f"{name}=..." for name in inner))]
+        return [Problem(f"{text}: {key} holds keys", where, " or ".join(f"{name}=..." for name in inner))]
     if key not in known_keys():
         if in_mapping(key):
             return []
-        suggestion = ", ".join(suggest_keys(key))
+        suggestion = suggest_pairs(key, override.value)
         return [Problem(f"{text}: no such key: {key}", where, suggestion, "parallelrun --help")]
     if "=" not in text:
         return [Problem(f"{text}: a value is missing", where, f"{key}=...")]
@@ -139,13 +175,23 @@ def _check(override: Override, where: str) -> list[Problem]:
         if problems:
             return problems
     problems = []
-    if known_keys()[key].kind not in ("list", "dict") and override.value[:1] in ("[", "{"):
-        return [Problem(f"{text}: one value, not a list", where)]
+    opening = "[" if key in MAPPINGS else "[{"
+    if known_keys()[key].kind not in ("list", "dict") and override.value[:1] and override.value[0] in opening:
+        return [Problem(f"{text}: one value, not a {'list' if override.value[0] == '[' else 'mapping'}", where)]
     for value in override.values:
         problem = None if _is_left_to_hydra(value) else trap(known_keys()[key], unquoted(value).strip(), where)
         if problem is not None:
             problems += _several(override, where) or [problem]
     return problems
+
+
+def _taken_out(override: Override, where: str) -> Problem:
+    """`~key`: what stands for "without it" is null, where the key may be null."""
+    key, known = override.key, known_keys().get(override.key)
+    if known is None and key not in GROUPS and key not in sections():
+        return Problem(f"{override.text}: no such key: {key}", where, suggest_pairs(key, ""), "parallelrun --help")
+    what = f"{override.text}: a key is not taken out of the configuration"
+    return Problem(what, where, f"{key}=null" if known is not None and known.optional else f"leave {key} out")
 
 
 def _several(override: Override, where: str) -> list[Problem]:
@@ -166,6 +212,10 @@ def _group(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{override.text}: a name is missing", where, command=f"parallelrun ls {key}")]
     if not (key == "recipe" and recipes.is_path(value)) and _several(override, where):
         return _several(override, where)
+    climbing = [one for one in map(unquoted, override.values) if one.startswith("/") or ".." in one.split("/")]
+    if key != "recipe" and climbing:
+        what = f"{override.text}: a {key} is chosen by its name, and {climbing[0]} leads to another folder"
+        return [Problem(what, where, command="parallelrun --config-dir FOLDER ..., for options of your own")]
     if value.lower() == "null" and key != "recipe":
         return [Problem(f"{override.text}: a {key} must be chosen", where, command=f"parallelrun ls {key}")]
     return []

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 
 from parallelrun.config import recipes
+from parallelrun.config.keys import nearest
+from parallelrun.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ def options(group: str) -> list[str]:
 
 
 def values(group: str, name: str) -> dict[str, Any]:
-    """What a built-in option says."""
+    """What a built-in option says. Raises ConfigError for a name that no option has."""
+    if name not in options(group):
+        suggestion = " or ".join(f"{group}={option}" for option in nearest(name, options(group)))
+        raise ConfigError(Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}"))
     return yaml.safe_load((folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
 
 

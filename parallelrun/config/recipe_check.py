@@ -10,12 +10,17 @@ from pathlib import Path
 import yaml
 
 from parallelrun.config.keys import GROUPS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
+from parallelrun.config.recipe_result import TRUST, WRITTEN_KEYS, is_instruction
 from parallelrun.config.recipes import NAME
 from parallelrun.config.values import string_trap, trap
 from parallelrun.errors import ConfigError, Problem
 
 DEPTH_LIMIT = 32
+NODE_LIMIT = 2000  # keys and values; the largest recipe of ours has 60
 _PLAIN_INTERPOLATION = re.compile(r"\$\{(?!hydra\b)[A-Za-z_][A-Za-z0-9_.]*\}")
+_CHOICE = re.compile(r"(override +)?/?([a-z]+)")
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_ARTICLES = {"int": "a number", "float": "a number", "bool": "a truth value", "null": "nothing"}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -36,7 +41,7 @@ def parse(text: str, shown: str) -> yaml.Node:
 
 
 def _check_events(text: str, shown: str) -> None:
-    depth = documents = 0
+    depth = documents = nodes = 0
     for event in yaml.parse(text, Loader=_LOADER):
         where = f"{shown}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
         if isinstance(event, yaml.DocumentStartEvent):
@@ -47,6 +52,9 @@ def _check_events(text: str, shown: str) -> None:
             raise ConfigError(Problem("anchors and aliases are not read; use ${key}", where))
         elif isinstance(event, (yaml.CollectionStartEvent, yaml.ScalarEvent)) and event.tag:
             raise ConfigError(Problem(f"tags are not read: {event.tag}", where))
+        nodes += isinstance(event, yaml.NodeEvent)
+        if nodes > NODE_LIMIT:
+            raise ConfigError(Problem(f"a recipe has at most {NODE_LIMIT} keys and values", where))
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > DEPTH_LIMIT:
@@ -68,6 +76,7 @@ class Check:
         self.problems: list[Problem] = []
         self.keys: set[str] = set()
         self.parents: list[str] = []
+        self.chosen: dict[str, int] = {}  # group -> its line
 
     def root(self, node: yaml.Node) -> None:
         assert isinstance(node, yaml.MappingNode)
@@ -84,8 +93,7 @@ class Check:
 
     def _refuse(self, what: str, node: yaml.Node) -> None:
         if not self.trusted:
-            command = "parallelrun --trust ..., if you know what the recipe does"
-            self.problems.append(Problem(what, _where(self.shown, node), command=command))
+            self.problems.append(Problem(what, _where(self.shown, node), command=TRUST))
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
         seen: dict[str, int] = {}
@@ -107,7 +115,7 @@ class Check:
         for item in node.value:
             if isinstance(item, yaml.ScalarNode):
                 if item.value != "_self_":
-                    self._parent(item.value, item)
+                    self._parent(item)
                 continue
             if not isinstance(item, yaml.MappingNode):
                 self._report("an entry of defaults is a name or `override /group: option`", item)
@@ -116,32 +124,51 @@ class Check:
                 self._default(name, key_node, value)
 
     def _default(self, name: str, key_node: yaml.Node, value: yaml.Node) -> None:
-        group = name.split()[-1].lstrip("/").split("@")[0]
+        match = _CHOICE.fullmatch(name)
+        group = match[2] if match else name.split()[-1].lstrip("/") if name.split() else ""
         if not isinstance(value, yaml.ScalarNode):
             self._report(f"{name}: one option", value)
             return
         self._text(value.value, value)
         if group.split("/")[0] == "hydra":
             self._refuse(f"a recipe may not choose {group}", key_node)
+        elif "@" in name:
+            self._report(f"{name}: a recipe chooses the options of groups, without @package", key_node)
         elif group == "recipe":
-            self._parent(value.value, value)
+            self._parent(value)
         elif group not in GROUPS:
             self._report(f"{group}: no such group", key_node, ", ".join(nearest(group, GROUPS)))
-        elif not name.startswith("override "):
+        elif match is None or not match[1]:
             self._report(f"{name}: the group is chosen already; override it", key_node, f"override /{group}")
-        else:
+        elif group in self.chosen:
+            line = self.chosen[group]
+            self._report(f"{name}: {value.value}: {group} is chosen twice, first on line {line}", key_node)
+        elif self._is_option_name(value, f"{name}: {value.value}", f"an option of {group}"):
+            self.chosen[group] = key_node.start_mark.line + 1
             self.keys.add(group)
 
-    def _parent(self, name: str, node: yaml.Node) -> None:
-        name = name.lstrip("/").removeprefix("recipe/")
-        if "/" in name or not NAME.match(name):
-            self._refuse(f"{name}: a recipe may build on another recipe only by its name", node)
+    def _is_option_name(self, node: yaml.ScalarNode, shown: str, kind: str) -> bool:
+        """Whether an option is chosen by a plain name: no number, no null, nothing that leads into other folders."""
+        if not node.style and node.tag != _TEXT_TAG:
+            read_as = node.tag.rpartition(":")[2]
+            self._report(f"{shown[:80]}: {kind} is a name, and this is {_ARTICLES.get(read_as, read_as)}", node)
+        elif not NAME.fullmatch(node.value):
+            self._report(f"{shown[:80]}: {kind} is a plain name: letters, digits, '_', '-' and '.'", node)
+        else:
+            return True
+        return False
+
+    def _parent(self, node: yaml.ScalarNode) -> None:
+        name = node.value.lstrip("/").removeprefix("recipe/")
+        if node.value.startswith("/") and not node.value.startswith("/recipe/"):
+            self._report(f"{node.value}: a recipe builds on other recipes only", node, name)
+        elif (not node.style and node.tag != _TEXT_TAG) or not NAME.fullmatch(name):
+            self._report(f"{node.value[:80]}: a recipe may build on another recipe only by its name", node)
         else:
             self.parents.append(name)
 
     def _value(self, name: str, key_node: yaml.Node, value: yaml.Node) -> None:
-        last = name.rpartition(".")[2]
-        if last.startswith("_") and last.endswith("_") and last != "_self_":
+        if is_instruction(name):
             self._refuse(f"{name}: a recipe may not name code", key_node)
             if not self.trusted:
                 return
@@ -165,6 +192,9 @@ class Check:
 
     def _leaf(self, key: Key, key_node: yaml.Node, value: yaml.Node) -> None:
         self.keys.add(key.name)
+        is_null = isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null")
+        if is_null and key.optional:
+            return
         if key.name == "model.source":
             self._refuse("model.source: a recipe may not name code", key_node)
         if key.kind in ("list", "dict"):
@@ -190,16 +220,15 @@ class Check:
             problem = trap(key, value.value, where)
             if problem:
                 self.problems.append(problem)
-        if key.name in ("runs", "sweep.directory", "plot") and (
-            os.path.isabs(value.value) or value.value.startswith("~") or ".." in Path(value.value).parts
-        ):
+        climbs = os.path.isabs(value.value) or value.value.startswith("~") or ".." in Path(value.value).parts
+        if key.name in WRITTEN_KEYS and climbs:
             self._refuse(f"{key.name}: a recipe may not write outside the working folder", key_node)
 
     def _scan(self, node: yaml.Node) -> None:
         """Check the texts below an open mapping or a list."""
         if isinstance(node, yaml.MappingNode):
             for name, key_node, value in self._entries(node):
-                if name.startswith("_") and name.endswith("_"):
+                if is_instruction(name):
                     self._refuse(f"{name}: a recipe may not name code", key_node)
                 self._scan(value)
         elif isinstance(node, yaml.SequenceNode):

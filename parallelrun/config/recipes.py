@@ -18,8 +18,8 @@ from pathlib import Path
 from parallelrun.config.keys import nearest
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 
-SIZE_LIMIT = 2**20
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*$")
+SIZE_LIMIT = 2**16
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,15 @@ class RecipeFile:
     name: str
     path: Path
     source: str
+
+    @property
+    def shown(self) -> str:
+        """The file as messages name it."""
+        return str(self.path) if self.source == "user" else f"recipes/{self.path.name}"
+
+    def is_trusted(self, trust: bool) -> bool:
+        """Whether the recipe may name code and write anywhere: ours, or any if the user has said `--trust`."""
+        return trust or self.source == "built-in"
 
     @property
     def description(self) -> str:
@@ -73,7 +82,7 @@ def find(environment: Mapping[str, str] | None = None) -> dict[str, RecipeFile]:
         except OSError:
             continue
         for path in files:
-            if NAME.match(path.stem):
+            if NAME.fullmatch(path.stem):
                 found.setdefault(path.stem, RecipeFile(path.stem, path, source))
     return dict(sorted(found.items()))
 
@@ -97,16 +106,20 @@ def at_path(text: str) -> RecipeFile:
 
 def load(file: RecipeFile, trust: bool = False) -> Recipe:
     """Read and check one recipe. Raises ConfigError with every problem, each with file:line."""
-    from parallelrun.config import recipe_check  # here: most command lines name no recipe, and YAML takes its time
+    from parallelrun.config import (  # here: most command lines name no recipe, and YAML takes its time
+        recipe_check,
+        repeat,
+    )
 
     text = _read(file.path)
-    trusted = trust or file.source == "built-in"
-    shown = str(file.path) if file.source == "user" else f"recipes/{file.path.name}"
-    root = recipe_check.parse(text, shown)
-    check = recipe_check.Check(shown, trusted)
+    root = recipe_check.parse(text, file.shown)
+    check = recipe_check.Check(file.shown, file.is_trusted(trust))
     check.root(root)
     if check.problems:
         raise ConfigError(*check.problems)
+    again = repeat.of(text, check.keys)
+    if again is not None:
+        return Recipe(file, again, repeat.GIVEN)
     return Recipe(file, text, frozenset(check.keys), tuple(check.parents))
 
 

@@ -67,6 +67,7 @@ class ModelConfig:
     dense_layers: int = 0  # the first layers, which have none
     shared_experts: int = 0  # an MLP of so many expert_ffn beside the experts, for every token
     router: RouterConfig = field(default_factory=RouterConfig)
+    own_router: bool = False  # `strategy` changes nothing of the router; filled where the model's preset has a router
     # matmul: the product X (rows x inner) by W (inner x columns) of the lesson
     rows: int = 4
     inner: int = 5
@@ -102,6 +103,7 @@ class DatasetConfig:
     vocab: int | None = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
     flip: bool = False  # images: mirror half of the training samples
     crop: int = 0  # images: shift training samples by up to so many pixels, filling with the mean
+    num_workers: int | None = None  # imagefolder: processes per rank that decode ahead; None: spare cores, at most 4
 
 
 @dataclass
@@ -128,7 +130,7 @@ class DataWayConfig:
     delays: list[float] = field(default_factory=list)  # ps: seconds that worker 0, 1, ... waits in each of its steps
     shard_min_kb: float = 256.0  # ps: a tensor is cut over the servers into parts of at least so much
     # ring, horovod: how gradients are summed
-    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical; None: ring's is ring, else native
+    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical | tree; None: ring or native
     group_size: int | None = None  # hierarchical: ranks of dp in an inner group; None: those that share a host
     # ddp, ring, horovod: how gradients go over the wire
     compression: str = "none"  # none | fp16 | powersgd
@@ -178,11 +180,16 @@ class ExpertWayConfig:
 
 @dataclass
 class StrategyConfig:
-    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given."""
+    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given.
+
+    fill_order: for a preset of several axes, those that share the ranks that are left, the first one first
+    (`plan/fill_order.py`); empty: own_axis alone.
+    """
 
     name: str = "ptdp"
     description: str = ""
     own_axis: str = "dp"
+    fill_order: list[str] = field(default_factory=list)
     demo: dict[str, int] = field(default_factory=dict)
     data: DataWayConfig = field(default_factory=DataWayConfig)
     tensor: TensorWayConfig = field(default_factory=TensorWayConfig)
@@ -193,7 +200,7 @@ class StrategyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """adamw | sgd, its learning-rate schedule and clipping."""
+    """adamw | sgd | adagrad, its learning-rate schedule and clipping."""
 
     name: str = "adamw"
     description: str = ""
@@ -228,7 +235,7 @@ class ClusterConfig:
     nodes: int | None = None
     gpus_per_node: int | None = None
     memory_gb: float | None = None
-    peak_tflops: float | None = None
+    peak_tflops: Any = None  # of a device, dense: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}
     intra_gb_s: float | None = None
     inter_gb_s: float | None = None
     latency_us: float | None = None
@@ -246,7 +253,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = 0  # steps; 0: never while running (a preempted run is saved all the same)
     keep: int = 2
-    last: bool = False  # also after the last step
+    last: bool | None = None  # also after the last step; None: yes, except of a sweep's points
 
 
 @dataclass
@@ -268,6 +275,7 @@ class SweepConfig:
     directory: str | None = None  # where the sweep's files go; None: <runs>/sweep-<utc>-<random>
     resume: str | None = None  # a sweep directory whose finished points are not run again
     fail_fast: bool = False
+    objective: str | None = None  # what hydra/sweeper=optuna optimizes, any number of the summary; None: val_loss
 
 
 @dataclass
@@ -308,11 +316,13 @@ class Config:
     compile: bool = False
     device: str = "auto"  # auto | cpu | cuda
     name: str | None = None
-    resume: str | None = None  # latest | a run directory | a checkpoint directory
+    resume: str | None = None  # latest | auto | a run directory | a checkpoint directory
     runs: str = "runs"  # where run directories are made
     path: str | None = None  # shorthand of dataset.path
     ranks: str = "few"  # plan: few | all rows of the rank table
+    tokens: float | None = None  # plan: how many days so many tokens take
     plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
+    profile: list[int] = field(default_factory=list)  # steps of which torch's profiler writes a trace, on every rank
     tracker: str = "none"  # none | tensorboard
     timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7
     verb: str = "run"

@@ -7,7 +7,6 @@ would take a second on every rank).
 from __future__ import annotations
 
 import gzip
-from importlib.util import find_spec
 from pathlib import Path
 
 from parallelrun.config.schema import Config
@@ -16,6 +15,7 @@ from parallelrun.data.dataset import Dataset
 from parallelrun.data.images import Pixels, open_pixels
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.models.spec import ModelSpec
+from parallelrun.packages import require
 
 CLASSES, SIZE, TOP = 10, 8, 16
 MOMENTS = ((0.3053,), (0.3760,))
@@ -34,17 +34,10 @@ def image_shape(config: Config) -> tuple[int, int | None]:
 
 def open(config: Config, spec: ModelSpec) -> Dataset:
     """The digits, train and val by hash. Raises EnvironmentProblem when scikit-learn is not installed."""
-    package = find_spec("sklearn")
-    folder = Path(package.origin).parent if package and package.origin else None
-    if folder is None or not (folder / FILE).is_file():
-        raise EnvironmentProblem(
-            Problem(
-                "dataset=digits is part of scikit-learn, which is not installed",
-                where="dataset",
-                suggestion="dataset=synthetic, which needs no package",
-                command="pip install 'parallelrun[vision]'",
-            )
-        )
+    folder = require("sklearn", "dataset=digits", "dataset", "dataset=synthetic, which needs no package")
+    if not (folder / FILE).is_file():
+        what = f"dataset=digits is not in this scikit-learn: there is no {folder / FILE}"
+        raise EnvironmentProblem(Problem(what, "dataset", "dataset=synthetic"))
     table = np.array(gzip.decompress((folder / FILE).read_bytes()).replace(b"\n", b",").rstrip(b",").split(b","), float)
     table = table.reshape(-1, SIZE * SIZE + 1).astype(np.int64)
     pixels = table[:, :-1].reshape(-1, 1, SIZE, SIZE).astype(np.uint8)

@@ -6,11 +6,12 @@ their names. The shorter side is brought to 8/7 of what the model reads, and the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
@@ -20,6 +21,7 @@ from parallelrun.data.images import Look, look_for
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.models.spec import ModelSpec
+from parallelrun.packages import require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 MOMENTS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 VAL_FOLDERS = ("val", "test")
+NUM_LOOKED_AT = 200  # images whose size is read before a run
 
 
 def vocab_size(config: Config) -> int | None:
@@ -45,7 +48,9 @@ def image_shape(config: Config) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """Image files, decoded when they are asked for."""
+    """Image files, decoded when they are asked for: enough work for processes of its own (`decodes_files`)."""
+
+    decodes_files: ClassVar[bool] = True
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -65,7 +70,7 @@ class FolderSplit:
 
 def open(config: Config, spec: ModelSpec) -> Dataset:
     """The images below `dataset.path`. Raises EnvironmentProblem when there are none, or pillow is not installed."""
-    _pillow()
+    require("PIL", "dataset=imagefolder", "dataset")
     root = resolve_path(config, "a folder of class folders")
     if not root.is_dir():
         raise EnvironmentProblem(Problem(f"no such folder: {root}", where="dataset.path"))
@@ -93,32 +98,56 @@ def open(config: Config, spec: ModelSpec) -> Dataset:
     return require_samples(dataset, config, spec, f"{root} ({len(classes)} classes, {num_images} images)")
 
 
+def shorter_side(size: int) -> int:
+    """To what the shorter side of an image is brought before its middle of `size` pixels is cut out."""
+    return size * 8 // 7
+
+
+def notes(config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
+    """Says that images are smaller than what the model reads, judged by some of them: that costs sharpness for nothing
+    but computation."""
+    from PIL import Image
+
+    split = dataset.train
+    assert isinstance(split, FolderSplit)
+    wanted = shorter_side(split.look.shape[1])
+    looked_at = [
+        split.files[place] for place in np.linspace(0, len(split) - 1, min(NUM_LOOKED_AT, len(split))).astype(int)
+    ]
+    sizes = []
+    for file in looked_at:
+        with contextlib.suppress(OSError, ValueError, SyntaxError), Image.open(file) as opened:  # training names it
+            sizes.append((min(opened.size), opened.size, file))
+    small = [one for one in sizes if one[0] < wanted]
+    if not small:
+        return []
+    _, (width, height), file = min(small)
+    part = "all" if len(small) == len(sizes) else f"{len(small)} of {len(sizes)}"
+    typical = sorted(side for side, _, _ in sizes)[len(sizes) // 2]
+    return [
+        f"{part} images looked at are smaller than {wanted} pixels and are enlarged (the smallest: {file}, "
+        f"{width} x {height}); model.image={max(1, typical * 7 // 8)} would read most without enlarging them"
+    ]
+
+
 def decode(path: Path, size: int) -> NDArray[np.float32]:
     """A file's image as float32 (3, size, size) in [0, 1]: the middle, its shorter side first brought to 8/7 of size.
 
     Raises EnvironmentProblem naming a file that is no image.
     """
-    image_module = _pillow()
-    shorter = size * 8 // 7
+    from PIL import Image
+
+    shorter = shorter_side(size)
     try:
-        with image_module.open(path) as opened:
+        with Image.open(path) as opened:
             image = opened.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise EnvironmentProblem(Problem(f"cannot read the image {path}: {error}", where="dataset.path")) from error
     scale = shorter / min(image.size)
-    image = image.resize([max(shorter, round(side * scale)) for side in image.size], image_module.Resampling.BILINEAR)
+    image = image.resize([max(shorter, round(side * scale)) for side in image.size], Image.Resampling.BILINEAR)
     left, top = (image.width - size) // 2, (image.height - size) // 2
     cut = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.float32)
     return cut.transpose(2, 0, 1) / np.float32(255)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        what = "dataset=imagefolder reads images by pillow, which is not installed"
-        raise EnvironmentProblem(Problem(what, "dataset", command="pip install 'parallelrun[vision]'")) from error
-    return Image
 
 
 def _split_folders(root: Path) -> tuple[Path, Path | None]:

@@ -103,6 +103,7 @@ def tokenize(
         raise ConfigError(Problem(f"--vocab {size} is below the tokenizer's {codec.vocab} token ids", where="--vocab"))
     try:
         paths = [path for root in inputs for path in list_files(root)]
+        _check_text(inputs, paths, codec, json_key)
         prefix.parent.mkdir(parents=True, exist_ok=True)
         kind = element_type(size)
         documents, tokens = write_indexed(prefix, _documents(paths, codec, append_eod, json_key), kind)
@@ -121,6 +122,15 @@ def tokenize(
     }
     note_path(prefix).write_text(json.dumps(note, indent=2) + "\n")
     return note
+
+
+def _check_text(inputs: Sequence[Path], paths: Sequence[Path], codec: Tokenizer, json_key: str) -> None:
+    """Raises ConfigError where there is nothing to write, before anything is created."""
+    for _ in _documents(paths, codec, False, json_key):
+        return
+    named = ", ".join(map(str, inputs))
+    what = f"{named}: {f'{len(paths)} files without a token' if paths else 'no file'}, so there is nothing to write"
+    raise ConfigError(Problem(what, "INPUT"))
 
 
 def _documents(

@@ -1,8 +1,8 @@
 """Running as a rank that torchrun, srun or mpirun has started.
 
-Rank 0 composes and resolves, then `lead`s: config, hash and run directory go through the store. The others `follow`:
-they check that code, torch and config are the same everywhere, and run the same worker. If rank 0 cannot compose, it
-`abandon`s and all leave with its code.
+Rank 0 composes and resolves, then `lead`s: config and run directory go through the store. The others `follow`: they
+tell what they were started with, rank 0 checks that it is the same everywhere, and all run the same worker. If rank 0
+cannot compose, it `abandon`s and all leave with its code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from parallelrun.config.freeze import digest, load_frozen
 from parallelrun.errors import (
@@ -27,7 +27,7 @@ from parallelrun.errors import (
     ParallelrunError,
     Problem,
 )
-from parallelrun.launch import directory, environment, failure, meeting, output, rank, survivors
+from parallelrun.launch import agreement, environment, failure, gpus, meeting, output, preflight, rank, survivors
 from parallelrun.launch.board import Board
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import Failure
@@ -66,8 +66,12 @@ def abandon(attached: Attached, exit_code: int) -> None:
         return  # the launcher will end the others
 
 
-def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: bool = False) -> int:
+def lead(
+    attached: Attached, job: Job, argv: Sequence[str], overrides: Sequence[str] = (), verbose: bool = False
+) -> int:
     """Rank 0's part: publish the run, see that all have come and agree, run the worker. Returns the exit code.
+
+    argv: this process's command line, which must be the others' too.
 
     When ranks are missing or disagree, that is said here and to the others, and nothing is raised: nobody is left who
     would have to be told.
@@ -76,14 +80,25 @@ def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: b
     text = (job.directory / "config.yaml").read_text()
     status = Status(job.directory)
     status.running()
-    run = {"config": text, "sha256": digest(text), "directory": str(job.directory), "worker": job.worker}
+    run: dict[str, Any] = {
+        "config": text,
+        "directory": str(job.directory),
+        "worker": job.worker,
+        "source": job.config.model.source,
+        "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
+        "overrides": list(overrides),  # any rank may say how to resume
+        "verbose": verbose,
+    }
     meeting.put(store, "run", run)
-    meeting.put(store, "joined/0", _member(attached, text, job.directory))
+    meeting.put(store, "joined/0", _member(attached, run, argv))
     try:
         members = meeting.gather(store, attached.world, meeting.JOIN_S)
-        problems = meeting.disagreement(members)
-        if problems:
+        if problems := agreement.differences(members, job.plan):
             raise EnvironmentProblem(*problems)
+        if job.plan.device == "cuda":
+            smallest = min(member.gpu_bytes for member in members[: job.plan.num_workers])
+            for note in preflight.check_gpu_memory(job.plan, smallest):
+                print(f"note: {note}", file=sys.stderr)
     except EnvironmentProblem as error:
         meeting.put(store, "go", {"failed": error.exit_code})
         status.ended(error.exit_code, str(error))
@@ -93,6 +108,7 @@ def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: b
     finally:
         meeting.forget_port(attached)
     _complete_manifest(job.directory, sorted({member.host for member in members}))
+    members = [replace(member, words={}, code={}) for member in members]  # compared, and needed by nobody else
     meeting.put(store, "go", {"members": [asdict(member) for member in members]})
     return _serve(attached, job, store, members, Voice(tuple(overrides), verbose))
 
@@ -100,7 +116,7 @@ def lead(attached: Attached, job: Job, overrides: Sequence[str] = (), verbose: b
 def follow(argv: Sequence[str]) -> int:
     """Every other rank's part: wait for rank 0's run, join, run the worker. Returns the exit code.
 
-    argv is not read: rank 0's counts. Raises EnvironmentProblem when rank 0 does not come.
+    argv must mean what rank 0's means; rank 0 composes. Raises EnvironmentProblem when rank 0 does not come.
     """
     attached = environment.detect(os.environ)
     assert attached is not None and attached.rank > 0, "follow() is for ranks that another launcher has started"
@@ -113,7 +129,7 @@ def follow(argv: Sequence[str]) -> int:
         store.add("told", 1)
         return int(run["failed"])
     folder = Path(run["directory"])
-    meeting.put(store, f"joined/{attached.rank}", _member(attached, run["config"], folder))
+    meeting.put(store, f"joined/{attached.rank}", _member(attached, run, argv))
     go = meeting.get(store, "go", meeting.JOIN_S + 30)
     if go is None or "failed" in go:
         return int(go["failed"]) if go else survivors.leader_left_early(folder)
@@ -121,22 +137,28 @@ def follow(argv: Sequence[str]) -> int:
     from parallelrun.plan.resolve import resolve
 
     job = Job(config, resolve(config), folder, run["worker"])
-    return _serve(attached, job, store, [Member(**fields) for fields in go["members"]], Voice())
+    members = [Member(**fields) for fields in go["members"]]
+    return _serve(attached, job, store, members, Voice(tuple(run["overrides"]), run["verbose"]))
 
 
-def _member(attached: Attached, config: str, folder: Path) -> dict:
-    from importlib.metadata import version
-
-    return {
-        "rank": attached.rank,
-        "host": os.uname().nodename,
-        "pid": os.getpid(),
-        "born": meeting.birth(os.getpid()),
-        "code": directory.code_fingerprint(),
-        "torch": version("torch"),
-        "config": digest(config),
-        "directory_seen": (folder / "config.yaml").exists(),
-    }
+def _member(attached: Attached, run: Mapping[str, Any], argv: Sequence[str]) -> dict:
+    """What this rank says of itself, before it reads the config: with other code it may not be able to."""
+    gpu = gpus.of_rank(attached.local_rank) if attached.rank < run["num_gpus"] else gpus.Gpu()
+    member = Member(
+        rank=attached.rank,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        born=meeting.birth(os.getpid()),
+        words=agreement.command_line(argv),
+        code=agreement.code(run["source"]),
+        code_version=agreement.code_version(),
+        config=digest(run["config"]),
+        directory_seen=(Path(run["directory"]) / "config.yaml").exists(),
+        gpu=gpu.identity,
+        gpu_bytes=gpu.num_bytes,
+        visible_gpus=gpu.num_visible,
+    )
+    return asdict(member)
 
 
 def _complete_manifest(folder: Path, hosts: list[str]) -> None:

@@ -9,11 +9,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-_HEADER, _SLOT = 64, 64
+_HEADER, _SLOT = 64, 512
 _NUMBER = struct.Struct("=q")  # the stop flag, then the step of the last failed save
 _FAILED_SAVE_AT = 8
 _BEAT = struct.Struct("=qqq32s")  # monotonic ns, step, number of beats, phase
 _RETURNED_AT = 56
+_TOLD = struct.Struct("=qq400s")  # exit code, order, what went wrong
+_TOLD_AT = 64
 NOT_RETURNED = -1
 
 
@@ -71,6 +73,16 @@ class Board:
     def returned(self, rank: int) -> int:
         """What the worker of `rank` returned, or NOT_RETURNED."""
         return _NUMBER.unpack_from(self._bytes, _HEADER + rank * _SLOT + _RETURNED_AT)[0]
+
+    def tell(self, rank: int, exit_code: int, order: int, what: str) -> None:
+        """How the worker of `rank` failed, where no file could be written (`failure.Failure`)."""
+        text = what.encode(errors="replace")[:400]
+        _TOLD.pack_into(self._bytes, _HEADER + rank * _SLOT + _TOLD_AT, exit_code, order, text)
+
+    def told(self, rank: int) -> tuple[int, int, str] | None:
+        """(exit code, order, what) of `tell`, or None."""
+        exit_code, order, text = _TOLD.unpack_from(self._bytes, _HEADER + rank * _SLOT + _TOLD_AT)
+        return (exit_code, order, text.rstrip(b"\0").decode(errors="replace")) if exit_code else None
 
     def request_stop(self) -> None:
         """Ask every rank to finish its step, save and leave."""

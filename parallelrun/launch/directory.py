@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import parallelrun
+from parallelrun import reserve
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import num_cores
@@ -116,6 +117,8 @@ def describe(
     from parallelrun.config.freeze import freeze
     from parallelrun.report.plan import document
 
+    if not reserve.set_aside(directory):
+        print(f"warning: the disk of {directory} is almost full: records of this run may be lost", file=sys.stderr)
     write_text(directory / "config.yaml", freeze(config, plan))
     write_json(directory / "plan.json", document(plan, config))
     write_json(directory / "manifest.json", {**manifest(config, plan, argv, overrides), "resumed": resumed})

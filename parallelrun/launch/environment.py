@@ -15,10 +15,14 @@ from dataclasses import dataclass
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
+LISTENER = "PARALLELRUN_LISTENER"  # the descriptor of a listening socket that rank 0 inherits for the rendezvous
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
     r"|TF_CONFIG|TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|SLURM_\w+|OMPI_\w+|PMI_\w+|PMIX_\w+|PMI|MPI_\w+)$"
+)
+_OF_ONE_HOST = re.compile(
+    r"^(HOME|USER|LOGNAME|SHELL|PWD|TERM|COLORTERM|COLUMNS|LINES|TMPDIR|TMP|TEMP|XDG_\w+|\w+_VISIBLE_DEVICES)$"
 )
 _FOR_RANKS = re.compile(
     r"^(PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|COLORTERM|COLUMNS|LINES|NO_COLOR|FORCE_COLOR|CI|TZ|LANG|LANGUAGE|LC_\w+"
@@ -79,6 +83,20 @@ def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) ->
     kept.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     kept.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     return kept
+
+
+def for_other_hosts(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ranks on other hosts get from the launcher: those for ranks that are not about this host."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if _FOR_RANKS.match(name) and not _OF_LAUNCHERS.match(name) and not _OF_ONE_HOST.match(name)
+    }
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what another launcher has said about a rank's place."""
+    return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
 
 
 def loopback_interface() -> str:

@@ -6,7 +6,6 @@ kind first (signals, exceptions and exits, then aborts, then lost connections) a
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shlex
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun import sequences
+from parallelrun import reserve, sequences, user_code
 from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
@@ -30,7 +29,6 @@ _LOST_PEER = re.compile(
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout after|Wait timeout|operation timed out", re.IGNORECASE)
 _OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAX_LINES = 25
 
 
@@ -48,14 +46,16 @@ class Failure:
     phase: str = ""
     problems: tuple[Problem, ...] = ()
     traceback: str = ""
+    frames: tuple[str, ...] = ()
 
 
 def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, alone: bool = False) -> Failure:
     """The Failure of a rank whose worker raised. alone: there is no other rank, so an exception is a failed run (1)."""
     if isinstance(error, ParallelrunError):
-        return Failure(rank, str(error), error.exit_code, time_ns, problems=error.problems, traceback=traceback)
+        order = 3 if error.of_another_rank else 0
+        return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=traceback)
     chain = list(_chain(error))
-    if any(isinstance(e, OSError) and e.errno in _NO_ROOM for e in chain):
+    if any(isinstance(e, OSError) and e.errno in reserve.NO_ROOM for e in chain):
         return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=traceback)
     name = type(error).__name__
     what = f"{name}: {_first_line(str(error))}".rstrip(": ")
@@ -64,7 +64,8 @@ def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, 
         return Failure(rank, f"lost its peers ({what})", EXIT_RANK_DIED, time_ns, order=3, traceback=traceback)
     if any(_TIMED_OUT.search(text) for text in torch_said):
         return Failure(rank, f"waited too long ({what})", EXIT_HANG, time_ns, order=2, traceback=traceback)
-    return Failure(rank, what, ParallelrunError.exit_code if alone else EXIT_RANK_DIED, time_ns, traceback=traceback)
+    code = ParallelrunError.exit_code if alone else EXIT_RANK_DIED
+    return Failure(rank, what, code, time_ns, traceback=traceback, frames=tuple(user_code.frames(error)))
 
 
 def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -> Failure:
@@ -119,6 +120,7 @@ def read(directory: Path, rank: int) -> Failure | None:
         return None
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
     fields["problems"] = tuple(Problem(**problem) for problem in fields["problems"])
+    fields["frames"] = tuple(fields["frames"])
     return Failure(**fields)
 
 
@@ -133,6 +135,7 @@ def block(
         lines.append(f"error: rank {failure.rank} ({place}){separator}{failure.what}")
     phase = f", phase {failure.phase}" if failure.phase else ""
     lines.append(f"  at: rank {failure.rank}, step {failure.step}{phase}")
+    lines += [f"  in: {frame}" for frame in failure.frames]
     lines += how_to_resume(directory, overrides)
     lines.append(f"  log: {directory / 'logs' / f'rank_{failure.rank}.log'}")
     if verbose and failure.traceback:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
-from parallelrun.launch.environment import Attached
+from parallelrun.launch.environment import LISTENER, Attached
 from parallelrun.records import write_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def connect(attached: Attached, timeout_s: float = COMPOSE_S) -> Store:
     host, port, listener = attached.master_addr, attached.master_port, None
     agent_serves = attached.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if attached.rank == 0 and not agent_serves:
-        listener = _listen(host, port)
+        listener = _inherited_listener() or _listen(host, port)
         port = listener.getsockname()[1]
         if attached.master_port == 0:
             _announce_port(attached, port)
@@ -78,21 +78,21 @@ def get(store: Store, key: str, timeout_s: float) -> Any:
 @dataclass(frozen=True)
 class Member:
     """What a rank tells when it joins. directory_seen: it can see the run directory that rank 0 has made; born: when
-    its process was started, see `birth`."""
+    its process was started, see `birth`; words and code: see `agreement`; gpu: the identity of the GPU it would use,
+    empty for none, with that GPU's memory and the number of GPUs that it sees."""
 
     rank: int
     host: str
     pid: int
     born: str
-    code: str
-    torch: str
+    words: dict[str, tuple[str, str]]
+    code: dict[str, str]
+    code_version: str
     config: str
     directory_seen: bool
-
-    @property
-    def version(self) -> tuple[str, str, str]:
-        """What must be equal on all ranks."""
-        return self.code, self.torch, self.config
+    gpu: str = ""
+    gpu_bytes: int = 0
+    visible_gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,10 @@ def gather(store: Store, world: int, timeout_s: float) -> list[Member]:
     return [Member(**fields) for fields in said]
 
 
-def disagreement(members: list[Member]) -> list[Problem]:
-    """What keeps these ranks from running together: other code, other torch, another config, an unseen directory."""
-    reference, problems = members[0], []
-    for label, name in (("parallelrun's code", "code"), ("torch", "torch"), ("the frozen config", "config")):
-        odd = [m for m in members if getattr(m, name) != getattr(reference, name)]
-        if odd:
-            table = "; ".join(f"rank {m.rank} on {m.host}: {getattr(m, name)[:12]}" for m in (reference, *odd[:8]))
-            problems.append(Problem(f"{label} differs between ranks: {table}", where=name))
-    unseen = sorted({m.host for m in members if not m.directory_seen})
-    if unseen:
-        what = f"the run directory is not visible on {', '.join(unseen)}"
-        problems.append(Problem(what, where="runs", suggestion="runs=<a folder on a file system all hosts share>"))
-    return problems
+def _inherited_listener() -> socket.socket | None:
+    """The socket that our own launcher has opened on this host for the rendezvous. Child processes do not get it."""
+    descriptor = os.environ.pop(LISTENER, "")
+    return socket.socket(fileno=int(descriptor)) if descriptor else None
 
 
 def _listen(host: str, port: int) -> socket.socket:

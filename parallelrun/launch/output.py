@@ -25,19 +25,39 @@ def open_log(directory: Path, rank: int) -> int:
     return os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-class Screen:
+class Log:
+    """A log that may be on a full disk: what has no room there is lost, and the run goes on."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else (`fileno`, `encoding`, ...) is the file's."""
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+
+class Screen(Log):
     """The terminal with a plain copy in the log. A closed terminal (`| head`) ends the echo, never the run."""
 
     def __init__(self, terminal: TextIO, log: TextIO):
-        self._original = terminal
+        super().__init__(terminal)
         self._terminal: TextIO | None = terminal
         self._log = log
         self._descriptor = terminal.fileno()
         self._is_terminal = terminal.isatty()
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else (`encoding`, `errors`, ...) is the terminal's."""
-        return getattr(self._original, name)
 
     def isatty(self) -> bool:
         return self._is_terminal
@@ -50,10 +70,6 @@ class Screen:
             self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
         self._try(text)
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
@@ -72,6 +88,10 @@ class Screen:
             self._terminal = None
 
 
+def _log_to(descriptor: int) -> TextIO:
+    return cast(TextIO, Log(open(descriptor, "w", buffering=1, closefd=False, errors="backslashreplace")))
+
+
 def redirect(directory: Path, rank: int, keeps_terminal: bool) -> None:
     """Send this process's output to its log for good; with `keeps_terminal`, stdout goes to the terminal too.
 
@@ -79,13 +99,13 @@ def redirect(directory: Path, rank: int, keeps_terminal: bool) -> None:
     """
     log = open_log(directory, rank)
     os.dup2(log, 2)
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 (for good)
+    sys.stderr = _log_to(2)  # for good
     if keeps_terminal:
         terminal = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
         sys.stdout = cast(TextIO, Screen(terminal, sys.stderr))
     else:
         os.dup2(log, 1)
-        sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        sys.stdout = _log_to(1)
     os.close(log)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -96,7 +116,9 @@ def redirect(directory: Path, rank: int, keeps_terminal: bool) -> None:
 @contextlib.contextmanager
 def copied(directory: Path, rank: int):
     """While a worker runs inline: stdout is copied into its log, stderr (warnings, tracebacks) goes there alone."""
-    with open(open_log(directory, rank), "w", buffering=1, errors="backslashreplace") as log:
+    descriptor = open_log(directory, rank)
+    try:
+        log = _log_to(descriptor)
         before = sys.stdout
         try:
             sys.stdout = cast(TextIO, Screen(before, log))
@@ -109,3 +131,6 @@ def copied(directory: Path, rank: int):
             with contextlib.suppress(ValueError):
                 sys.stdout.flush()
             sys.stdout = before
+            log.flush()
+    finally:
+        os.close(descriptor)

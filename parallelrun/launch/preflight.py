@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
+from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Memory, Plan
 
 CROWDED = 8  # ranks per core beyond which a run is mostly waiting
@@ -26,13 +28,21 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
                 kind="arithmetic",
             )
         )
-    if attached:  # its ranks may be on other hosts
+    _check_compiler(config, plan)
+    if attached:  # its ranks may be on other hosts: each tells of its GPU when it joins
+        if plan.device == "cuda":
+            _check_gpus(needed=1)
         on_this_host = plan.device == "cpu" and attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if on_this_host else []
     if plan.device == "cuda":
         _check_gpus(plan.num_workers)
-        return _check_memory(plan, gpu_bytes(), each=True)
+        return check_gpu_memory(plan, gpu_bytes())
     return [*crowding(plan.world, num_cores()), *_check_memory(plan, available_bytes(), each=False)]
+
+
+def check_gpu_memory(plan: Plan, available: int) -> list[str]:
+    """Sentences of warning. Raises EnvironmentProblem when a rank's state does not fit `available` bytes of a GPU."""
+    return _check_memory(plan, available, each=True)
 
 
 def crowding(world: int, cores: int) -> list[str]:
@@ -41,6 +51,16 @@ def crowding(world: int, cores: int) -> list[str]:
         return []
     note = f"step time is no scaling measurement: {world} ranks on {cores} core{'s' * (cores > 1)}"
     return [note + (f" (more than {CROWDED} a core: expect it to be slow)" if world > CROWDED * cores else "")]
+
+
+def _check_compiler(config: Config, plan: Plan) -> None:
+    """compile=true makes C++ on the CPU, as torch's inductor does: by CXX, or g++."""
+    compiler = os.environ.get("CXX") or "g++"
+    if config.compile and plan.device == "cpu" and shutil.which(compiler.split()[0]) is None:
+        what = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
+        raise EnvironmentProblem(
+            Problem(what, "compile", "compile=false", "apt-get install g++, or CXX=<your compiler>")
+        )
 
 
 def _check_gpus(needed: int) -> None:
@@ -84,14 +104,14 @@ def _check_memory(plan: Plan, available: int | None, each: bool) -> list[str]:
         # certain, whatever the activations are
         raise EnvironmentProblem(
             Problem(
-                f"{holder} {_gib(state)} for weights, gradients and optimizer, and {_gib(available)} are available",
+                f"{holder} {gib(state)} for weights, gradients and optimizer, and {gib(available)} are available",
                 where="memory",
                 suggestion="a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices",
                 command="parallelrun plan ... (memory by rank and by what holds it)",
             )
         )
     if total > available:
-        return [f"memory may not do: {holder} about {_gib(total)}, and {_gib(available)} are available"]
+        return [f"memory may not do: {holder} about {gib(total)}, and {gib(available)} are available"]
     return []
 
 
@@ -125,7 +145,3 @@ def available_bytes() -> int | None:
         return available if limit == "max" else min(available, max(0, int(limit) - used))
     except (OSError, ValueError):
         return available
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -6,6 +6,7 @@ survive a fork, on macOS, and where the launcher has threads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,9 +22,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallelrun import reserve
 from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
-from parallelrun.launch import failure
+from parallelrun.launch import failure, gpus
 from parallelrun.launch.board import Board
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
@@ -63,14 +65,15 @@ def serve(place: Place, config: Config, plan: Plan, board: Board, connect: Calla
         if isinstance(error, SystemExit) and error.code in (0, None):
             error = RuntimeError("the worker called sys.exit()")
         now = time.monotonic_ns()
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError, ValueError):  # a full disk: the log may have no room
+            traceback.print_exception(error)
         beat = board.read(place.slot)
         said = failure.of_exception(error, place.rank, now, "".join(traceback.format_exception(error)), connect is None)
         said = replace(said, pid=os.getpid(), step=beat.step, phase=beat.phase)
         try:
-            failure.write(place.directory, said)
-        except OSError:  # a full disk: the launcher still sees the exit code
-            traceback.print_exc()
+            reserve.insist(place.directory, reserve.ERRORS, partial(failure.write, place.directory, said))
+        except OSError:
+            board.tell(place.slot, said.exit_code, said.order, said.what)
         return said.exit_code
 
 
@@ -128,7 +131,7 @@ def _device(plan: Plan, place: Place) -> torch.device:
 
     if plan.device != "cuda" or plan.role(place.rank) == "server":
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", gpus.index(place.local_rank, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 

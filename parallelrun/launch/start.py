@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parallelrun.checkpoint import check_resume, resumed_from
+from parallelrun.checkpoint.resume import AUTO, check_resume, hold, resumed_from, step_of
 from parallelrun.config.schema import Config
+from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
-from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor, tf_config
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
+from parallelrun.launch import (
+    attach,
+    directory,
+    disk,
+    environment,
+    failure,
+    output,
+    preflight,
+    rank,
+    supervisor,
+    tf_config,
+)
 from parallelrun.launch.board import Board
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.processes import Job
@@ -23,6 +37,7 @@ from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
 from parallelrun.plan.structure import Plan
+from parallelrun.train import tracker
 
 
 @dataclass(frozen=True)
@@ -45,17 +60,25 @@ def start(
     run_root: Path | None = None,
     worker: str = rank.WORKER,
     method: str = "",
+    created: Callable[[Path], None] | None = None,
 ) -> int:
     """Make the run directory and run `plan` to its end; the exit code.
 
     run_root: the very directory to use (`hydra.run.dir`, a sweep's point). worker: the worker door, `module:function`.
-    method: fork | exec, empty for whichever fits. Raises ConfigError and EnvironmentProblem before any process exists.
+    method: fork | exec, empty for whichever fits. created: is told the run directory.
+    Raises ConfigError and EnvironmentProblem before any process exists.
     """
     command = Command(tuple(argv), tuple(overrides))
     attached = environment.detect(os.environ)
     job = _prepare(config, plan, command, attached, run_root, worker, method)
+    if job is None:
+        if attached:
+            attach.abandon(attached, EXIT_OK)
+        return EXIT_OK
+    if created:
+        created(job.directory)
     if attached:
-        return attach.lead(attached, job, command.overrides, command.verbose)
+        return attach.lead(attached, job, command.argv, command.overrides, command.verbose)
     status = Status(job.directory)
     status.running()
     try:
@@ -88,7 +111,8 @@ def conclude(outcome: Outcome, job: Job, overrides: Sequence[str], verbose: bool
 def say(lines: Sequence[str]) -> None:
     """Lines for the user, below whatever progress line is on the screen."""
     lead = "\n" if sys.stderr.isatty() else ""
-    print(lead + "\n".join(lines), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a closed terminal, or a file on a full disk
+        print(lead + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _prepare(
@@ -99,26 +123,57 @@ def _prepare(
     run_root: Path | None,
     worker: str,
     method: str,
-) -> Job:
-    """Everything that can be refused, refused; then the run directory with what is known before the first step."""
+) -> Job | None:
+    """Everything that can be refused, refused; then the run directory with what is known before the first step.
+
+    None where nothing is left to do: the run that would go on has finished, which is said.
+    """
     if attached is None:
         tf_config.refuse_other_hosts(config, command.argv, os.uname().nodename)
     name = directory.name_of(config, plan)
-    for note in preflight.check(config, plan, attached):
-        print(f"note: {note}", file=sys.stderr)
+    notes = preflight.check(config, plan, attached)
+    tracker.check(config.tracker)
     dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
+    found = check_resume(config, plan) if config.verb == "run" else None
+    if found and _is_finished(found, config):
+        return None
+    notes += data_notes(config, plan.spec, dataset) if dataset else []
+    for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
+        print(f"note: {note}", file=sys.stderr)
     resumed = None
-    if config.verb == "run":
-        found = check_resume(config, plan)
-        config = replace(config, resume=str(found)) if found else config  # what `latest` is now, for all ranks
-        if found and dataset:
-            resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
-            if warning:
-                print(f"warning: {warning}", file=sys.stderr)
+    if found and dataset:
+        resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
     os.umask(0o077)
     place = directory.create(Path(config.runs), name, run_root)
+    config = _holding(config, plan, found, place) if config.verb == "run" else config
     directory.describe(place, config, plan, command.argv, command.overrides, resumed)
     return Job(config, plan, place, worker, method)
+
+
+def _is_finished(found: Path, config: Config) -> bool:
+    """Whether the checkpoint to go on from is that of the last step, or beyond; said if so."""
+    step = step_of(found)
+    if step >= config.steps:
+        print(f"finished: {found} is step {step} of {config.steps}, nothing is left to do (steps={2 * step} trains on)")
+    elif config.resume == AUTO:
+        print(f"resume=auto: goes on from step {step}, {found}", file=sys.stderr)
+    return step >= config.steps
+
+
+def _holding(config: Config, plan: Plan, found: Path | None, place: Path) -> Config:
+    """`config` for all ranks, where `resume` is one checkpoint, which nobody deletes before they have read it."""
+    if found is None:
+        if config.resume == AUTO:
+            print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
+        return replace(config, resume=None)
+    held = hold(found, place)
+    while held is None:  # the run that saved it is alive, and has saved a newer one
+        found = check_resume(config, plan)
+        assert found is not None
+        held = hold(found, place)
+    return replace(config, resume=str(held))
 
 
 def _inline(job: Job, command: Command) -> Outcome:
@@ -134,12 +189,15 @@ def _inline(job: Job, command: Command) -> Outcome:
 
         with Watchdog(board, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
             code = rank.serve(place, job.config, job.plan, board, None)
-    step, failed_save = board.read(0).step, board.failed_save()
+    step, failed_save, told = board.read(0).step, board.failed_save(), board.told(0)
     if code == EXIT_INTERRUPTED:
         code = EXIT_TERMINATED if board.stop_requested() else code
         note = f"{'terminated' if board.stop_requested() else 'interrupted'} at step {step}"
         return Outcome(code, note=note, step=step, failed_save_step=failed_save)
-    return Outcome(code, failure.read(job.directory, 0), step=step, failed_save_step=failed_save)
+    cause = failure.read(job.directory, 0)
+    if cause is None and told is not None:
+        cause = Failure(0, told[2], told[0], time.monotonic_ns(), pid=os.getpid(), step=step)
+    return Outcome(code, cause, step=step, failed_save_step=failed_save)
 
 
 @contextmanager

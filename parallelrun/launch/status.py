@@ -6,8 +6,10 @@ import contextlib
 import os
 import socket
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from parallelrun import reserve
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
 from parallelrun.launch.directory import utc_now
 from parallelrun.records import write_json
@@ -35,7 +37,9 @@ class Status:
         """The run has ended. `error` is one line; `failed_rank` the rank that failed first."""
         state = {EXIT_OK: "done", EXIT_PREEMPTED: "preempted"}.get(exit_code, "failed")
         with contextlib.suppress(OSError):
-            self._write(state, exit_code, error, failed_rank)
+            write = partial(self._write, state, exit_code, error, failed_rank)
+            reserve.insist(self.directory, reserve.STATUS, write)
+        reserve.release(self.directory)
 
     def _write(self, state: str, exit_code: int | None, error: str | None, failed_rank: int | None) -> None:
         fields = {

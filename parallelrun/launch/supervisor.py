@@ -177,8 +177,10 @@ class Supervisor:
     def _fail(self, rank: int, code: int, now: int) -> None:
         said = failure.read(self._job.directory, rank) if code >= 0 else None
         if said is None:
-            beat = self._board.read(rank)
+            beat, told = self._board.read(rank), self._board.told(rank) if code >= 0 else None
             said = failure.of_exit(rank, code, now, out_of_memory=_oom_kills() > self._oom_kills)
+            if told is not None:
+                said = replace(said, exit_code=told[0], order=told[1], what=told[2])
             said = replace(said, step=beat.step, phase=beat.phase)
         if code == EXIT_INTERRUPTED and self._signals:
             return

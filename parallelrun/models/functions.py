@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models.rounding import rounded
+
 ACCURATE = (torch.float32, torch.float64)
 
 
@@ -21,7 +23,7 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
     """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
     if weight.dtype != compute_dtype:
-        weight, bias = weight.to(compute_dtype), bias if bias is None else bias.to(compute_dtype)
+        weight, bias = rounded(weight, compute_dtype), bias if bias is None else bias.to(compute_dtype)
     return functional.linear(x if x.dtype == compute_dtype else x.to(compute_dtype), weight, bias)
 
 
@@ -31,7 +33,7 @@ def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     torch's kernels compute in at least fp32 inside and round once; widening here would only cost memory.
     """
     if weight.dtype != x.dtype:
-        weight, bias = weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)
+        weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
     if kind == "rmsnorm":
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.layer_norm(x, weight.shape, weight, bias, eps)

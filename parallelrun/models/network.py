@@ -7,11 +7,12 @@ ways replace the role layers inside them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from parallelrun.models import dropout, recompute
+from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.spec import ModelSpec
 
 
@@ -19,7 +20,8 @@ class Network(nn.Module):
     """Chains its blocks: each maps x to x. `loss(logits, targets)` gives the SUM over valid targets.
 
     block_names: the blocks held, in order, each a path for `get_submodule`; a subclass adds them, as `spec` lists them.
-    recomputed: those of them whose activations `recompute.apply` may drop. own_values: from the run's seed, the initial
+    recomputed: those of them whose activations `recompute.apply` may drop. rounds_weights: False where the compute
+    dtype is the stored one, so that no rounded copies need be watched. own_values: from the run's seed, the initial
     values by name of the parameters whose initialiser is `own` (a user's module).
     """
 
@@ -31,6 +33,7 @@ class Network(nn.Module):
         self.recompute = "none"
         self.loss = loss
         self.own_values: Callable[[int], dict[str, Tensor]] | None = None
+        self.rounds_weights = True
 
     def block(self, name: str) -> nn.Module:
         """The block of that name."""
@@ -63,6 +66,7 @@ class Network(nn.Module):
         for blocks in parts:
             stage = Network(self.spec, self.loss)
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
+            stage.rounds_weights = self.rounds_weights
             for name in blocks:
                 _mount(stage, name, self.get_submodule(name))
             stage._hold(blocks)
@@ -73,14 +77,20 @@ class Network(nn.Module):
         """x: one microbatch of inputs, or of what the block before the first one held gives. sample_ids: int64
         (batch,), needed when dropout is on."""
         if self.recompute == "none" or not torch.is_grad_enabled():
-            with dropout.scope(sample_ids):
+            with self._rounding(), dropout.scope(sample_ids):
                 for name in self.block_names:
                     x = self.block(name)(x)
             return x
         for name in self.block_names:
-            mode = self.recompute if name in self.recomputed else "none"
-            x = recompute.run(self.block(name), x, sample_ids, mode)
+            if name in self.recomputed:
+                x = recompute.run(self.block(name), x, sample_ids, self.recompute)
+                continue
+            with self._rounding(), dropout.scope(sample_ids):
+                x = self.block(name)(x)
         return x
+
+    def _rounding(self) -> AbstractContextManager[None]:
+        return rounding.not_kept() if self.rounds_weights and torch.is_grad_enabled() else nullcontext()
 
     def _hold(self, blocks: Sequence[str]) -> None:
         self.block_names = tuple(name for name in self.block_names if name in blocks)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallelrun.models import dropout
+from parallelrun.models import dropout, rounding
 
 if TYPE_CHECKING:
     from parallelrun.models.network import Network
@@ -60,13 +60,14 @@ def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Te
         kept = _Kept(block, x, sample_ids)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             return _run(block, x, sample_ids)
-    outputs = _CheapOutputs()
-    token = _current.set(outputs)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(outputs.pack, _unpack):
-            return _run(block, x, sample_ids)
-    finally:
-        _current.reset(token)
+    with rounding.remembered() as copies:
+        outputs = _CheapOutputs(copies)
+        token = _current.set(outputs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(outputs.pack, _unpack):
+                return _run(block, x, sample_ids)
+        finally:
+            _current.reset(token)
 
 
 def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None) -> Tensor:
@@ -89,7 +90,7 @@ class _Kept:
         self._block, self._x, self._sample_ids = block, x.detach(), sample_ids
         self._needs_gradient = x.requires_grad
         self._num_saved = 0
-        self._saved: list[Tensor] = []
+        self._saved: list[Tensor | rounding.Rounded] = []
 
     def pack(self, saved: Tensor) -> int:
         """What autograd keeps in place of `saved`: its number."""
@@ -99,17 +100,17 @@ class _Kept:
     def unpack(self, number: int) -> Tensor:
         if not self._saved:
             self._run_again()
-        return self._saved[number]
+        return rounding.unpack(self._saved[number])
 
     def _run_again(self) -> None:
         def collect(saved: Tensor) -> None:
-            self._saved.append(saved.detach())
+            self._saved.append(copies.pack(saved))
             if len(self._saved) == self._num_saved:
                 raise _Enough
 
         x = self._x.detach().requires_grad_(self._needs_gradient)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(collect, lambda packed: packed):
-            with suppress(_Enough):
+        with rounding.remembered() as copies, torch.enable_grad(), suppress(_Enough):
+            with torch.autograd.graph.saved_tensors_hooks(collect, lambda packed: packed):
                 _run(self._block, x, self._sample_ids)
         assert len(self._saved) == self._num_saved, "the second forward saved other tensors than the first"
 
@@ -134,9 +135,10 @@ class _Again:
 
 
 class _CheapOutputs:
-    """During one block's forward: which storages hold the output of a cheap module."""
+    """During one block's forward: which storages hold the output of a cheap module. copies: of rounded weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: rounding.Copies) -> None:
+        self._copies = copies
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], _Again]] = {}
 
     def remember(self, output: Tensor, again: _Again) -> None:
@@ -150,7 +152,7 @@ class _CheapOutputs:
         output = known[0]() if known else None
         # A dead output's memory may have been given to another tensor; another dtype is another tensor's view.
         if known is None or output is None or output.dtype != saved.dtype:
-            return saved.detach()  # a node that saves its own output would hold itself, past a backward that keeps it
+            return self._copies.pack(saved)
         known[1].num_waiting += 1
         return known[1], saved.size(), saved.stride(), saved.storage_offset()
 
@@ -159,8 +161,8 @@ _current: ContextVar[_CheapOutputs | None] = ContextVar("parallelrun_cheap_outpu
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+    if isinstance(packed, (Tensor, rounding.Rounded)):
+        return rounding.unpack(packed)
     again, size, stride, offset = packed
     return again.compute().as_strided(size, stride, offset)
 

@@ -19,7 +19,10 @@ SAMPLE_SET_ROLE = "batch_norm"  # layer role of what takes statistics over a set
 def too_small(sizes: dict[str, int]) -> list[Problem]:
     """A problem for each of the model's sizes (by key of `model`) that is below 1."""
     small = {key: size for key, size in sizes.items() if size < 1}
-    return [Problem(f"model.{key}={size} must be at least 1", f"model.{key}", "1") for key, size in small.items()]
+    return [
+        Problem(f"model.{key}={size} must be at least 1", f"model.{key}", f"model.{key}=1")
+        for key, size in small.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class LayerSpec:
     sequence and hidden size and gives a sum over split features), `router` and `expert` between them; empty for what
     has none (a user's own layer).
     in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
-    weight, `parameters` is empty and `tied` names the parameter it reads.
+    weight, `parameters` is empty and `tied` names the parameter it reads. possible_roles: of a user's own layer, the
+    roles that its kind of module can have.
     """
 
     name: str
@@ -70,6 +74,7 @@ class LayerSpec:
     out_features: int
     parameters: tuple[ParameterSpec, ...] = ()
     tied: str | None = None
+    possible_roles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,11 @@ class BlockSpec:
     saved_elements: float | None = None
     input_shape: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         return tuple(parameter for layer in self.layers for parameter in layer.parameters)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
 
@@ -114,6 +119,25 @@ class BlockSpec:
     def is_recomputed(self) -> bool:
         """Does `recompute` apply to it? Not to the ends of a model, where there is nothing to win."""
         return self.kind not in ("embedding", "head")
+
+
+def renamed(block: BlockSpec, name: str) -> BlockSpec:
+    """The same block under another name, which all names in it begin with."""
+    old = len(block.name)
+    names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
+    assert all(inside.startswith(f"{block.name}.") for inside in names)
+    layers = tuple(
+        LayerSpec(
+            name + x.name[old:], x.layer_role, x.in_features, x.out_features,
+            tuple([
+                ParameterSpec(name + p.name[old:], p.shape, p.initialiser, p.layer_role, p.heads, p.frozen)
+                for p in x.parameters
+            ]),
+            x.tied,
+        )
+        for x in block.layers
+    )  # fmt: skip
+    return BlockSpec(name, block.kind, layers, block.forward_flops, block.saved_elements, block.input_shape)
 
 
 @dataclass(frozen=True)
@@ -217,6 +241,16 @@ class ModelSpec:
         return {block.name: block for block in self.blocks}
 
     @cached_property
+    def first_alike(self) -> dict[str, str]:
+        """By block name: the first block that is alike in all that costs depend on. A deep model has few of those.
+
+        A block with a tied weight is like no other.
+        """
+        tied = {name for pair in self.tied for name in pair}
+        found: dict[object, str] = {}
+        return {block.name: found.setdefault(_looks_of_block(block, tied), block.name) for block in self.blocks}
+
+    @cached_property
     def layer_of(self) -> dict[str, LayerSpec]:
         """The layer that lists each logical parameter, by the parameter's name."""
         return {parameter.name: layer for layer in self.layers() for parameter in layer.parameters}
@@ -251,6 +285,20 @@ class ModelSpec:
     def layers(self) -> Iterator[LayerSpec]:
         for block in self.blocks:
             yield from block.layers
+
+
+def _looks_of_block(block: BlockSpec, tied: set[str]) -> object:
+    layers = tuple(
+        (
+            x.layer_role,
+            x.in_features,
+            x.out_features,
+            tuple((p.shape, p.heads, p.frozen, p.layer_role) for p in x.parameters),
+        )
+        for x in block.layers
+    )
+    alone = block.name if any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers) else ""
+    return block.kind, alone, block.forward_flops, block.saved_elements, block.input_shape, layers
 
 
 def _looks(layer: LayerSpec) -> object:

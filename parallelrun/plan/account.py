@@ -6,20 +6,20 @@ blocks, so each class of ranks is computed once: 16,384 ranks take no longer tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from parallelrun.layout import Layout
-from parallelrun.models.spec import BlockSpec
 from parallelrun.plan import peak, routing, sample_sets
-from parallelrun.plan.resolve import server_way_of, ways_of
-from parallelrun.plan.structure import CONTROL_ELEMENTS, SYNC, Collective, Memory, Plan
+from parallelrun.plan.load import server_way_of, ways_of
+from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, Stage
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import HeldParameter, held_parameters
+from parallelrun.train.parameters import HeldParameter, distinct_parameters
 
-WORLD, EMBEDDING, CONTROL = "world", "embedding", "control"
+CONTROL = "control"
 INT64_BYTES = 8
 # The part of a full-size buffer of n ranks that one rank must send under a bandwidth-optimal algorithm.
 WIRE = {
@@ -134,15 +134,15 @@ def memory(plan: Plan, rank: int) -> Memory:
     num_states = plan.optimizer_states + getattr(ways.data, "kept_states", 0)  # diloco: its outer optimizer's
     buckets = plan.mesh.size("dp") > 1 and hasattr(ways.data, "backward_bytes")
     weights = gradients = states = 0
-    for held in held_parameters(plan, place["pp"]):
+    for held, count in distinct_parameters(plan, place["pp"]):
         for_weight = ways.data.weight_layout(held.spec, held.layout, plan)
         for_gradient = ways.data.gradient_layout(held.spec, held.layout, plan)
         for_state = ways.data.state_layout(held.spec, held.layout, plan)
-        weights += _numel(held, for_weight, plan, place) * stored
+        weights += count * _numel(held, for_weight, plan, place) * stored
         if held.spec.frozen:
             continue
-        gradients += _numel(held, for_gradient, plan, place) * reduce if buckets else 0
-        states += 0 if plan.servers else _numel(held, for_state, plan, place) * stored * num_states
+        gradients += count * _numel(held, for_gradient, plan, place) * reduce if buckets else 0
+        states += 0 if plan.servers else count * _numel(held, for_state, plan, place) * stored * num_states
     keeps = getattr(ways.data, "held_bytes", None) if plan.mesh.size("dp") > 1 else None
     gradients += keeps(place["pp"], place, plan) if keeps else 0
     gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
@@ -162,15 +162,14 @@ def position_classes(plan: Plan) -> list[list[int]]:
     """pp coordinates whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
     last = len(plan.stages) - 1
     holder = [stage.position for stage in plan.stages]
-    tied = {name for pair in plan.spec.tied for name in pair}
-    looks = {block.name: _looks(block, tied) for block in plan.spec.blocks}
+    alike = plan.spec.first_alike
     classes: dict[object, list[int]] = {}
     for position in range(plan.mesh.size("pp")):
         key = tuple(
             (
                 stage.index == 0 or holder[stage.index - 1] == position,
                 stage.index == last or holder[stage.index + 1] == position,
-                tuple(looks[name] for name in stage.blocks),
+                tuple(alike[name] for name in stage.blocks),
             )
             for stage in plan.stages_of(position)
         )
@@ -178,14 +177,9 @@ def position_classes(plan: Plan) -> list[list[int]]:
     return list(classes.values())
 
 
-def _looks(block: BlockSpec, tied: set[str]) -> object:
-    """All that costs depend on: kind, FLOPs, layers and shapes; a block with tied weights is like no other."""
-    layers = tuple(
-        (x.layer_role, x.in_features, x.out_features, tuple((p.shape, p.heads, p.frozen) for p in x.parameters))
-        for x in block.layers
-    )
-    alone = block.name if any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers) else ""
-    return block.kind, alone, block.forward_flops, block.saved_elements, layers
+def _alike_blocks(stage: Stage, plan: Plan) -> Counter[str]:
+    """The blocks of a stage by name, those that are alike as the first of them in the model, with their number."""
+    return Counter(plan.spec.first_alike[name] for name in stage.blocks)
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
@@ -201,7 +195,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     originals = {original for _, original in plan.tied_copies}
     classes = []
     for positions in position_classes(plan):
-        held = held_parameters(plan, positions[0])
+        held = [parameter for parameter, _ in distinct_parameters(plan, positions[0])]
         parts = {(h.spec.shape, h.layout) for h in held}
         last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
         shards = {(h.spec.shape, state_layout(h.spec, h.layout, plan)) for h in last}

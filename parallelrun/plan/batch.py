@@ -1,8 +1,16 @@
-"""Batch arithmetic: global_batch = dp x micro_batch x microbatches, with what is not given filled in."""
+"""Batch arithmetic: global_batch = dp x micro_batch x microbatches, with what is not given filled in.
+
+The number of microbatches follows one rule, whatever the schedule, so that schedules are compared on equal work.
+Without a pipeline: the fewest whose memory fits a device. With one: the fewest of at least MICROBATCHES_PER_STAGE for
+each stage whose memory fits a device and of which none has more than EFFICIENT_TOKENS. Few and large microbatches keep
+kernels efficient; many make the bubble small.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -10,19 +18,33 @@ from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Batch
 
 DEFAULT_GLOBAL_BATCH = 48
+MICROBATCHES_PER_STAGE = 4  # the bubble of gpipe and 1f1b is then (pp - 1) / (5 pp - 1) of a step: below 20 %
+# More tokens in a microbatch make no kernel faster: SC21 (Narayanan et al. 2021, figures 7 and 16) is fastest at 2 to 8
+# samples of 2,048 tokens, and its largest models run at 1 or 2.
+EFFICIENT_TOKENS = 8192
 
-Violations = Callable[[Batch], list[Problem]]
 
-
-def fill(
-    config: Config, dp: int, pp: int, parts: int, violations: Violations, filled: list[str], problems: list[Problem]
-) -> Batch | None:
-    """The batch, or None with the violations appended to `problems`.
+@dataclass(frozen=True)
+class Rules:
+    """What a batch must satisfy, and what decides between legal ones.
 
     parts: micro_batch must divide by it (parts that the tensor way cuts it into, whole routing groups). violations:
-    what the schedule has against a Batch; a count of microbatches is legal when it has nothing. Unset counts become the
-    fewest microbatches (the largest micro-batch) that both allow.
+    what the schedule has against a Batch. suits: whether the model can compute it so (sets of samples). fits: whether
+    its memory fits a device, as far as the cluster says. tokens: of a sample, 0 if it has none.
     """
+
+    parts: int = 1
+    violations: Callable[[Batch], list[Problem]] = lambda batch: []
+    suits: Callable[[Batch], bool] = lambda batch: True
+    fits: Callable[[Batch], bool] = lambda batch: True
+    tokens: int = 0
+
+    def allow(self, batch: Batch) -> bool:
+        return batch.micro_batch % self.parts == 0 and not self.violations(batch) and self.suits(batch)
+
+
+def fill(config: Config, dp: int, pp: int, rules: Rules, filled: list[str], problems: list[Problem]) -> Batch | None:
+    """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
     before = len(problems)
     problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
     for key in ("global_batch", "local_batch", "micro_batch", "microbatches"):
@@ -37,19 +59,19 @@ def fill(
     elif config.global_batch is not None:
         global_batch = config.global_batch
     else:
-        global_batch = _default_global_batch(config, dp, pp, parts, violations)
+        global_batch = _default_global_batch(config, dp, pp, rules)
         why = (
             "the default"
             if global_batch == DEFAULT_GLOBAL_BATCH
             else f"{DEFAULT_GLOBAL_BATCH} are too few for the plan"
-            if parts == 1
-            else f"{DEFAULT_GLOBAL_BATCH} give no microbatches of multiples of {parts} samples"
+            if rules.parts == 1
+            else f"{DEFAULT_GLOBAL_BATCH} give no microbatches of multiples of {rules.parts} samples"
         )
         filled.append(f"global_batch={global_batch} (filled: {why})")
     if global_batch % dp:
-        problems.append(_indivisible(config, global_batch, dp, parts))
+        problems.append(_indivisible(config, global_batch, dp, rules.parts))
         return None
-    return _microbatches(config, global_batch, dp, parts, violations, filled, problems)
+    return _microbatches(config, global_batch, dp, pp, rules, filled, problems)
 
 
 def _both(config: Config, one: str, other: str) -> list[Problem]:
@@ -68,28 +90,23 @@ def _indivisible(config: Config, global_batch: int, dp: int, parts: int) -> Prob
     return Problem(what, "global_batch", fix, kind="arithmetic")
 
 
-def _default_global_batch(config: Config, dp: int, pp: int, parts: int, violations: Violations) -> int:
+def _default_global_batch(config: Config, dp: int, pp: int, rules: Rules) -> int:
     """48; where 48 are too few for the plan, the fewest samples that its schedule and its grid allow."""
-    step = config.micro_batch or (config.microbatches or 1) * parts
+    step = config.micro_batch or (config.microbatches or 1) * rules.parts
     if DEFAULT_GLOBAL_BATCH % dp == 0 and DEFAULT_GLOBAL_BATCH // dp % step == 0:
-        replica = DEFAULT_GLOBAL_BATCH // dp
-        counts = _counts(config, replica)
-        if any(_is_legal(_batch(DEFAULT_GLOBAL_BATCH, dp, m), parts, violations) for m in counts):
+        counts = _counts(config, DEFAULT_GLOBAL_BATCH // dp)
+        if any(rules.allow(_batch(DEFAULT_GLOBAL_BATCH, dp, m)) for m in counts):
             return DEFAULT_GLOBAL_BATCH
-    elif dp * step <= DEFAULT_GLOBAL_BATCH and DEFAULT_GLOBAL_BATCH // dp % parts == 0:
+    elif dp * step <= DEFAULT_GLOBAL_BATCH and DEFAULT_GLOBAL_BATCH // dp % rules.parts == 0:
         return DEFAULT_GLOBAL_BATCH  # large enough, but indivisible: a violation that the user should see
     if config.microbatches is not None:
         return dp * step
     for count in range(1, 2 * pp + DEFAULT_GLOBAL_BATCH + 1):
         batch = Batch(dp * step * count, step, count)
-        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and _is_legal(batch, parts, violations):
+        if batch.global_batch >= DEFAULT_GLOBAL_BATCH and rules.allow(batch):
             return batch.global_batch
     # no small count gives both 48 samples and a legal schedule: let the schedule say why
     return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
-
-
-def _is_legal(batch: Batch, parts: int, violations: Violations) -> bool:
-    return batch.micro_batch % parts == 0 and not violations(batch)
 
 
 def _batch(global_batch: int, dp: int, count: int) -> Batch:
@@ -106,13 +123,7 @@ def _counts(config: Config, replica: int) -> list[int]:
 
 
 def _microbatches(
-    config: Config,
-    global_batch: int,
-    dp: int,
-    parts: int,
-    violations: Violations,
-    filled: list[str],
-    problems: list[Problem],
+    config: Config, global_batch: int, dp: int, pp: int, rules: Rules, filled: list[str], problems: list[Problem]
 ) -> Batch | None:
     replica = global_batch // dp
     counts = _counts(config, replica)
@@ -120,17 +131,42 @@ def _microbatches(
     if not counts:
         asked = getattr(config, key)
         what = f"global_batch={global_batch} does not divide by dp x {key} = {dp} x {asked} = {dp * asked}"
-        step = dp * (asked if key == "micro_batch" else asked * parts)
+        step = dp * (asked if key == "micro_batch" else asked * rules.parts)
         around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
         fix = either(key, nearest(asked, divisors(replica))) + " or " + either("global_batch", around)
         problems.append(Problem(what, key, fix, kind="arithmetic"))
         return None
     batches = [_batch(global_batch, dp, m) for m in counts]
-    legal = [batch.microbatches for batch in batches if _is_legal(batch, parts, violations)]
-    # where none is, the ways' own checks name what is wrong with the one that the schedule at least allows
-    legal = legal or [batch.microbatches for batch in batches if not violations(batch)]
-    chosen = legal[0] if legal else counts[-1]
-    batch = _batch(global_batch, dp, chosen)
-    if config.micro_batch is None and config.microbatches is None:
-        filled.append(f"microbatches={chosen} of {batch.micro_batch} (filled: the schedule)")
+    if len(batches) == 1 and (config.micro_batch is not None or config.microbatches is not None):
+        return batches[0]
+    # where none is legal, the ways' own checks name what is wrong with the one that the schedule at least allows
+    legal = [batch for batch in batches if rules.allow(batch)]
+    legal = legal or [batch for batch in batches if not rules.violations(batch)] or batches[-1:]
+    batch, why = _best(legal, pp, rules) if len(legal) > 1 else (legal[0], "the only legal number")
+    filled.append(f"microbatches={batch.microbatches} of {batch.micro_batch} (filled: {why})")
     return batch
+
+
+def in_whole_rounds(microbatches: int, pp: int) -> bool:
+    """Does every schedule of several microbatches allow this many? Interleaved ones go through a rank's stages in equal
+    rounds of about pp microbatches."""
+    return microbatches >= pp and microbatches % (microbatches // pp) == 0
+
+
+def _best(legal: list[Batch], pp: int, rules: Rules) -> tuple[Batch, str]:
+    """(the batch by the module's rule, the reason), among legal ones by ascending number of microbatches."""
+    why = "the fewest"
+    if pp > 1:
+        rounds = [batch for batch in legal if in_whole_rounds(batch.microbatches, pp)] or legal
+        enough = [batch for batch in rounds if batch.microbatches >= MICROBATCHES_PER_STAGE * pp]
+        why = f"{MICROBATCHES_PER_STAGE} x pp {pp}" if enough else f"the most of {legal[-1].replica_batch} samples"
+        legal = enough or rounds[-1:]
+        small = [batch for batch in legal if batch.micro_batch * rules.tokens <= EFFICIENT_TOKENS] or legal[-1:]
+        if small[0] is not legal[0]:
+            legal, why = small, f"of at most {EFFICIENT_TOKENS:,} tokens"
+    if len(legal) == 1:
+        return legal[0], why
+    index = bisect_left(legal, True, key=rules.fits)  # fewer samples at once never need more memory
+    if index == len(legal):
+        return legal[-1], "the smallest: no larger ones fit a device"
+    return legal[index], "the fewest whose memory fits" if index else why

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan.account import EMBEDDING, WORLD, Traffic
-from parallelrun.plan.structure import Memory, Plan
+from parallelrun.plan import sample_sets
+from parallelrun.plan.account import CONTROL, Traffic
+from parallelrun.plan.hosts import rate_gb_s
+from parallelrun.plan.names import gib
+from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
+
+POINT_TO_POINT = ("send", "recv")
+DAY = 86400.0  # seconds
+# The part of a GPU's peak rate that whole trainings reach, repeated forwards counted as work: the median of the ten
+# models of 1.7 B to 1 T parameters in table 1 of Narayanan et al. (SC21), which reach 43 % to 52 % of an A100's peak.
+SUSTAINED = 0.455
+SURE = 0.9  # of a device's memory: the rest is left to what the figure does not count
 
 
-def fits(memory: Memory, cluster: ClusterConfig, device_bytes: int | None = None) -> str:
-    """yes | no | unknown, against `cluster.memory_gb` (10^9 bytes) or the device's own size.
+def device_bytes(cluster: ClusterConfig) -> float | None:
+    """Memory of a device (`cluster.memory_gb` of 10^9 bytes); None where the cluster does not say."""
+    return cluster.memory_gb * 1e9 if cluster.memory_gb else None
 
-    Unknown without a size, and within the last tenth, where what the figure leaves out decides.
-    """
-    available = cluster.memory_gb * 1e9 if cluster.memory_gb else device_bytes
+
+def fits(memory: Memory, cluster: ClusterConfig) -> str:
+    """yes | no | unknown. Unknown without a size, and in the last tenth, where what the figure leaves out decides."""
+    available = device_bytes(cluster)
     if not available:
         return "unknown"
     if memory.total > available:
         return "no"
-    return "yes" if memory.total <= 0.9 * available else "unknown"
+    return "yes" if memory.total <= SURE * available else "unknown"
+
+
+def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
+    """The reason for what `fits` answers, in one unit."""
+    available = device_bytes(cluster)
+    if not available:
+        return "cluster.memory_gb is not given"
+    close = fits(memory, cluster) == "unknown"
+    left = f"; what is not counted may need more than the {gib(available - memory.total)} left" if close else ""
+    return f"a device has {gib(available)}{left}"
+
+
+def peak_flops(cluster: ClusterConfig, precision: str) -> float | None:
+    """FLOPs a second of a device that computes in `precision` (fp64 | fp32 | bf16 | fp16); None where the cluster does
+    not say."""
+    peak = cluster.peak_tflops
+    peak = peak.get(precision) if isinstance(peak, Mapping) else peak
+    return peak * 1e12 if peak else None
 
 
 @dataclass(frozen=True)
@@ -27,23 +59,77 @@ class Cost:
     """FLOPs of one step over all ranks, and seconds where the cluster gives rates (else None).
 
     model_flops: forward and twice that backward ("72-form": 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a gpt, SC21).
-    hardware_flops: with the forwards that recompute=full repeats. compute_s: at the peak rate, bubble included.
-    communication_s: of the busiest rank, its wire bytes and calls at the links' rates, nothing overlapped.
+    hardware_flops: with the forwards that recompute=full repeats. compute_s: at the peak rate of the plan's precision,
+    bubble included.
+    communication_s: of the busiest rank, its wire bytes and calls at the links' rates, nothing overlapped; data_s: the
+    part of it that the data axis takes.
     """
 
     model_flops: float
     hardware_flops: float
     compute_s: float | None
     communication_s: float | None
+    data_s: float | None = None
+
+    @property
+    def beside_s(self) -> float:
+        """Communication of all other axes."""
+        return (self.communication_s or 0.0) - (self.data_s or 0.0)
+
+    @property
+    def step_s(self) -> tuple[float, float] | None:
+        """Seconds of a step: with no communication overlapped, and with all of it; None where they are not known."""
+        if self.compute_s is None or self.communication_s is None:
+            return None
+        return self.compute_s + self.communication_s, max(self.compute_s, self.communication_s)
 
 
 def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan_flops: float) -> Cost:
     """rows: of `traffic`. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
     forward = plan.spec.forward_flops * plan.batch.global_batch
-    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.kind not in ("embedding", "head"))
+    repeated = sum(block.forward_flops for block in plan.spec.blocks if block.is_recomputed)
     again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
-    compute = makespan_flops / (cluster.peak_tflops * 1e12) if cluster.peak_tflops else None
-    return Cost(3 * forward, 3 * forward + again, compute, _communication_s(plan, cluster, rows))
+    peak = peak_flops(cluster, plan.precision.name)
+    compute = makespan_flops / peak if peak else None
+    of_data = tuple(
+        row for row in rows if row.purpose not in (sample_sets.PURPOSE, CONTROL) and _is_of_data(plan, row.axis)
+    )
+    seconds = [_communication_s(plan, cluster, some) for some in (rows, of_data)]
+    return Cost(3 * forward, 3 * forward + again, compute, *seconds)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long `tokens` tokens take on the devices of the plan, in days, where the cluster gives rates (else None).
+
+    at_peak: no communication overlapped, and all of it. sustained: at SUSTAINED of the peak rate.
+    """
+
+    tokens: float
+    steps: int
+    at_peak: tuple[float, float] | None
+    sustained: float | None
+
+
+def training(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> Training:
+    """Of a model of tokens."""
+    steps = ceil(tokens / (plan.batch.global_batch * plan.spec.seq))
+    peak = peak_flops(cluster, plan.precision.name)
+    sustained = steps * cost.hardware_flops / (plan.num_workers * peak * SUSTAINED) / DAY if peak else None
+    at_peak = (steps * cost.step_s[0] / DAY, steps * cost.step_s[1] / DAY) if cost.step_s else None
+    return Training(tokens, steps, at_peak, sustained)
+
+
+def _is_of_data(plan: Plan, axis: str) -> bool:
+    """Does the data way send over `axis` what `data_axis` compares? Not the gradients of spread experts, nor tokens."""
+    if plan.data.group_size(axis) is not None:
+        return True
+    if axis == WORLD:
+        return plan.servers > 0  # what is pushed and pulled
+    if axis == EMBEDDING or axis.startswith("expert_"):
+        return False
+    leaves = {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
+    return leaves <= set(plan.mesh.leaf_axes("dp")) and not leaves <= set(plan.mesh.leaf_axes("ep"))
 
 
 def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...]) -> float | None:
@@ -51,26 +137,9 @@ def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ..
         return None
     seconds = 0.0
     for row in rows:
-        rate = cluster.intra_gb_s if stays_in_node(plan, cluster, row.axis) else cluster.inter_gb_s
+        rate = rate_gb_s(plan, cluster, row.axis, row.operation in POINT_TO_POINT)
         if row.calls and not rate:
             return None
         one_step = row.wire_bytes / ((rate or 1) * 1e9) + row.calls * (cluster.latency_us or 0.0) * 1e-6
         seconds += one_step / row.every
     return seconds
-
-
-def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
-    """Do all groups of `axis` lie inside one host of `cluster.gpus_per_node` consecutive ranks?"""
-    per_node = cluster.gpus_per_node or plan.world
-    if plan.world <= per_node:
-        return True
-    if axis in (WORLD, EMBEDDING, "pp"):
-        return False
-    axis = axis if plan.data.group_size(axis) is None else "dp"
-    span, inner = 1, 1  # ranks from a group's first to its last, for a group aligned to its span
-    varying = {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
-    for name, degree in reversed(plan.mesh.leaves):
-        inner *= degree
-        if name in varying and degree > 1:
-            span = inner
-    return span <= per_node and per_node % span == 0

@@ -70,19 +70,26 @@ def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
         found.append(Problem(what, "cluster.worker", "cluster.worker=[localhost:2223]", kind="usage"))
     everyone = [address for addresses in jobs.values() for address in addresses or []]
     for address in sorted({str(address) for address in everyone if everyone.count(address) > 1}):
-        found.append(Problem(f"{address} is the address of two tasks", "cluster", "another port"))
+        found.append(Problem(f"{address} is the address of two tasks", "cluster", "another port for one of them"))
     problems += found
     return None if found else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
 
 
 def _check(key: str, addresses: list[str]) -> list[Problem]:
     found = []
-    for address in addresses:
-        match = ADDRESS.fullmatch(str(address))
+    for address in map(str, addresses):
+        match = ADDRESS.fullmatch(address)
         if match is None:
-            host = re.sub(r"^[a-z]+://", "", str(address)).partition(":")[0].partition("/")[0]
+            host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
+            host = host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
             what = f"{key}: {address!r} is no host:port"
-            found.append(Problem(what, key, f"{host if re.fullmatch(r'[A-Za-z0-9.-]+', host) else 'localhost'}:2222"))
+            found.append(Problem(what, key, _corrected(key, addresses, address, host)))
         elif not 0 < int(match["port"]) < 65536:
-            found.append(Problem(f"{key}: {address} has no port from 1 to 65535", key, f"{match['host']}:2222"))
+            what = f"{key}: {address} has no port from 1 to 65535"
+            found.append(Problem(what, key, _corrected(key, addresses, address, match["host"])))
     return found
+
+
+def _corrected(key: str, addresses: list[str], wrong: str, host: str) -> str:
+    """The list with `host` and a port in the place of the wrong address."""
+    return f"{key}=[{','.join(f'{host}:2222' if str(address) == wrong else str(address) for address in addresses)}]"

@@ -15,8 +15,8 @@ from parallelrun.models.spec import BlockSpec, ModelSpec
 from parallelrun.plan import account
 from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
 from parallelrun.plan.layout_choices import ONE_DIMENSIONAL, LayoutChoice, layout_name, layouts
+from parallelrun.plan.load import load_way
 from parallelrun.plan.names import divisors
-from parallelrun.plan.resolve import load_way
 from parallelrun.plan.structure import Batch, Collective, Plan, TensorWay
 from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES, Precision

@@ -7,18 +7,18 @@ one rank with its own links, as `cluster` gives them per device. What the plan's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import account, data_ways
 from parallelrun.plan import data_cost as forms
+from parallelrun.plan.cluster_cost import Cost
 from parallelrun.plan.data_cost import Exchange, Link
 from parallelrun.plan.data_ways import RELATIVE, SECONDS, Candidate, Case, Fabric
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import held_parameters
+from parallelrun.train.parameters import distinct_parameters
 
 EVERYWHERE = 2**30  # ranks of a host, where the cluster does not say that there are several hosts
 ALL_DRAWN, FEWEST_DRAWN = 64, 8  # above the former only powers of two are drawn
@@ -83,25 +83,35 @@ class DataAxis:
         return next((way for way in self.ways if way.chosen), None)
 
 
-def costs(plan: Plan, cluster: ClusterConfig, compute_s: float | None) -> DataAxis | None:
+def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
     """The data axis of `plan` under every way; None where there is nothing to combine.
 
-    compute_s: of one rank in a step (`cluster_cost.Cost`).
+    cost: of a step. Every way takes its time beside what other axes send (`agreed` says so of the plan's own way).
     """
     workers = plan.mesh.size("dp")
     nodes, size = workers + plan.servers, gradient_bytes(plan)
     if nodes == 1 or not size:
         return None
     fabric = _fabric(plan, cluster, nodes, size)
-    compute = compute_s if fabric.unit == SECONDS else None
+    compute = cost.compute_s if fabric.unit == SECONDS else None
     case = Case(plan, size, nodes, fabric, compute)
     own = data_ways.chosen(case)
-    ways = [_way(candidate, case, own) for candidate in data_ways.candidates(case)]
+    ways = [_way(candidate, case, own, cost) for candidate in data_ways.candidates(case)]
     return DataAxis(
         size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch,
         tuple(way for way in ways if way.here or way.curve), _best(case),
         gradient_bytes(plan, "expert_dp") if plan.mesh.size("expert_dp") > 1 else 0,
     )  # fmt: skip
+
+
+def agreed(cost: Cost, known: DataAxis | None) -> Cost:
+    """The cost of a step with the plan's own way of the data axis as it is compared with the others: closed form, all
+    messages one after the other (a server's pushes and pulls too), so that a screen shows one rate."""
+    own = known.chosen if known and known.fabric.unit == SECONDS else None
+    if own is None or own.here is None or cost.communication_s is None:
+        return cost
+    seconds = own.here.exchange.seconds
+    return replace(cost, communication_s=cost.beside_s + seconds, data_s=seconds)
 
 
 def gradient_bytes(plan: Plan, axis: str = "dp") -> int:
@@ -111,8 +121,8 @@ def gradient_bytes(plan: Plan, axis: str = "dp") -> int:
     """
     numels = [
         sum(
-            prod(held.layout.local_shape(held.spec.shape, plan.mesh.sizes, {}))
-            for held in held_parameters(plan, positions[0])
+            count * held.layout.local_numel(held.spec.shape, plan.mesh.sizes, {})
+            for held, count in distinct_parameters(plan, positions[0])
             if not held.spec.frozen and replica_axis(held.layout, plan) == axis
         )
         for positions in account.position_classes(plan)
@@ -128,24 +138,25 @@ def drawn_nodes(nodes: int) -> list[int]:
     return sorted({*(2**k for k in range(1, last.bit_length())), nodes, last})
 
 
-def _way(candidate: Candidate, case: Case, own: str | None) -> Way:
-    curve = [_point(candidate, case, nodes) for nodes in drawn_nodes(case.nodes)]
+def _way(candidate: Candidate, case: Case, own: str | None, cost: Cost) -> Way:
+    curve = [_point(candidate, case, nodes, cost) for nodes in drawn_nodes(case.nodes)]
+    here = _point(candidate, case, case.nodes, cost)
     return Way(
-        candidate.name, candidate.label, candidate.name == own, _point(candidate, case, case.nodes),
+        candidate.name, candidate.label, candidate.name == own, here,
         tuple(point for point in curve if point is not None),
     )  # fmt: skip
 
 
-def _point(candidate: Candidate, case: Case, nodes: int) -> Point | None:
-    link = case.fabric.between(nodes)
+def _point(candidate: Candidate, case: Case, nodes: int, cost: Cost) -> Point | None:
+    link = case.fabric.pooled(nodes) if candidate.pooled else case.fabric.between(nodes)
     if link is None or not candidate.legal(nodes):
         return None
     servers, exchange = candidate.servers(nodes), candidate.cost(nodes, link)
     rates = None
     if case.compute_s is not None:
         samples = (nodes - servers) * case.plan.batch.replica_batch
-        seconds = [forms.step_seconds(case.compute_s, exchange, overlapped) for overlapped in (False, True)]
-        rates = (samples / seconds[0], samples / seconds[1])
+        sent = cost.beside_s + exchange.seconds
+        rates = (samples / (case.compute_s + sent), samples / max(case.compute_s, sent))
     return Point(nodes, nodes - servers, servers, exchange, rates)
 
 

@@ -87,6 +87,15 @@ def tree(size: float, n: int, link: Link) -> Exchange:
     return Exchange(steps, moved, moved, steps * link.latency_s + moved / link.bytes_per_s)
 
 
+def binomial_tree(size: float, n: int, link: Link) -> Exchange:
+    """All-reduce up a binomial tree to one rank and down again, whole messages: that rank passes log2 n times the bytes
+    each way."""
+    if n == 1:
+        return NOTHING
+    rounds = ceil(log2(n))
+    return Exchange(2 * rounds, size, rounds * size, 2 * rounds * (link.latency_s + size / link.bytes_per_s))
+
+
 def hierarchical(size: float, group: int, num_groups: int, inside: Link, across: Link) -> Exchange:
     """Reduce-scatter inside groups, a ring across them with each rank's part, all-gather inside.
 

@@ -15,19 +15,21 @@ from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
 RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
+BINOMIAL = "binomial tree"
 OWN = "own settings"
 SHARDED, SCATTERED_AGAIN = "reduce-scatter + gather", "gradients scattered again"
 GATHERED_AGAIN, HSDP = "weights gathered again", "shards inside groups"
 ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best share serves", "co-located", "helped"
-OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL}
+OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL,
+                "tree": BINOMIAL}  # fmt: skip
 SECONDS, RELATIVE = "s", "D/B"
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """The links as the ranks of one data group see them. per_host: how many of them share a host. across: None where
-    the cluster does not say. unit: `s`, or, where the rates are not known, `D/B`: times are then multiples of sending
-    all gradients once, latency left out."""
+    """The links as the ranks of one data group see them. per_host: how many of them share a host. across: of one rank,
+    None where the cluster does not say. unit: `s`, or, where the rates are not known, `D/B`: times are then multiples
+    of sending all gradients once, latency left out."""
 
     inside: Link
     across: Link | None
@@ -37,6 +39,17 @@ class Fabric:
     def between(self, n: int) -> Link | None:
         """The slowest link among n neighbouring ranks."""
         return self.inside if n <= self.per_host else self.across
+
+    def pooled(self, n: int) -> Link | None:
+        """The link of a collective among n neighbouring ranks: it leaves a host by the ports of all its ranks there.
+
+        The host that has fewest of them decides.
+        """
+        if n <= self.per_host or self.across is None:
+            return self.between(n)
+        ports = n % self.per_host or self.per_host
+        rate = min(self.inside.bytes_per_s, ports * self.across.bytes_per_s)
+        return Link(rate, self.across.latency_s)
 
 
 @dataclass(frozen=True)
@@ -58,13 +71,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Candidate:
-    """cost: (nodes, link) -> exchange, asked of 2 nodes and more. legal: on how many nodes. servers: among nodes."""
+    """cost: (nodes, link) -> exchange, asked of 2 nodes and more. legal: on how many nodes. servers: among nodes.
+    pooled: its link is `Fabric.pooled`, that of a collective; else every rank sends by its own port."""
 
     name: str
     label: str
     cost: Callable[[int, Link], Exchange]
     legal: Callable[[int], bool] = lambda nodes: True
     servers: Callable[[int], int] = lambda nodes: 0
+    pooled: bool = False
 
 
 def candidates(case: Case) -> list[Candidate]:
@@ -77,16 +92,18 @@ def _reductions(case: Case, size: float) -> list[Candidate]:
     fabric = case.fabric
     algorithm = getattr(case.plan.data, "algorithm", None)  # of the ways that have several
     group = algorithm.group_size if algorithm and algorithm.group_size > 1 else fabric.per_host
-    inside = fabric.between(group)
+    inside = fabric.pooled(group)
+    native = algorithm is None or algorithm.name == "native"  # of the backend: over all ports; else message by message
 
     def hierarchical(nodes: int, link: Link) -> Exchange:
         assert inside is not None
         return forms.hierarchical(size, group, nodes // group, inside, link)
 
     return [
-        Candidate(RING, "ring all-reduce", lambda n, link: forms.ring(size, n, link)),
+        Candidate(RING, "ring all-reduce", lambda n, link: forms.ring(size, n, link), pooled=native),
         Candidate(HALVING, "halving-doubling", lambda n, link: forms.halving_doubling(size, n, link)),
-        Candidate(TREES, "two binary trees", lambda n, link: forms.tree(size, n, link)),
+        Candidate(TREES, "two binary trees", lambda n, link: forms.tree(size, n, link), pooled=native),
+        Candidate(BINOMIAL, "binomial tree", lambda n, link: forms.binomial_tree(size, n, link)),
         Candidate(
             HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical,
             legal=lambda n: 1 < group < n and n % group == 0 and inside is not None,
@@ -111,7 +128,7 @@ def _own(case: Case) -> list[Candidate]:
     label = base.label.removesuffix(" all-reduce")
     label += f", {compression}" if compression != "none" else ""
     label += f", every {every} steps" if every > 1 else ""
-    return [Candidate(OWN, label, lambda n, link: base.cost(n, link).every(every), base.legal)]
+    return [Candidate(OWN, label, lambda n, link: base.cost(n, link).every(every), base.legal, pooled=base.pooled)]
 
 
 def _compressed_bytes(plan: Plan) -> float:
@@ -135,13 +152,13 @@ def _shardings(case: Case) -> list[Candidate]:
         return lambda n, link: forms.sharded(size, n, link, scatters) + forms.sharded(gathered, n, link, gathers)
 
     found = [
-        Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1)),
-        Candidate(GATHERED_AGAIN, _fsdp_label(again, scatters), sharded(scatters, again)),
+        Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
+        Candidate(GATHERED_AGAIN, _fsdp_label(again, scatters), sharded(scatters, again), pooled=True),
     ]
     if _as_set(plan) == SCATTERED_AGAIN:
         label = f"{plan.data.kind}: scattered {plan.batch.microbatches} times"
-        found.append(Candidate(SCATTERED_AGAIN, label, sharded(plan.batch.microbatches, 1)))
-    shard, inside = plan.data.shard, case.fabric.between(plan.data.shard)
+        found.append(Candidate(SCATTERED_AGAIN, label, sharded(plan.batch.microbatches, 1), pooled=True))
+    shard, inside = plan.data.shard, case.fabric.pooled(plan.data.shard)
     if not 1 < shard < case.nodes:
         return found
     gathers = again if plan.data.reshard_after_forward else 1

@@ -5,14 +5,16 @@ ep is none of the factors: it divides dp, whose ranks also hold the experts (`ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.plan import expert_axes
+from parallelrun.plan import expert_axes, fill_order
 from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 from parallelrun.plan.cluster_spec import ClusterSpec
+from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.names import counted, did_you_mean, divisors, nearest
 
 AXES = ("pp", "dp", "tp")
@@ -59,14 +61,17 @@ def fill(
     servers: int = 0,
     cluster: ClusterSpec | None = None,
     experts: int = 0,
+    num_problems: Callable[[Degrees], int] = lambda degrees: 0,
 ) -> Degrees:
     """The degrees of a run, appending every violation to `problems`.
 
     world: the number of ranks a launcher has started (None: not attached). gpus: GPUs of this host (None or 0: none).
     servers: ranks of the world that are no workers. cluster: the tasks that a TensorFlow user names, one rank each. The
-    preset's own axis, if not given, takes what the other degrees and the servers leave of the world, or what the
-    degrees leave of the GPUs (servers need none); with neither degrees nor world on CPU the preset's demonstrating plan
-    is used. experts: of a layer of the model; ep divides them and dp, and where only ep is given dp is as large.
+    axes that the preset fills, as far as they are not given, take what the other degrees and the servers leave of the
+    world, or what the degrees leave of the GPUs (servers need none); with neither degrees nor world on CPU the preset's
+    demonstrating plan is used. experts: of a layer of the model; ep divides them and dp, and where only ep is given dp
+    is as large. num_problems: how many violations a plan of these degrees would have, asked where a preset fills
+    several axes (`fill_order`).
     """
     before = len(problems)
     degrees = Degrees(servers=servers, device=_device(config, gpus, problems))
@@ -86,16 +91,18 @@ def fill(
         _single({**given, **({"ep": asked["ep"]} if asked["ep"] else {})}, target, degrees, problems)
         return degrees
     ep = asked["ep"] or 1
-    says_dp = config.strategy.own_axis == "dp" and (target is not None or (degrees.device == "cuda" and gpus))
+    fills_dp = "dp" in fill_order.axes(config.strategy)
+    says_dp = fills_dp and (target is not None or (degrees.device == "cuda" and gpus))
     if ep > 1 and "dp" not in given and not says_dp:
         given["dp"] = ep
         degrees.filled.append(f"dp={ep} (filled: ep, which divides it)")
+    spread = _Spread(config, given, gpus, ep, degrees, num_problems)
     if target is None and degrees.device == "cuda" and gpus:
-        _fill_gpus(config, given, gpus, ep, degrees)
+        _fill_gpus(spread, gpus)
     elif target is None:
         _fill_freely(config, given, degrees)
     elif degrees.sound:
-        _fill_world(config, given, target, source, degrees, problems)
+        _fill_world(spread, target, source, problems)
     for axis, degree in given.items():
         setattr(degrees, axis, degree)
     if degrees.sound and degrees.world > LARGEST:
@@ -137,7 +144,7 @@ def _device(config: Config, gpus: int | None, problems: list[Problem]) -> str:
     if config.device != "auto":
         known = ("auto", "cpu", "cuda")
         what = f"device={config.device} is unknown; it is one of {', '.join(known)}"
-        problems.append(Problem(what, "device", f"device={did_you_mean(config.device, known)}"))
+        problems.append(Problem(what, "device", did_you_mean(config.device, known, "device=")))
     return "cuda" if gpus else "cpu"
 
 
@@ -171,18 +178,55 @@ def _single(given: dict[str, int], target: int | None, degrees: Degrees, problem
         problems.append(Problem(what, axis, f"{axis}=1", command, kind="contradiction"))
 
 
-def _fill_gpus(config: Config, given: dict[str, int], gpus: int, ep: int, degrees: Degrees) -> None:
-    """The own axis takes the GPUs that are left, as many as ep divides; they are no contract, so some may stay idle."""
-    own, others = config.strategy.own_axis, dict(given)
-    if own in others:
+@dataclass
+class _Spread:
+    """The axes that the preset fills and that are not given, and how they share ranks."""
+
+    config: Config
+    given: dict[str, int]
+    gpus: int | None
+    ep: int
+    degrees: Degrees
+    num_problems: Callable[[Degrees], int]
+
+    @property
+    def open_axes(self) -> list[str]:
+        return [axis for axis in fill_order.axes(self.config.strategy) if axis not in self.given]
+
+    def over(self, ranks: int) -> tuple[fill_order.Sizes, bool]:
+        """(the degrees of the open axes on `ranks` ranks together, whether they make a legal plan)."""
+        cluster, workers = self.config.cluster, ranks * prod(self.given.values())
+        per_host = ranks_per_node(cluster, workers) if cluster.gpus_per_node or cluster.nodes else self.gpus or workers
+        candidates = fill_order.choices(self.config.strategy, self.open_axes, ranks, min(per_host, workers))
+        return fill_order.first_legal(candidates, self._problems_with)
+
+    def take(self, sizes: fill_order.Sizes, why: str) -> None:
+        """Set the open axes, and say why."""
+        for axis, degree in sizes.items():
+            setattr(self.degrees, axis, degree)
+        shown = " ".join(f"{axis}={degree}" for axis, degree in sizes.items())
+        self.degrees.filled.append(f"{shown} (filled: {why}{_others(self.given)})")
+
+    def _problems_with(self, sizes: fill_order.Sizes) -> int:
+        trial = replace(self.degrees, filled=[], warnings=[])
+        for axis, degree in {**self.given, **sizes}.items():
+            setattr(trial, axis, degree)
+        return self.num_problems(trial)
+
+
+def _fill_gpus(spread: _Spread, gpus: int) -> None:
+    """The open axes take the GPUs that are left, dp as many as ep divides; they are no contract, so some may idle."""
+    if not spread.open_axes:
         return
-    rest = prod(others.values())
-    step = ep if own == "dp" else 1
-    setattr(degrees, own, max(step, gpus // rest // step * step))
-    degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {gpus} GPU{'s' * (gpus > 1)}{_others(others)})")
-    idle = gpus - rest * getattr(degrees, own)
-    if idle > 0:
-        degrees.warnings.append(f"{idle} of {gpus} GPUs stay idle: {rest * step} does not divide {gpus}")
+    rest = prod(spread.given.values())
+    step = spread.ep if "dp" in spread.open_axes else 1
+    most = max(step, gpus // rest // step * step)
+    sizes, _ = next((found for ranks in range(most, 0, -step) if (found := spread.over(ranks))[1]), spread.over(most))
+    spread.take(sizes, f"{gpus} GPU{'s' * (gpus > 1)}")
+    used = rest * prod(sizes.values())
+    if used < gpus:
+        why = f"{rest * step} does not divide {gpus}" if gpus % (rest * step) else f"no plan on {gpus} is legal"
+        spread.degrees.warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: {why}")
 
 
 def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> None:
@@ -202,21 +246,19 @@ def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> Non
         degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {why})")
 
 
-def _fill_world(
-    config: Config, given: dict[str, int], target: int, source: str, degrees: Degrees, problems: list[Problem]
-) -> None:
-    """The own axis takes what is left of the world; or all degrees must multiply to it."""
-    own = config.strategy.own_axis
+def _fill_world(spread: _Spread, target: int, source: str, problems: list[Problem]) -> None:
+    """The open axes take what is left of the world; or all degrees must multiply to it."""
+    given, degrees, open_axes = spread.given, spread.degrees, spread.open_axes
     product = prod(given.values())
     if target <= degrees.servers:
         degrees.sound = False
         fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
+        fix = "" if problems else fix  # the world cannot be mended before what is said already is
         problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
         return
     target -= degrees.servers  # from here on: workers
-    if own not in given and target % product == 0:
-        setattr(degrees, own, target // product)
-        degrees.filled.append(f"{own}={target // product} (filled: {source}{_others(given)})")
+    if open_axes and target % product == 0:
+        spread.take(spread.over(target // product)[0], source)
         return
     if product == target:
         return
@@ -226,10 +268,10 @@ def _fill_world(
     for axis, degree in given.items():
         rest = product // degree
         legal = [n for n in divisors(target // rest)] if target % rest == 0 else []
-        if own in given:
+        if not open_axes:
             legal = legal[-1:]
         fixes += [f"{axis}={n}" for n in nearest(degree, legal)]
-    if own in given:
+    if not open_axes:
         fixes.append(f"world={product + degrees.servers}")
         if degrees.servers and product < target:
             fixes.append(f"servers={degrees.servers + target - product}")
@@ -238,7 +280,8 @@ def _fill_world(
         multiples = sorted({max(1, target // product) * product, (target // product + 1) * product})
         fixes += [f"world={n + degrees.servers}" for n in multiples]
         remainder = f"{target} = {target // product} x {product} + {target % product}"
-        what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {own} cannot be filled"
+        unfilled = " and ".join(open_axes)
+        what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {unfilled} cannot be filled"
     problems.append(Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic"))
 
 

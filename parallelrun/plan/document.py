@@ -8,11 +8,13 @@ from math import gcd
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import account, cluster_cost, expert_facts, simulate
+from parallelrun.plan import account, bubble, cluster_cost, expert_facts, memory_advice, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
-from parallelrun.plan.data_axis import DataAxis, costs
-from parallelrun.plan.resolve import server_way_of, ways_of
+from parallelrun.plan.data_axis import DataAxis, agreed, costs
+from parallelrun.plan.hosts import ranks_per_node, stays_in_node
+from parallelrun.plan.load import server_way_of, ways_of
+from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Plan
 
 LINKED_RANKS = 64  # more are not listed link by link
@@ -22,13 +24,14 @@ LINKED_RANKS = 64  # more are not listed link by link
 class Facts:
     """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most.
     layouts: the tensor layouts side by side, where there is something to compare; data_axis: so the ways of the data
-    axis."""
+    axis; training: of `tokens`, where they are given."""
 
     simulation: simulate.Simulation
     busiest_rank: int
     traffic: tuple[account.Traffic, ...]
     memories: dict[int, account.Memory]
     cost: cluster_cost.Cost
+    training: cluster_cost.Training | None
     layouts: Comparison | None
     data_axis: DataAxis | None
 
@@ -44,13 +47,11 @@ def facts(plan: Plan, config: Config) -> Facts:
     busiest, rows = account.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
-    data_axis = costs(plan, config.cluster, cost.compute_s)
-    return Facts(simulation, busiest, rows, account.memories(plan), cost, compare(plan, config), data_axis)
-
-
-def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
-    """Devices a host has, as far as the cluster says; else all ranks are on one host."""
-    return cluster.gpus_per_node or -(-world // (cluster.nodes or 1))
+    data_axis = costs(plan, config.cluster, cost)
+    cost = agreed(cost, data_axis)
+    training = cluster_cost.training(plan, config.cluster, cost, config.tokens) if config.tokens else None
+    memories = account.memories(plan)
+    return Facts(simulation, busiest, rows, memories, cost, training, compare(plan, config), data_axis)
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
@@ -124,23 +125,19 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     memory = found.memories[found.heaviest_position]
     if cluster_cost.fits(memory, cluster) == "no":
         texts.append(
-            f"does not fit: a rank of pp={found.heaviest_position} needs {memory.total / 1e9:.1f} GB, "
-            f"a device has {cluster.memory_gb:g} GB; more tp or pp, recompute=full or strategy=fsdp need less"
+            f"does not fit: a rank of pp={found.heaviest_position} needs {gib(memory.total)}, "
+            f"{cluster_cost.why_fits(memory, cluster)}; {memory_advice.advice(plan, config)}"
         )
     per_node = ranks_per_node(cluster, plan.world)
     if cluster.nodes and plan.world > cluster.nodes * per_node:
         texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
-    if plan.mesh.size("tp") > 1 and not cluster_cost.stays_in_node(plan, cluster, "tp"):
+    if plan.mesh.size("tp") > 1 and not stays_in_node(plan, cluster, "tp"):
         texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
     texts += _across_hosts(plan, cluster)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         texts.append(f"{plan.world:,} ranks on {cores} cores of this host: step time is no scaling measurement")
-    bubble = found.simulation.bubble_of_total
-    if bubble > 0.5 and plan.pipeline.kind != "naive":
-        texts.append(
-            f"the bubble is {bubble:.0%} of a step: more microbatches (now {plan.batch.microbatches}) shrink it"
-        )
+    texts += bubble.warnings(plan, config, found.simulation)
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
     return texts
@@ -149,7 +146,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
 def _across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
     """A hint where experts lie on several hosts that a flat all-to-all does not know of."""
     ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
-    if ep == 1 or plan.expert.group_size > 1 or cluster_cost.stays_in_node(plan, cluster, "ep"):
+    if ep == 1 or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
         return []
     inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
     two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
@@ -189,6 +186,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "heaviest_position": found.heaviest_position,
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, config.cluster),
+            "why": cluster_cost.why_fits(worst, config.cluster),
         },
         "schedule": {
             "kind": plan.pipeline.kind,
@@ -203,6 +201,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
             "links": link_rows(plan),
         },
         "cost": asdict(found.cost),
+        "training": asdict(found.training) if found.training else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
         "data_axis": asdict(found.data_axis) if found.data_axis else None,
     }

@@ -32,7 +32,9 @@ def degree(config: Config, asked: int | None, dp: int, experts: int, filled: lis
         if config.strategy.expert.fills or (asked or 1) > 1:
             said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={preset}"
             what = f"{said} spreads the experts of a layer over ranks, and model={config.model.preset} has none"
-            fix = "model=moe_gpt or model.experts=8" if config.model.name == "gpt" else "model=moe_gpt"
+            fixes = ["model.experts=8"] if config.model.name == "gpt" else []
+            fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
+            fix = " or ".join(fixes)
             problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))
         return 1
     if asked is None:

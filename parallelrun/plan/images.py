@@ -14,11 +14,11 @@ def check(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     rank. A network without such layers has nothing to split, and no other layout knows images."""
     if spec.kind != "images" or tp == 1:
         return []
-    fix = f"tp=1 dp={tp}, or pp"
+    fix = f"tp=1 dp={tp} or tp=1 pp={tp}"
     if not any(layer.layer_role == "columns" for layer in spec.layers()):
         what = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
         return [Problem(what, "tp", fix, kind="not_built")]
     if config.strategy.tensor.kind != ONE_DIMENSION:
         what = f"model={spec.name}: layout={config.strategy.tensor.kind} does not split images, only layout=1d is built"
-        return [Problem(what, "layout", f"layout=1d, or {fix}", kind="not_built")]
+        return [Problem(what, "layout", "layout=1d or strategy=tp", kind="not_built")]
     return []

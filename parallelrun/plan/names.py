@@ -8,10 +8,15 @@ from difflib import get_close_matches
 from parallelrun.errors import Problem
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The closest three of `known`, else all of them: `1f1b, interleaved`."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The closest three of `known`, else all of them, each after `prefix`: `schedule=1f1b or schedule=naive`."""
+    return " or ".join(f"{prefix}{one}" for one in closest(name, known))
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """The closest three of `known`, else all of them."""
     known = list(known)
-    return ", ".join(get_close_matches(str(name).lower(), known, n=3, cutoff=0.5) or known)
+    return get_close_matches(str(name).lower(), known, n=3, cutoff=0.5) or known
 
 
 def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> list[Problem]:
@@ -20,7 +25,12 @@ def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> lis
     if value in known:
         return []
     return [
-        Problem(f"{key}={value} is unknown; it is one of {', '.join(known)}", key, did_you_mean(value, known), command)
+        Problem(
+            f"{key}={value} is unknown; it is one of {', '.join(known)}",
+            key,
+            did_you_mean(value, known, f"{key}="),
+            command,
+        )
     ]
 
 
@@ -33,6 +43,12 @@ def divisors(number: int) -> list[int]:
 def nearest(value: int, legal: Iterable[int], count: int = 2) -> list[int]:
     """The nearest of `legal` at or below `value` and above it (at most `count` in all), ascending."""
     return sorted(sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))[:count])
+
+
+def gib(count: float) -> str:
+    """Bytes in the one unit in which memory is told: `74.5 GiB`."""
+    number = count / 2**30
+    return f"{number:.1f} GiB" if number >= 1 else f"{number:.3g} GiB"
 
 
 def counted(number: int, noun: str) -> str:

@@ -2,57 +2,84 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from itertools import accumulate, pairwise
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.models.spec import BlockSpec, ModelSpec
-from parallelrun.plan.names import did_you_mean
+from parallelrun.plan.names import closest
 
 
 def partition(costs: list[float], num_stages: int) -> list[int]:
     """Sizes of `num_stages` non-empty contiguous parts of `costs` (>= 0) whose largest sum is the smallest possible.
 
-    Among those, the one with the least sum of squared part costs (so the lighter stages are even too). Exact: the
-    optimum is one of the interval sums, found by bisection with a greedy test; then a dynamic programme over the parts
-    that do not exceed it. Costs about L^2 for L blocks, whatever the number of stages.
+    Among those, the one with the least sum of squared part costs (so the lighter stages are even too). Exact: a greedy
+    test finds the least bound, then a dynamic programme runs over the cuts that can keep it. Those are few where costs
+    are alike, so that thousands of layers take no time.
     """
     num_blocks = len(costs)
     assert 1 <= num_stages <= num_blocks, f"{num_blocks} blocks do not make {num_stages} non-empty stages"
     prefix = [0, *accumulate(costs)]
-    sums = sorted({prefix[j] - prefix[i] for i in range(num_blocks) for j in range(i + 1, num_blocks + 1)})
-    limit = sums[bisect_left(sums, True, key=lambda bound: _greedy_parts(prefix, bound) <= num_stages)]
-    return _even_parts(prefix, num_stages, limit)
+    return _even_parts(prefix, num_stages, _least_bound(prefix, num_stages))
 
 
-def _greedy_parts(prefix: list[float], bound: float) -> int:
-    """The fewest contiguous parts of cost <= bound, or more than there are blocks when one block exceeds it."""
-    num_blocks, start, parts = len(prefix) - 1, 0, 0
-    while start < num_blocks:
-        stop = start
-        while stop < num_blocks and prefix[stop + 1] - prefix[start] <= bound:
-            stop += 1
-        if stop == start:
-            return num_blocks + 1
-        start, parts = stop, parts + 1
-    return parts
+def _least_bound(prefix: list[float], num_stages: int) -> float:
+    """The least bound that `num_stages` contiguous parts can keep: the sum of one of them.
+
+    Bisection between bounds that are sums of parts: what a bound that can be kept really needs, and the least sum by
+    which one that cannot is exceeded.
+    """
+    low = max(prefix[i + 1] - prefix[i] for i in range(len(prefix) - 1))
+    high = prefix[-1]
+    while low < high:
+        middle = max(low, (low + high) / 2) if (low + high) / 2 < high else low
+        ends = _greedy_ends(prefix, middle)
+        starts = [0, *ends[:-1]]
+        if len(ends) <= num_stages:
+            high = max(prefix[end] - prefix[start] for start, end in zip(starts, ends))
+        else:
+            low = min(prefix[end + 1] - prefix[start] for start, end in zip(starts, ends) if end < len(prefix) - 1)
+    return high
+
+
+def _greedy_ends(prefix: list[float], bound: float) -> list[int]:
+    """Where the fewest contiguous parts of cost <= bound end; no block alone exceeds it."""
+    ends, end, last = [], 0, len(prefix) - 1
+    while end < last:
+        start, end = end, bisect_right(prefix, prefix[end] + bound, end + 1) - 1
+        while end < last and prefix[end + 1] - prefix[start] <= bound:  # a sum and a difference may round otherwise
+            end += 1
+        while end > start + 1 and prefix[end] - prefix[start] > bound:
+            end -= 1
+        end = max(end, start + 1)
+        ends.append(end)
+    return ends
 
 
 def _even_parts(prefix: list[float], num_stages: int, limit: float) -> list[int]:
-    """Part sizes with every part <= limit and the least sum of squares, by dynamic programming from the right."""
+    """Part sizes with every part <= limit and the least sum of squares, by dynamic programming from the right.
+
+    After k parts the cut is at most where k greedy parts end, and at least where the other parts, greedy from the
+    right, begin.
+    """
     num_blocks = len(prefix) - 1
-    infinite = float("inf")
-    best = [infinite] * num_blocks + [0.0]  # best[i]: blocks i.. in the number of parts handled so far
-    choices: list[list[int]] = []
-    for part in range(1, num_stages + 1):
-        row, choice = [infinite] * (num_blocks + 1), [0] * (num_blocks + 1)
-        for start in range(num_stages - part, num_blocks - part + 1):
-            for stop in range(start + 1, num_blocks - part + 2):
+    ends = [0, *_greedy_ends(prefix, limit)]
+    mirrored = [prefix[-1] - cost for cost in reversed(prefix)]
+    begins = [num_blocks, *(num_blocks - end for end in _greedy_ends(mirrored, limit * (1 + 1e-9)))]
+    latest = [min(ends[min(k, len(ends) - 1)], num_blocks - num_stages + k) for k in range(num_stages + 1)]
+    earliest = [max(begins[min(num_stages - k, len(begins) - 1)], k) for k in range(num_stages + 1)]
+    best: dict[int, float] = {num_blocks: 0.0}  # blocks i.. in the number of parts handled so far
+    choices: list[dict[int, int]] = []
+    for cut in reversed(range(num_stages)):
+        row: dict[int, float] = {}
+        choice: dict[int, int] = {}
+        for start in range(earliest[cut], latest[cut] + 1):
+            for stop in range(max(start + 1, earliest[cut + 1]), latest[cut + 1] + 1):
                 cost = prefix[stop] - prefix[start]
                 if cost > limit:
                     break
-                if best[stop] + cost * cost < row[start]:
+                if stop in best and (start not in row or best[stop] + cost * cost < row[start]):
                     row[start], choice[start] = best[stop] + cost * cost, stop
         best = row
         choices.append(choice)
@@ -97,12 +124,11 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int],
     if not middle:
         middle = list(range(len(blocks)))
     if len(middle) % num_stages:
-        legal = [n for n in range(1, len(middle) + 1) if len(middle) % n == 0]
         return [], [
             Problem(
                 f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for",
                 "strategy.pipeline.partition",
-                f"strategy.pipeline.partition=cost, or a number of stages among {', '.join(map(str, legal))}",
+                "strategy.pipeline.partition=cost",
                 kind="arithmetic",
             )
         ]
@@ -119,13 +145,15 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
     names = [block.name for block in blocks]
     unknown = [name for name in split if name not in names]
     if unknown:
-        return [], [Problem(f"the model has no block {name!r}", where, did_you_mean(name, names)) for name in unknown]
+        nearest = [name if name in names else closest(name, names)[0] for name in split]
+        what = f"the model has no block {' and no block '.join(map(repr, unknown))}"
+        return [], [Problem(what, where, f"{where}=[{','.join(nearest)}]")]
     if len(split) != num_stages - 1:
         what = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
-        return [], [Problem(what, where, f"{num_stages - 1} block names", kind="arithmetic")]
+        return [], [Problem(what, where, f"leave {where} out", kind="arithmetic")]
     starts = [0, *(names.index(name) for name in split)]
     if any(later <= earlier for earlier, later in pairwise(starts)):
         ordered = ",".join(sorted(set(split) - {names[0]}, key=names.index))
         what = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
-        return [], [Problem(what, where, f"in order: {ordered}", kind="arithmetic")]
+        return [], [Problem(what, where, f"{where}=[{ordered}]", kind="arithmetic")]
     return [later - earlier for earlier, later in zip(starts, [*starts[1:], len(blocks)])], []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from parallelrun.models.spec import BlockSpec
-from parallelrun.plan.resolve import Ways, ways_of
+from parallelrun.plan.load import Ways, ways_of
 from parallelrun.plan.structure import Plan, Stage
 from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
@@ -88,9 +88,9 @@ class _Walk:
             index: _by_block(stage, [p for p in held if p.stage == index], plan, coordinate)
             for index, stage in self._stages.items()
         }
+        self._looks: dict[tuple[str, bool], BackwardBlock] = {}
         self._blocks = {
-            index: [_backward_block(plan.spec.block(name), plan, self._ways) for name in stage.blocks]
-            for index, stage in self._stages.items()
+            index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
         }
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
         self._flow = getattr(self._ways.data, "backward_bytes", None) if plan.mesh.size("dp") > 1 else None
@@ -117,6 +117,14 @@ class _Walk:
         ending = getattr(self._ways.data, "ending_bytes", None)
         last = ending(self._position, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
         return max([*moments, Moment(self._complete(begun), 0, last + batch)], key=lambda moment: moment.total)
+
+    def _backward_block(self, name: str) -> BackwardBlock:
+        """Blocks that are alike are looked at once; the loss is behind the model's last."""
+        spec = self._plan.spec
+        key = spec.first_alike[name], name == spec.blocks[-1].name
+        if key not in self._looks:
+            self._looks[key] = _backward_block(spec.block(name), self._plan, self._ways)
+        return self._looks[key]
 
     def _apart(self, index: int) -> int:
         """What a microbatch of a stage keeps, beside what forward has saved, from its input pass to its weight pass."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
-from parallelrun.plan import batch as batches
 from parallelrun.plan import (
+    account,
+    cluster_cost,
     cluster_spec,
     expert_axes,
     images,
@@ -22,45 +22,21 @@ from parallelrun.plan import (
     sample_sets,
     shorthands,
 )
+from parallelrun.plan import batch as batches
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
+from parallelrun.plan.load import Ways, load_way, server_way_of, ways_of
 from parallelrun.plan.names import did_you_mean, either
+from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
-from parallelrun.plan.ways import DataWayPlan, ExpertWayPlan, PipelineWayPlan, Request, ServerWayPlan, TensorWayPlan
+from parallelrun.plan.ways import Request
 from parallelrun.precision import TABLE
 
+REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are filled in
 
-@dataclass(frozen=True)
-class Ways:
-    """The chosen ways' torch-free halves. expert: None where every rank has all experts (ep=1)."""
-
-    data: DataWayPlan
-    tensor: TensorWayPlan
-    pipeline: PipelineWayPlan
-    expert: ExpertWayPlan | None = None
-
-
-def load_way(axis: str, kind: str) -> Any:
-    """The `Way` of an axis (`data` | `tensor` | `pipeline` | `expert`) and kind. KeyError for an unknown kind."""
-    return registry.load("strategies", f"{axis}.{kind}", "plan").Way()
-
-
-def ways_of(plan: Plan) -> Ways:
-    """The torch-free halves of a plan's ways."""
-    return Ways(
-        load_way("data", plan.data.kind),
-        load_way("tensor", plan.tensor.kind),
-        load_way("pipeline", plan.pipeline.kind),
-        load_way("expert", plan.expert.kind) if plan.expert.kind != routing.NO_WAY else None,
-    )
-
-
-def server_way_of(plan: Plan) -> ServerWayPlan:
-    """The data way of a plan with servers."""
-    assert plan.servers, f"{plan.data.kind} has no servers"
-    return load_way("data", plan.data.kind)
+__all__ = ["load_way", "resolve", "server_way_of", "ways_of"]
 
 
 def resolve(
@@ -77,21 +53,25 @@ def resolve(
     started, None when we start them. gpus: GPUs of this host. sweep: keys that the chosen ways do not read are noted
     in `plan.warnings` instead of refused. Raises ConfigError with every violation.
     """
-    solved = _solve(config, given, world, gpus, sweep)
+    solved = solve(config, given, world, gpus, sweep)
     if isinstance(solved, Plan):
         return solved
 
     def violations(changed: Config, key: str) -> list[Problem]:
-        outcome = _solve(changed, given | {key}, world, gpus, sweep)
+        outcome = solve(changed, given | {key}, world, gpus, sweep)
         return [] if isinstance(outcome, Plan) else outcome
 
     raise ConfigError(*keep_helpful(solved, config, violations))
 
 
-def _solve(
+def solve(
     config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
 ) -> Plan | list[Problem]:
     """The plan, or every violation."""
+    problems = rules.too_large(config)
+    if problems:
+        return problems
+    notes = routing.kept(config)
     config, problems = shorthands.fold(config, given)
     problems += rules.check(config)
     known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
@@ -100,8 +80,12 @@ def _solve(
     spec = _spec(config, of_spec)
     experts = spec.experts if spec is not None else config.model.experts
     servers = _servers(config, cluster, problems)
-    degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts)
-    problems += of_spec + routing.check_model(config, experts)
+
+    def num_problems(trial: Degrees) -> int:
+        return len(_trial_problems(config, spec, trial)) if spec is not None and known_ways else 0
+
+    degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
+    problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
     unread = shorthands.unread(config, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
@@ -111,14 +95,9 @@ def _solve(
     problems += unsplit
     if spec is None or unsplit or not degrees.sound or not known_ways:
         if degrees.sound:
-            batches.fill(config, degrees.dp, degrees.pp, 1, lambda batch: [], degrees.filled, problems)
+            batches.fill(config, degrees.dp, degrees.pp, batches.Rules(), degrees.filled, problems)
         return _distinct(problems)
-    ways = Ways(
-        load_way("data", config.strategy.data.kind),
-        load_way("tensor", config.strategy.tensor.kind),
-        load_way("pipeline", _pipeline_kind(config, degrees)),
-        load_way("expert", routing.way_kind(config, spec)) if degrees.ep > 1 else None,
-    )
+    ways = _ways(config, spec, degrees)
     request = _request(config, spec, degrees, ways, problems)
     if problems:
         return _distinct(problems)
@@ -129,10 +108,29 @@ def _solve(
     sets, problems = sample_sets.settle(request, ways.data.settle(request))
     if problems:
         return problems
-    notes = tuple(problem.what for problem in unread)
-    plan = _plan(config, request, ways, degrees, stages, notes)
+    plan = _plan(config, request, ways, degrees, stages, (*(problem.what for problem in unread), *notes))
     said = sample_sets.filled(config.model.norm_samples, sets)
     return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
+
+
+def _trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> list[Problem]:
+    """The violations of a plan of these degrees; nothing is appended to what was filled."""
+    problems = images.check(spec, config, trial.tp)
+    if not problems:
+        trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
+        ways = _ways(config, spec, trial)
+        request = _request(config, spec, trial, ways, problems)
+        problems += [] if problems else _stages(config, spec, request, ways)[1] + _set_problems(request, ways)
+    return problems
+
+
+def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Ways:
+    return Ways(
+        load_way("data", config.strategy.data.kind),
+        load_way("tensor", config.strategy.tensor.kind),
+        load_way("pipeline", _pipeline_kind(config, degrees)),
+        load_way("expert", routing.way_kind(config, spec)) if degrees.ep > 1 else None,
+    )
 
 
 def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem]) -> int:
@@ -158,7 +156,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
         if not registry.has(kind, name):
             key, known = kind[:-1], registry.names(kind)
             what = f"{key}={name} is unknown; it is one of {', '.join(known)}"
-            problems.append(Problem(what, key, f"{key}={did_you_mean(name, known)}", f"parallelrun ls {kind}"))
+            problems.append(Problem(what, key, did_you_mean(name, known, f"{key}="), f"parallelrun ls {kind}"))
             return None
     if rules.model(config):
         return None
@@ -188,9 +186,16 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
     def violations(batch: Batch) -> list[Problem]:
         return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]
 
+    def suits(batch: Batch) -> bool:
+        return bool(problems) or not _set_problems(replace(request, batch=batch), ways)
+
     parts = routing.sample_parts(spec, ways.tensor.sample_parts(request))
-    filled_parts = parts * (config.strategy.expert.chunks if ways.expert else 1)
-    batch = batches.fill(config, degrees.dp, degrees.pp, filled_parts, violations, degrees.filled, problems)
+    rules = batches.Rules(
+        parts * (config.strategy.expert.chunks if ways.expert else 1), violations, suits,
+        lambda batch: bool(problems) or _fits(replace(request, batch=batch), ways, degrees),
+        (spec.seq or 0) if spec.kind == "tokens" else 0,
+    )  # fmt: skip
+    batch = batches.fill(config, degrees.dp, degrees.pp, rules, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
         problems += violations(batch)
@@ -199,6 +204,30 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
         problems += ways.expert.check(request) if ways.expert else []
         problems += routing.check(request, parts)
     return request
+
+
+def _set_problems(request: Request, ways: Ways) -> list[Problem]:
+    return sample_sets.settle(request, ways.data.settle(request))[1]
+
+
+def _fits(request: Request, ways: Ways, degrees: Degrees) -> bool:
+    """Does this batch fit a device, as far as the cluster says?
+
+    Under REFERENCE_SCHEDULE, whatever the schedule: else the points of a sweep would differ in their batches too.
+    """
+    config = request.config
+    if not config.cluster.memory_gb:
+        return True
+    if request.pp > 1:
+        pipeline = replace(config.strategy.pipeline, kind=REFERENCE_SCHEDULE, split=[])
+        config = replace(config, strategy=replace(config.strategy, pipeline=pipeline))
+        ways = replace(ways, pipeline=load_way("pipeline", REFERENCE_SCHEDULE))
+        request = replace(request, config=config, chunks=1)
+    stages, problems = _stages(config, request.spec, request, ways)
+    if problems:
+        return True
+    memories = account.memories(_plan(config, request, ways, degrees, stages, ()))
+    return all(cluster_cost.fits(memory, config.cluster) == "yes" for memory in memories.values())
 
 
 def _chunks(config: Config, spec: ModelSpec, degrees: Degrees) -> int:
@@ -259,7 +288,7 @@ def _plan(
         dropout=config.dropout,
         device=degrees.device,
         optimizer=config.optimizer.name,
-        optimizer_states=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
+        optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer),
         equivalence=Equivalence("exact"),
         servers=degrees.servers,
         filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled, *lr_scale.filled(config, request.dp)),

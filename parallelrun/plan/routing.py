@@ -30,8 +30,8 @@ CHOICES_OF = {"gshard": 2, "switch": 1}  # experts of a token, where the kind sa
 def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Problem]]:
     """(the model with the router that the preset of `strategy` and the user made together, violations).
 
-    The user's own keys beat the preset's. A kind that has a number of experts a token by its nature sets it, unless
-    somebody said another.
+    The user's own keys beat the preset's, and a model that has its own router keeps it. A kind that has a number of
+    experts a token by its nature sets it, unless somebody said another.
     """
     known = [field.name for field in fields(RouterConfig)]
     problems, preset = [], {}
@@ -39,15 +39,26 @@ def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Probl
         place = f"strategy.router.{key}"
         if key not in known:
             what = f"{place} is no setting of a router; they are {', '.join(known)}"
-            problems.append(Problem(what, place, f"strategy.router.{did_you_mean(key, known)}"))
+            problems.append(Problem(what, place, did_you_mean(key, known, "strategy.router.")))
         elif value is None and not known_keys()[KEY + key].optional:
             problems.append(Problem(f"{place} is null, which means nothing here", place, f"leave {place} out"))
-        elif KEY + key not in given:
+        elif KEY + key not in given and not config.model.own_router:
             preset[key] = value
     router = replace(config.model.router, **preset)
     if "top_k" not in preset and KEY + "top_k" not in given:
         router = replace(router, top_k=CHOICES_OF.get(str(router.kind), router.top_k))
     return replace(config.model, router=router), problems
+
+
+def kept(config: Config) -> list[str]:
+    """A note where the preset of `strategy` would route otherwise than the model, which keeps its own router."""
+    differing = [
+        key for key, value in config.strategy.router.items() if getattr(config.model.router, key, value) != value
+    ]
+    if not config.model.own_router or not config.model.experts or not differing:
+        return []
+    said = f"model={config.model.preset} keeps its own router; strategy={config.strategy.name} has another"
+    return [f"{said} ({', '.join(differing)}), which model.own_router=false takes"]
 
 
 def check_model(config: Config, experts: int) -> list[Problem]:

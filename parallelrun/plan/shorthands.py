@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from parallelrun.config.schema import Config, DataWayConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
 from parallelrun.plan.names import did_you_mean, one_of
+from parallelrun.plan.optimizers import OPTIMIZERS, readers
 from parallelrun.registry import has, load, names
 
 LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor way of every layout
@@ -74,7 +76,7 @@ def _layout(layout: str) -> tuple[str | None, list[Problem]]:
     text = str(layout).lower()
     if text not in LAYOUTS:
         what = f"layout={layout} is unknown; it is one of {', '.join(LAYOUTS)}"
-        return None, [Problem(what, "layout", f"layout={did_you_mean(text, LAYOUTS)}")]
+        return None, [Problem(what, "layout", did_you_mean(text, LAYOUTS, "layout="))]
     return LAYOUTS[text], []
 
 
@@ -92,7 +94,7 @@ def _contradiction(short: str, asked: object, long: str, said: object, given: fr
     if long not in given or said is None or said == asked:
         return []
     what = f"{short}={asked} contradicts {long}={said}"
-    return [Problem(what, short, f"one of {short}={asked} and {long}={said}", kind="contradiction")]
+    return [Problem(what, short, f"leave {short} out or leave {long} out", kind="contradiction")]
 
 
 def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
@@ -101,16 +103,18 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
     hints = {
         "shard": "strategy=hsdp",
         **dict.fromkeys(("reshard_after_forward", "reduce_each_microbatch"), "strategy=fsdp"),
-        "bucket_mb": f"leave it out: {kind} fills no buckets",
+        "bucket_mb": "leave strategy.data.bucket_mb out",
         **dict.fromkeys(DATA_SHORTHANDS, "strategy=ps"),
         "sync_every": "strategy=local_sgd or strategy=diloco",
         **dict.fromkeys(("outer_lr", "outer_momentum", "outer_nesterov"), "strategy=diloco"),
         **dict.fromkeys(("algorithm", "group_size"), "strategy=ring"),
-        **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod, ring or ddp"),
+        **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod or strategy=ring or strategy=ddp"),
         **dict.fromkeys(HOROVOD_KEYS, "strategy=horovod"),
     }
     keys = [field.name for field in fields(DataWayConfig) if field.name != "kind"]
-    return {f"strategy.data.{key}": (key not in reads, hints.get(key, "leave it out")) for key in keys}
+    return {
+        f"strategy.data.{key}": (key not in reads, hints.get(key, f"leave strategy.data.{key} out")) for key in keys
+    }
 
 
 def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
@@ -136,7 +140,8 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     chunks = config.strategy.pipeline.chunks
     explicit = config.chunks is not None or "strategy.pipeline.chunks" in given
     if explicit and chunks != 1 and (pp == 1 or pipeline not in CHUNKED):
-        complain("chunks", chunks, f"schedule=interleaved, or leave chunks out{'' if pp > 1 else ' (pp is 1)'}")
+        complain("chunks", chunks, "schedule=interleaved, or leave chunks out" if pp > 1 else "leave chunks out")
+    known = config.optimizer.name in OPTIMIZERS
     fix = {
         **_unread_of_data(data),
         "strategy.tensor.sequence_parallel": (tensor in GRIDS, "layout=1d"),
@@ -144,18 +149,20 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         "strategy.tensor.depth": (tensor != "2.5d", "layout=2.5d"),
         "strategy.tensor.form": (tensor not in ("2d", "2.5d"), "layout=2d"),
         "strategy.tensor.save_gathered": (tensor not in GRIDS, "layout=2d"),
-        "strategy.pipeline.kind": (pp == 1, "pp=2, or leave it out"),
-        "strategy.pipeline.partition": (pp == 1, "pp=2, or leave it out"),
-        "strategy.pipeline.split": (pp == 1, "pp=2, or leave it out"),
+        "strategy.pipeline.kind": (pp == 1, "pp=2"),
+        "strategy.pipeline.partition": (pp == 1, "pp=2"),
+        "strategy.pipeline.split": (pp == 1, "pp=2"),
         "dataset.path": (config.dataset.name in ("pystdlib", "synthetic", "digits"), "dataset=text"),
-        "optimizer.momentum": (config.optimizer.name != "sgd", "optimizer=sgd"),
-        "optimizer.betas": (config.optimizer.name != "adamw", "optimizer=adamw"),
-        "optimizer.eps": (config.optimizer.name != "adamw", "optimizer=adamw"),
+        **{
+            f"optimizer.{key}": (known and key not in OPTIMIZERS[config.optimizer.name].own_keys, readers(key))
+            for key in ("momentum", "betas", "eps")
+        },
     }
     for key, (ignored, suggestion) in fix.items():
         if key in given and ignored:
-            value = config
+            asked: Any = config
             for part in key.split("."):
-                value = getattr(value, part)
-            complain(key, value, suggestion)
+                asked = getattr(asked, part)
+            if asked is not None:  # null is what the key has where it is left out
+                complain(key, asked, suggestion if "leave" in suggestion else f"{suggestion} or leave {key} out")
     return problems

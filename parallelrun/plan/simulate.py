@@ -118,20 +118,25 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
 def action_times(plan: Plan) -> dict[str, list[float]]:
     """FLOPs of one microbatch on one rank per action kind and stage: B = 2F, I = W = F, and recomputation with B or I.
 
+    Recomputation repeats the blocks that a model says can be repeated: neither its embedding nor its head.
     On stage 0 there is no input gradient to send: torch leaves the whole backward to W there.
     """
     forward = stage_flops(plan)
-    again = [flops if plan.recompute == "full" else 0.0 for flops in forward]
+    again = stage_flops(plan, recomputed=True) if plan.recompute == "full" else [0.0] * len(forward)
     inputs = [flops + extra if stage else 0.0 for stage, (flops, extra) in enumerate(zip(forward, again))]
     weights = [flops if stage else 2 * flops + again[0] for stage, flops in enumerate(forward)]
     both = [2 * flops + extra for flops, extra in zip(forward, again)]
     return {"F": forward, "B": both, "I": inputs, "W": weights}
 
 
-def stage_flops(plan: Plan) -> list[float]:
-    """Forward FLOPs of one microbatch on one rank, per stage: the tensor axes share them evenly."""
+def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
+    """Forward FLOPs of one microbatch on one rank, per stage: the tensor axes share them evenly.
+
+    recomputed: only of the blocks that recomputation repeats.
+    """
     share = plan.batch.micro_batch / plan.mesh.size("tp")
-    return [share * sum(plan.spec.block(name).forward_flops for name in stage.blocks) for stage in plan.stages]
+    stages = [[plan.spec.block(name) for name in stage.blocks] for stage in plan.stages]
+    return [share * sum(b.forward_flops for b in blocks if b.is_recomputed or not recomputed) for blocks in stages]
 
 
 def of_plan(plan: Plan, way: PipelineWayPlan) -> Simulation:
@@ -153,6 +158,12 @@ def of_plan(plan: Plan, way: PipelineWayPlan) -> Simulation:
         makespan=some[2].makespan + (count - shown) // pp * second,
         busy=tuple(busy * count / shown for busy in some[2].busy),
     )
+
+
+def of_schedule(plan: Plan, way: PipelineWayPlan) -> Simulation:
+    """The whole step with stages that all take the same time: a forward takes 1, a backward 2."""
+    times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    return simulate(way.actions(plan), times, len(plan.stages))
 
 
 def _simulate_with(plan: Plan, way: PipelineWayPlan, count: int) -> Simulation:

@@ -7,6 +7,8 @@ A Plan is made from the config and the world alone, and every rank of a run deri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.spec import ModelSpec
@@ -15,6 +17,7 @@ from parallelrun.precision import Precision
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
+WORLD, EMBEDDING = "world", "embedding"  # axes of groups beside the mesh's: all ranks, the holders of a tied weight
 SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataWay.sync_every` steps
 
 
@@ -36,7 +39,6 @@ class Batch:
 class DataWay:
     """kind: ddp, zero1, fsdp ... shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1.
     reduce_each_microbatch: gradients are reduced in every backward pass, so that none are kept unsharded (fsdp).
-    gathers_rounded: layers find their weights in the compute dtype, and round no copy of their own (fsdp).
 
     A way with more to say has a frozen subclass of its own (in its folder's `settings.py`) and makes it in `settle`.
     """
@@ -45,7 +47,6 @@ class DataWay:
     shard: int = 1
     reshard_after_forward: bool = False
     reduce_each_microbatch: bool = False
-    gathers_rounded: bool = False
     bucket_bytes: int = 25 * 2**20
 
     @property
@@ -78,6 +79,10 @@ class DataWay:
 
     def group_size(self, axis: str) -> int | None:
         """Ranks in the groups that the way makes itself and names `axis`; None where it makes none of that name."""
+        return None
+
+    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
+        """The dp coordinates of the group that `worker` is in, of groups that the way makes itself and names `axis`."""
         return None
 
     def has_batch(self, step: int, worker: int) -> bool:
@@ -182,7 +187,7 @@ class Equivalence:
 class Plan:
     """Everything a worker needs to know that is not a hyper-parameter.
 
-    optimizer_states: tensors of state that the optimizer keeps per weight (adamw 2, sgd 0, or 1 with momentum).
+    optimizer_states: tensors of state that the optimizer keeps per weight (`plan.optimizers`).
     servers: ranks that are no workers: the last ones, outside the mesh (server k has rank num_workers + k).
     filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
     """
@@ -208,6 +213,12 @@ class Plan:
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
     expert: ExpertWay = ExpertWay()
+
+    @cached_property
+    def known(self) -> dict[object, Any]:
+        """What has been computed about this plan and is asked for again: by whoever computes it, under a key of its
+        own. A plan never changes, so nothing in here does."""
+        return {}
 
     @property
     def degrees(self) -> dict[str, int]:

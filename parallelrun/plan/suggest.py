@@ -31,7 +31,7 @@ def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[
         kept = []
         for alternative in _SEPARATOR.split(problem.suggestion):
             match = _PAIR.fullmatch(alternative)
-            changed = _changed(config, match[1], _value(match[2])) if match else None
+            changed = with_value(config, match[1], _value(match[2])) if match else None
             if match and changed is not None and trials < MOST_TRIALS:
                 trials += 1
                 if not _helps(problem, problems, solve(changed, match[1])):
@@ -60,7 +60,7 @@ def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
         if not isinstance(value, int) or isinstance(value, bool):
             continue
         for candidate in _around(value):
-            changed = _changed(config, key, candidate)
+            changed = with_value(config, key, candidate)
             trials += 1
             if changed is None or trials > MOST_SEARCHED:
                 break
@@ -82,7 +82,7 @@ def _around(value: int) -> Iterator[int]:
         yield value * factor
 
 
-def _changed(config: Config, key: str, value: object) -> Config | None:
+def with_value(config: Config, key: str, value: object) -> Config | None:
     """A copy of `config` with `key` set, or None if the schema has no such key."""
     *sections, last = key.split(".")
     changed = node = copy(config)

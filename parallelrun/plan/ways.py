@@ -15,6 +15,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.messages import Explanation
 from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, ExpertWay, Memory, Plan, TensorWay
 
 
@@ -76,8 +77,14 @@ class TensorWayPlan(Protocol):
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
+
 
 class PipelineWayPlan(Protocol):
+    takes_microbatches: bool  # does the schedule allow more than one microbatch?
+
     def check(self, request: Request) -> list[Problem]: ...
 
     def position(self, stage_index: int, pp: int, chunks: int) -> int:
@@ -98,6 +105,10 @@ class PipelineWayPlan(Protocol):
 
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """Point-to-point traffic of one rank at that pp coordinate in one step."""
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
 
 
 class DataWayPlan(Protocol):
@@ -133,6 +144,10 @@ class DataWayPlan(Protocol):
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
+
 
 class ExpertWayPlan(Protocol):
     """Of the ways to bring tokens to experts that lie on other ranks of dp (`strategies/expert`)."""
@@ -152,6 +167,10 @@ class ExpertWayPlan(Protocol):
         """Bytes that one microbatch of `block` keeps for backward because rows go to experts and back."""
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step, for `parallelrun explain`."""
+        ...
 
 
 class ServerWayPlan(Protocol):

@@ -23,7 +23,8 @@ from parallelrun.report import chart, terminal_plot
 from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
 
 LETTERS = {
-    kinds.RING: "r", kinds.HALVING: "d", kinds.TREES: "t", kinds.HIERARCHICAL: "h", kinds.OWN: "o", kinds.SHARDED: "z",
+    kinds.RING: "r", kinds.HALVING: "d", kinds.TREES: "t", kinds.BINOMIAL: "b",
+    kinds.HIERARCHICAL: "h", kinds.OWN: "o", kinds.SHARDED: "z",
     kinds.SCATTERED_AGAIN: "m", kinds.GATHERED_AGAIN: "f", kinds.HSDP: "g", kinds.ONE_SERVER: "1", kinds.SERVERS: "s",
     kinds.BEST: "b", kinds.COLOCATED: "c", kinds.HELPED: "k",
 }  # fmt: skip

@@ -19,12 +19,12 @@ from parallelrun.plan.document import (
     facts,
     link_rows,
     rank_row,
-    ranks_per_node,
     server_rows,
     stage_rows,
     warnings,
 )
-from parallelrun.plan.names import counted
+from parallelrun.plan.hosts import ranks_per_node
+from parallelrun.plan.names import counted, gib
 from parallelrun.plan.structure import Plan
 from parallelrun.report.data_axis import panel as data_axis_panel
 from parallelrun.report.experts import panel as experts_panel
@@ -57,7 +57,7 @@ def show(plan: Plan, config: Config, console: Console, found: Facts | None = Non
         *([("servers", _servers(plan))] if plan.servers else []),
         ("schedule", _schedule(plan, found, width - 4)),
         ("collectives of a step", _traffic(plan, found)),
-        ("cost of a step", _cost(plan, found)),
+        ("cost of a step", _cost(plan, config, found).append(_training(found))),
     ]
     if found.data_axis:
         parts.append(("ways of the data axis", data_axis_panel(found.data_axis, width - 4)))
@@ -184,10 +184,9 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
         )
     worst = found.memories[heaviest]
     fits = cluster_cost.fits(worst, config.cluster)
-    size = config.cluster.memory_gb
-    known = f"a device has {size:g} GB" if size else "cluster.memory_gb is not given"
     verdict = Text.assemble("fits: ", (fits, {"yes": "bold green", "no": "bold red"}.get(fits, "bold yellow")))
-    verdict.append(f" (the heaviest rank needs {bytes_text(worst.total)}; {known})")
+    need = gib(worst.total) if config.cluster.memory_gb else bytes_text(worst.total)
+    verdict.append(f" (the heaviest rank needs {need}; {cluster_cost.why_fits(worst, config.cluster)})")
     marks = "; * marks the heaviest" if len(found.memories) > 1 else ""
     notes = [f"weights to total: {unit} of the rank of each pp coordinate that holds most{marks}"]
     left_out = len(found.memories) - len(positions)
@@ -285,21 +284,41 @@ def _links(plan: Plan) -> list[Text]:
     return [Text(f"{len(rows)} links of dp, at most {most}; --json lists them", "dim")]
 
 
-def _cost(plan: Plan, found: Facts) -> Text:
+def _cost(plan: Plan, config: Config, found: Facts) -> Text:
     cost = found.cost
     text = Text(f"{flops_text(cost.model_flops)} by the model (72-form: forward, and twice that backward)")
     if cost.hardware_flops > cost.model_flops:
         text.append(f", {flops_text(cost.hardware_flops)} with what recompute={plan.recompute} repeats")
+    name = plan.precision.name
     if cost.compute_s is None:
-        return text.append("\ntime: unknown, the cluster gives no rates (try cluster=a100_80gb)")
-    text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate, bubble included")
+        given = f"no peak rate of {name} (cluster.peak_tflops.{name})" if config.cluster.peak_tflops else "no rates"
+        return text.append(f"\ntime: unknown, the cluster gives {given}; try cluster=a100_80gb")
+    peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
+    text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate of {name}, {peak}, bubble included")
     if cost.communication_s is None:
         return text.append("; communication: unknown, the cluster gives no link rates")
-    low, high = max(cost.compute_s, cost.communication_s), cost.compute_s + cost.communication_s
+    high, low = cost.step_s or (0.0, 0.0)
     text.append(f"; communication {seconds_text(cost.communication_s)} of the busiest rank at the links' rates")
     return text.append(
-        f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), or longer: "
-        "no kernel reaches the peak rate"
+        f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), "
+        f"{digits(plan.batch.global_batch / high)}..{digits(plan.batch.global_batch / low)} samples/s, or longer: no "
+        "kernel reaches the peak rate"
+    )
+
+
+def _training(found: Facts) -> str:
+    """Days for the tokens of the training, where they are given."""
+    training = found.training
+    if training is None:
+        return ""
+    text = f"\n{count_text(training.tokens)} tokens are {training.steps:,} steps: "
+    if training.sustained is None:
+        return text + "days unknown, the cluster gives no rates"
+    if training.at_peak is not None:
+        longest, shortest = (digits(days) for days in training.at_peak)
+        text += f"{shortest} (all of it overlapped) to {longest} days (none) at the peak rate, "
+    return text + (
+        f"{digits(training.sustained)} days at {cluster_cost.SUSTAINED:.1%} of it, the median of SC21's trainings"
     )
 
 

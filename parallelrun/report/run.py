@@ -150,6 +150,7 @@ def _files(directory: Path) -> Text:
             "routing.svg",
             "comm.json",
             "summary.json",
+            "profile",
             "logs",
         )
         if (directory / name).exists()

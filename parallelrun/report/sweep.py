@@ -9,35 +9,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallelrun.plan.names import counted
 from parallelrun.records import write_text
+from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
-_FIRST = ("point", "state", "reason", "directory", "exit_code")
+DEGREES = ("world", "dp", "tp", "pp", "ep", "servers")
+_FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
+_NOT_IN_CSV = ("schema", "problems", "invocation")
 _COLUMNS = (
-    ("world", "ranks"),
     ("loss", "loss"),
     ("val_loss", "val loss"),
     ("val_top1", "top-1"),
     ("max_vio", "max vio"),
     ("drop_rate", "dropped"),
-    ("step_time_median_s", "step s"),
-    ("median_s", "step s"),
+    ("step_time_median_s", "step time"),
+    ("median_s", "step time"),
     ("tokens_per_s", "tokens/s"),
     ("wire_bytes_per_step", "sent a step"),
+    ("fits", "fits"),
+    ("memory_bytes", "memory"),
+    ("step_time_predicted_s", "step time"),
     ("passed", "verified"),
     ("max_error.params", "error"),
 )
-_DROPPED_FIRST = ("ranks", "loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
+_DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The rows of a sweep by point; of a point that was run again, the last row. A torn last line is left out."""
-    rows: dict[str, dict[str, Any]] = {}
+    """The rows of a sweep, by point: of every configuration those of the last invocation that had it, so that a point
+    that was run again counts once, and a repeated point of one invocation is listed. A torn last line is left out."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
     try:
         lines = (directory / RESULTS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -47,9 +55,12 @@ def read(directory: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        key = row.get("config_sha256") or f"point {row.get('point')}"
-        rows[key] = row
-    return sorted(rows.values(), key=lambda row: row.get("point", 0))
+        alike = found.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
+        if any(old.get("invocation") != row.get("invocation") for old in alike.values()):
+            alike.clear()
+        alike[row.get("point", 0)] = row
+    rows = [row for alike in found.values() for row in alike.values()]
+    return sorted(rows, key=lambda row: row.get("point", 0))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -73,15 +84,22 @@ def summary(directory: Path, verb: str) -> dict[str, Any]:
 
 
 def write_csv(directory: Path) -> None:
-    """results.csv: the rows of results.jsonl, one line each, every column that any row has."""
-    rows = [{key: _cell(value) for key, value in row.items()} for row in read(directory)]
-    columns = list(dict.fromkeys([*_FIRST, *(key for row in rows for key in row)]))
+    """results.csv: the rows of results.jsonl, one line each; every column that any row has, every override's key."""
+    found = read(directory)
+    rows = [{**overridden(row), **{key: _cell(value) for key, value in row.items()}} for row in found]
+    keys = [key for row in found for key in overridden(row)]
+    columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [column for column in columns if column not in ("schema", "problems")],
+    writer = csv.DictWriter(text, [column for column in columns if column not in _NOT_IN_CSV],
                             extrasaction="ignore", lineterminator="\n")  # fmt: skip
     writer.writeheader()
     writer.writerows(rows)
     write_text(directory / "results.csv", text.getvalue())
+
+
+def overridden(row: dict[str, Any]) -> dict[str, str]:
+    """The overrides of a point by key."""
+    return dict(text.split("=", 1) for text in row.get("overrides", ()))
 
 
 def _cell(value: Any) -> Any:
@@ -95,17 +113,20 @@ def varied(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def show(directory: Path) -> None:
-    """Print one table with a line per point, the reasons below it, and where the files lie."""
-    from rich.console import Console
+    """Print the table of a sweep and where its files are."""
+    from parallelrun.report.screen import open_console
 
-    rows = read(directory)
+    console = open_console()
+    show_table(read(directory), console)
+    console.print(f"results: {directory / 'results.csv'}", soft_wrap=True, highlight=False)
+
+
+def show_table(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print one table with a line per point, and the reasons below it."""
     present = [(key, title) for key, title in _COLUMNS if any(row.get(key) is not None for row in rows)]
     columns = [(key, title) for i, (key, title) in enumerate(present) if title not in [t for _, t in present[:i]]]
-    console, endless, left_out = Console(), Console(width=10_000), []
-    while (width := endless.measure(table := _table(rows, columns)).maximum) > console.width and columns:
-        if not console.is_terminal:  # a file has room
-            console = Console(width=width)
-            break
+    left_out = []
+    while _width(table := _table(rows, columns)) > console.width and columns:
         dropped = next((title for title in _DROPPED_FIRST if title in [t for _, t in columns]), columns[-1][1])
         columns = [(key, title) for key, title in columns if title != dropped]
         left_out.append(dropped)
@@ -116,32 +137,54 @@ def show(directory: Path) -> None:
     for row, name in list(zip(rows, names))[:_MAX_ROWS]:
         if row.get("reason"):
             place = f" ({row['directory']})" if row.get("directory") else ""
-            text = f"# {row['point']} {' '.join(name)}: {row['state']}: {row['reason']}{place}"
-            console.print(text, markup=False, highlight=False)
+            point = " ".join((f"# {row['point']}", *name))
+            text = f"{point}: {row['state']}: {row['reason']}{place}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         for note in row.get("notes", ()):
-            console.print(f"# {row['point']} note: {note}", markup=False, highlight=False)
+            console.print(f"# {row['point']} note: {note}", markup=False, highlight=False, soft_wrap=True)
     if len(rows) > _MAX_ROWS:
-        console.print(f"... {len(rows) - _MAX_ROWS} more points in {RESULTS}")
-    console.print(f"results: {directory / 'results.csv'}", soft_wrap=True, highlight=False)
+        console.print(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
+
+
+def _width(table: Table) -> int:
+    from rich.console import Console
+
+    return Console(width=10_000).measure(table).maximum
 
 
 def _table(rows: list[dict[str, Any]], columns: Sequence[tuple[str, str]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"sweep of {len(rows)} points", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    title = f"sweep of {counted(len(rows), 'point')}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("#", justify="right", no_wrap=True)
     names = varied(rows)
-    swept = list(dict.fromkeys(text.partition("=")[0] for name in names for text in name))
+    swept = [key for key in dict.fromkeys(text.partition("=")[0] for name in names for text in name) if key != "world"]
     for key in swept:
         table.add_column(key, no_wrap=len(swept) < 4, overflow="fold")
     table.add_column("state", no_wrap=True)
+    table.add_column("world", justify="right", no_wrap=True)
+    table.add_column("degrees", no_wrap=True)
     for _, title in columns:
         table.add_column(title, justify="right", no_wrap=True)
     for row, name in list(zip(rows, names))[:_MAX_ROWS]:
-        cells = [_cell_text(key, row.get(key)) for key, _ in columns]
-        values = dict(text.split("=", 1) for text in name)
-        table.add_row(str(row["point"]), *(values.get(key, "") for key in swept), row["state"], *cells)
+        given = overridden({"overrides": name})
+        cells = [str(row["point"]), *(given.get(key, "") for key in swept), _state(row)]
+        cells += [str(row.get("world", given.get("world", ""))), _degrees(row)]
+        table.add_row(*cells, *(_cell_text(key, row.get(key)) for key, _ in columns))
     return table
+
+
+def _state(row: dict[str, Any]) -> str:
+    return f"same as {row['same_as']}" if "same_as" in row else row["state"]
+
+
+def _degrees(row: dict[str, Any]) -> str:
+    """`dp=2 tp=2 servers=1`; empty where the point was refused before its degrees were known."""
+    if "dp" not in row:
+        return ""
+    servers = row.get("servers") or 0
+    return degrees_text({axis: row[axis] for axis in DEGREES[1:-1]}) + (f" servers={servers}" if servers else "")
 
 
 def _cell_text(key: str, value: Any) -> str:
@@ -151,14 +194,8 @@ def _cell_text(key: str, value: Any) -> str:
         return value or ""
     if key == "tokens_per_s":
         return f"{value:,.0f}"
-    if key.startswith("wire_bytes"):
-        return _bytes(value)
+    if key.endswith("_s"):
+        return seconds_text(value)
+    if "bytes" in key:
+        return bytes_text(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -16,6 +16,7 @@ MEANING = {
     "grad_norm": "gradient norms",
     "params": "weight updates",
     "val_loss": "validation loss",
+    "router_scores": "router scores",
 }
 
 
@@ -38,6 +39,11 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     console.print(table)
     for name in document["copies_that_disagree"]:
         console.print(f"[red]copies of {name} differ between ranks[/]")
+    if document["routing_held"]:
+        console.print(
+            "Both trainings take the routing decisions of the plan, because rounding may move scores that nearly tie. "
+            "The scores themselves are compared."
+        )
     count, steps = document["parameters_compared"], document["steps"]
     verdict = "[green]verified[/]" if document["passed"] else "[red]NOT EQUAL[/]"
     if document["reports_only"]:

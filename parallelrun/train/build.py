@@ -45,6 +45,11 @@ class Training:
     statistics: RunningStatistics  # of BatchNorm, brought up to date once a step
     routing: Routing  # of layers with experts: what they saw, and what moves once a step
 
+    def close(self) -> None:
+        """End the threads and processes that read ahead."""
+        self.reader.close()
+        self.eval_reader.close()
+
     @property
     def parameters(self) -> list[LocalParameter]:
         """What the optimizer updates."""
@@ -89,6 +94,7 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
     if plan.expert.kind != NO_WAY:
         registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
+    network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
     if config.compile:
         compile_blocks(network)
@@ -109,6 +115,9 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     size = plan.batch.global_batch
     sampler = Sampler(len(dataset.train), size, config.seed)
     eval_sampler = Sampler(len(dataset.val), size, config.seed, shuffle=False)
+    eval_batches = max(1, min(config.eval.batches, len(dataset.val) // size))
+    last_step = config.bench.warmup + config.bench.steps if config.verb == "bench" else config.steps
+    num_workers = config.dataset.num_workers
     return Training(
         config=config,
         plan=plan,
@@ -118,9 +127,9 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
         engine=engine,
         optimizer=Optimizer(config.optimizer, data.parameters),
-        reader=Reader(dataset.train, sampler, plan, mesh),
-        eval_reader=Reader(dataset.val, eval_sampler, plan, mesh),
-        eval_batches=max(1, min(config.eval.batches, len(dataset.val) // size)),
+        reader=Reader(dataset.train, sampler, plan, mesh, last_step=last_step, num_workers=num_workers),
+        eval_reader=Reader(dataset.val, eval_sampler, plan, mesh, last_step=eval_batches, num_workers=num_workers),
+        eval_batches=eval_batches,
         dataset=dataset,
         statistics=RunningStatistics(parts, data.frozen, plan, mesh),
         routing=Routing(parts, data.frozen, plan, mesh),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun import checkpoint
+from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, Problem, SaveFailed
 from parallelrun.launch.context import WorkerContext
@@ -29,7 +30,7 @@ class Checkpoints:
     def resume(self) -> int:
         """Load `config.resume` if given; return the step it was saved after, else 0. Raises CheckpointError."""
         self._resumed = load(self._training, self._scaler)
-        return int(self._resumed.get("step", 0))
+        return int(self._resumed["step"]) if self._resumed else 0
 
     def after_step(self, step: int, stopping: bool) -> None:
         """Save if it is time to. A periodic save that fails is said and tried again when the next one is due.
@@ -66,11 +67,11 @@ class Checkpoints:
 
 
 def due(config: Config, step: int, stopping: bool) -> bool:
-    """True if the run saves after this step: periodically, when asked to stop, and after the last if wanted."""
+    """True if the run saves after this step: periodically, when asked to stop, and after the last unless unwanted."""
     if stopping:
         return True
     every = config.checkpoint.every
-    return (every > 0 and step % every == 0) or (config.checkpoint.last and step == config.steps)
+    return (every > 0 and step % every == 0) or (step == config.steps and keeps_last_state(config))
 
 
 def _next_save(config: Config, step: int) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from math import isfinite
 
-from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
 from parallelrun.launch.context import WorkerContext
 from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
+from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder, StepRecord
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
@@ -27,14 +28,14 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     start = checkpoints.resume()
     training.data.begin_run(training, context, start)
     first_steps = FirstSteps(training.mesh, config, start, context.directory, training.plan.data.full_step)
-    clock = StepClock(training)
+    clock, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
     skips = 0
     began = time.perf_counter()
     for step in range(start + 1, config.steps + 1):
         context.heartbeat(step, "step")
         lr = schedule.learning_rate(config.optimizer, step, config.steps)
-        with first_steps.watch(step), clock:
-            result = train_step(training, step, lr, scaler, context.stop_requested())
+        with first_steps.watch(step), profiler.watch(step), clock:
+            result = train_step(training, step, lr, scaler, context.stop_requested(), clock=clock)
         skips = _check(training, result, scaler, step, skips)
         scaler.update(result.applied)
         evaluation = _evaluate(training, context, step)
@@ -43,7 +44,11 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
                        time.perf_counter() - began, evaluation.loss if evaluation else None, scaler.scale, clock.times,
                        evaluation.top1 if evaluation else None)
         )  # fmt: skip
-        checkpoints.after_step(step, result.stop)
+        try:
+            checkpoints.after_step(step, result.stop)
+        except SaveFailed:  # on all ranks alike; what was trained is told all the same
+            recorder.finish(first_steps.counted, "failed", checkpoints.facts())
+            raise
         if result.stop:
             recorder.finish(first_steps.counted, "preempted", checkpoints.facts())
             return EXIT_PREEMPTED

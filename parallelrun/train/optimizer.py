@@ -1,4 +1,4 @@
-"""torch's AdamW and SGD on this rank's parts, with state by one-device name."""
+"""torch's AdamW, SGD and Adagrad on this rank's parts, with state by one-device name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.train.parameters import LocalParameter
 
-KINDS = ("adamw", "sgd")
 STEP = "step"
 
 
@@ -41,7 +41,8 @@ class Optimizer:
     def state(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, by what it is (`exp_avg`, ...), each of the tensor's shape, or 0-d (`step`).
 
-        The live tensors, not copies. Empty before the first step, and for SGD without momentum. Raises KeyError.
+        The live tensors, not copies. Empty before the first step (Adagrad's are zeros), and for SGD without momentum.
+        Raises KeyError.
         """
         found = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
@@ -67,4 +68,8 @@ def _make(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", " | ".join(KINDS)))
+    if config.name == "adagrad":
+        on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
+        return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, fused=on_cpu or None)  # built for CPU alone
+    fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
+    raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))

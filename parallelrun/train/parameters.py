@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,18 +64,36 @@ def held_parameters(plan: Plan, position: int) -> tuple[HeldParameter, ...]:
     A tied copy follows its block's own parameters; where its original lies on the same coordinate it is the same
     tensor and is not listed.
     """
-    copies = {original: copy for copy, original in plan.tied_copies}
-    held = []
+    key = "held_parameters", position
+    if key not in plan.known:
+        plan.known[key] = tuple(_held(plan, position))
+    return plan.known[key]
+
+
+def distinct_parameters(plan: Plan, position: int) -> list[tuple[HeldParameter, int]]:
+    """(parameter, how many) of a pp coordinate: those of blocks that are alike are counted, not listed."""
+    alike = plan.spec.first_alike
+    first: dict[tuple[int, str], str] = {}  # stage and kind of block -> the first such block there
+    counts: Counter[str] = Counter()
     for stage in plan.stages_of(position):
         for name in stage.blocks:
-            block = plan.spec.block(name)
-            for spec in block.parameters:
-                held.append(HeldParameter(spec.name, spec, stage.index, name, module_layout(spec, plan)))
+            counts[first.setdefault((stage.index, alike[name]), name)] += 1
+    return [(held, counts[held.block]) for held in held_parameters(plan, position) if held.block in counts]
+
+
+def _held(plan: Plan, position: int) -> Iterator[HeldParameter]:
+    copies = {original: copy for copy, original in plan.tied_copies}
+    layouts: dict[str, list[Layout]] = {}  # of the parameters of blocks that are alike
+    for stage in plan.stages_of(position):
+        for name in stage.blocks:
+            block, kind = plan.spec.block(name), plan.spec.first_alike[name]
+            if kind not in layouts:
+                layouts[kind] = [module_layout(spec, plan) for spec in block.parameters]
+            for spec, layout in zip(block.parameters, layouts[kind]):
+                yield HeldParameter(spec.name, spec, stage.index, name, layout)
             for original in (layer.tied for layer in block.layers if layer.tied in copies):
                 spec = plan.spec.parameters[original]
-                layout = module_layout(spec, plan)
-                held.append(HeldParameter(copies[original], spec, stage.index, name, layout, shared=True))
-    return tuple(held)
+                yield HeldParameter(copies[original], spec, stage.index, name, module_layout(spec, plan), shared=True)
 
 
 def owns(layout: Layout, shape: MeshShape, coordinate: Mapping[str, int]) -> bool:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from parallelrun import reserve
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan import account, simulate
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.load import ways_of
 from parallelrun.plan.structure import Collective
-from parallelrun.records import append_jsonl, write_json
+from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import Progress
 from parallelrun.train.build import Training
@@ -63,10 +64,10 @@ class Recorder:
     def __init__(self, training: Training, context: WorkerContext, rows: int | None = None):
         self._training = training
         self._directory = context.directory
-        self._writes = context.rank == 0
+        self._writes, self._says = context.rank == 0, context.console_owner
         self._records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
-        self._unwritten: list[dict[str, Any]] = []  # rows of metrics.jsonl for which the disk had no room
+        self._rows = RowFile(context.directory / "metrics.jsonl")
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = Progress(rows or training.config.steps, enabled=context.console_owner)
         self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
@@ -115,12 +116,18 @@ class Recorder:
             self._recent.append(record)
 
     def _append(self, row: dict[str, Any]) -> None:
-        """Add a row to metrics.jsonl, after those that a full disk has kept back: that must not end a training."""
-        self._unwritten.append(row)
-        with contextlib.suppress(OSError):
-            while self._unwritten:
-                append_jsonl(self._directory / "metrics.jsonl", self._unwritten[0])
-                del self._unwritten[0]
+        """Add a row to metrics.jsonl. A full disk must not end a training: it is said, and so is its end."""
+        waiting = self._rows.num_kept
+        self._rows.append(row)
+        if self._says and bool(waiting) != bool(self._rows.num_kept):
+            if waiting:
+                print(f"step {row['step']}: the disk has room again: {waiting} rows of metrics.jsonl are written")
+            else:
+                print(
+                    f"warning: the disk is full: from step {row['step']} on, rows of metrics.jsonl are kept in memory, "
+                    "and written when there is room",
+                    flush=True,
+                )
 
     def finish(self, counted: list[Collective] | None, state: str, more: dict[str, Any]) -> None:
         """Gather every rank's counts (None: no step was counted) and peak memory; write comm.json and summary.json.
@@ -135,28 +142,33 @@ class Recorder:
         return {
             "peak_bytes": peak_bytes(self._training.mesh.device),
             "rows": None if counted is None else [asdict(c) for c in counted],
-            "times": median_times(_timed(self._recent)),
+            "times": median_times(self._timed(self._recent)),
         }
 
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
         """Write comm.json and summary.json from the facts of every rank that is left, by rank."""
-        for row in self._unwritten:
-            append_jsonl(self._directory / "metrics.jsonl", row)
         if self._writes:
             counted = {rank: one["rows"] for rank, one in everyone.items()}
             known = all(rows is not None for rows in counted.values())
             rows = communication_rows(counted, self._training) if known else []
             facts = [everyone[rank] for rank in sorted(everyone)]
-            write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
-            write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
-            routing_report.write(self._directory)
+
+            def write() -> None:
+                self._rows.flush()
+                write_json(self._directory / "comm.json", {"schema": 1, "rows": rows})
+                write_json(self._directory / "summary.json", {**self._summary(facts, rows, state), **more})
+                self._routing.flush()
+
+            reserve.insist(self._directory, reserve.RECORDS, write)
+            with contextlib.suppress(OSError):  # a picture of what routing.jsonl holds
+                routing_report.write(self._directory)
             if self._tracker:
                 self._tracker.close()
         self._progress.close()
 
     def _summary(self, everyone: list[dict], rows: list[dict], state: str) -> dict[str, Any]:
         training, plan = self._training, self._training.plan
-        times = sorted(r.step_time_s for r in _timed(self._records))
+        times = sorted(r.step_time_s for r in self._timed(self._records))
         median = statistics.median(times) if times else None
         tokens = plan.batch.global_batch * plan.spec.targets_per_sample
         val = [r.val_loss for r in self._records if r.val_loss is not None]
@@ -200,15 +212,15 @@ class Recorder:
             "dataset_sha256": training.dataset.fingerprint,
         }
 
+    def _timed(self, records: Iterable[StepRecord]) -> list[StepRecord]:
+        """The steps that count for times, or all of a run that has no other."""
+        profiled = self._training.config.profile  # the profiler slows a step down
+        return [r for r in records if r.step >= FIRST_TIMED_STEP and r.step not in profiled] or list(records)
+
     def _per_step(self, key: str, rows: list[dict]) -> int:
         """Bytes of all ranks in one step, on average where some are sent in every H-th step only."""
         plan = self._training.plan
         return round(sum(row[key] / account.steps_between(plan, row["purpose"]) for row in rows))
-
-
-def _timed(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """The steps that count for times, or all of a run that has no other."""
-    return [record for record in records if record.step >= FIRST_TIMED_STEP] or list(records)
 
 
 def median_times(records: list[StepRecord]) -> dict[str, float]:
@@ -218,17 +230,18 @@ def median_times(records: list[StepRecord]) -> dict[str, float]:
         {**times.known, "bubble_measured": times.bubble_s / seconds} if times.bubble_s is not None else times.known
         for times, seconds in timed
     ]
-    return {name: statistics.median(row[name] for row in rows) for name in (rows[0] if rows else ())}
+    names = dict.fromkeys(name for row in rows for name in row)  # on CUDA some steps have more parts than others
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
 
 
 def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
-    """The mean over ranks of their medians; None for what was not timed (CUDA).
+    """The mean over ranks of their medians; None for a part that was not timed.
 
     `bubble_measured` is thus the part of a step in which a rank idles for other stages (see StepTimes.bubble_s),
     averaged over ranks; the prediction beside it knows neither message times nor what comes after the schedule.
     """
     timed = [one for one in everyone if one]  # servers take no steps
-    names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "bubble_measured")
+    names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "optimizer_s", "bubble_measured")
     known = timed[0] if timed else {}
     return {name: statistics.fmean(one[name] for one in timed) if name in known else None for name in names}
 

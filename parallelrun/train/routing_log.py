@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-from parallelrun.records import append_jsonl
+from parallelrun.records import RowFile
 
 FILE = "routing.jsonl"
 NUMBERS_WRITTEN = 2e7  # of loads, in one run: about 100 MB; of longer runs not every step is written
@@ -19,7 +18,7 @@ class RoutingLog:
     """Writes a row a step; keeps only what the summary needs, however long the run is."""
 
     def __init__(self, directory: Path, steps: int):
-        self._path = directory / FILE
+        self._rows = RowFile(directory / FILE)
         self._steps = steps
         self._first: list[float] = []  # max_vio of the first steps
         self._window = max(1, min(STEPS_AVERAGED, steps // 2))
@@ -38,9 +37,12 @@ class RoutingLog:
             self._first.append(means["max_vio"])
         self._recent.append(means)
         if step % self._every == 0 or len(self._recent) == 1:
-            with contextlib.suppress(OSError):  # a full disk must not end a training
-                append_jsonl(self._path, {"step": step, "layers": [_row(layer) for layer in layers]})
+            self._rows.append({"step": step, "layers": [_row(layer) for layer in layers]})
         return {name: means[name] for name in ("max_vio", "drop_rate", "aux_loss")}
+
+    def flush(self) -> None:
+        """Write the rows for which a full disk had no room. Raises OSError."""
+        self._rows.flush()
 
     def summary(self) -> dict[str, float]:
         """Means over the layers, and over the first and the last steps; empty where there are no experts."""

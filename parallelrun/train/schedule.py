@@ -29,7 +29,11 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
         left = 1.0 - progress
     else:
         raise ConfigError(
-            Problem(f"unknown optimizer.schedule={optimizer.schedule}", "optimizer.schedule", " | ".join(KINDS))
+            Problem(
+                f"unknown optimizer.schedule={optimizer.schedule}",
+                "optimizer.schedule",
+                " or ".join(f"optimizer.schedule={kind}" for kind in KINDS),
+            )
         )
     floor = optimizer.min_lr_ratio
     return peak * (floor + (1.0 - floor) * left)

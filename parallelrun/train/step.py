@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from parallelrun import comm
 from parallelrun.mesh.runtime import WORLD
@@ -16,6 +18,7 @@ from parallelrun.train import control
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.scaler import LossScaler
+from parallelrun.train.timing import StepClock
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,18 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     their mean is the global one.
     """
     has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
-    batch = training.reader.batch(step) if has_batch else None
+    with record_function("read samples"):
+        batch = training.reader.batch(step) if has_batch else None
     everyone, mine = count_valid(training, batch, step)
-    training.data.begin_step()
-    training.routing.begin_step(training.plan.num_norms * loss_scale, count_samples(training.plan, step))
-    if batch is None:
-        loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
-    else:
-        loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
-    training.data.launch_gradients()
-    training.routing.launch()
+    with record_function("forward and backward"):
+        training.data.begin_step()
+        training.routing.begin_step(training.plan.num_norms * loss_scale, count_samples(training.plan, step))
+        if batch is None:
+            loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
+        else:
+            loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
+        training.data.launch_gradients()
+        training.routing.launch()
     return loss_sum, mine
 
 
@@ -95,31 +100,40 @@ def train_step(
     scaler: LossScaler,
     stop: bool = False,
     observe: Callable[[Training], None] | None = None,
+    clock: StepClock | None = None,
 ) -> StepResult:
     """Forward, backward, the step's agreement, clipping, update. Nothing is updated if a gradient is not finite.
 
     observe: called between backward and clipping, with the final gradients in place (`verify` reads them there).
+    clock: times the optimizer. The parts of a step have names in a trace of torch's profiler.
     """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
-    # Where the norm need not be exchanged, the ranks wait for each other once a step instead of twice.
-    early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.measured_alone else None
-    finish_gradients(training)
-    if observe:
-        observe(training)
-    squares = training.gradients.squared_norm()
-    totals = early.totals(squares) if early else _agree(training, loss_sum, num_valid, squares, stop).totals()
+    with record_function("finish gradients"):
+        # Where the norm need not be exchanged, the ranks wait for each other once a step instead of twice.
+        early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.measured_alone else None
+        finish_gradients(training)
+        if observe:
+            observe(training)
+        squares = training.gradients.squared_norm()
+        totals = early.totals(squares) if early else _agree(training, loss_sum, num_valid, squares, stop).totals()
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
-        mine = training.mesh.coordinate.get("dp", 0) if training.plan.data.independent else 0
-        own_norm = totals.norms_squared[mine] ** 0.5 / scaler.scale
-        training.gradients.clip(own_norm, training.config.optimizer.clip, scaler.scale)
-        training.optimizer.step(lr)
+        with record_function("optimizer"), clock.optimizer() if clock else nullcontext():
+            _update(training, totals, lr, scaler.scale)
         training.data.finish_update()
     training.statistics.finish_step(finite)
     training.routing.finish_step(finite)
     training.data.after_step(step)
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
+
+
+def _update(training: Training, totals: control.Totals, lr: float, loss_scale: float) -> None:
+    """Clip the gradients, which carry `loss_scale`, and update the weights."""
+    mine = training.mesh.coordinate.get("dp", 0) if training.plan.data.independent else 0
+    own_norm = totals.norms_squared[mine] ** 0.5 / loss_scale
+    training.gradients.clip(own_norm, training.config.optimizer.clip, loss_scale)
+    training.optimizer.step(lr)
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,44 @@
-"""Where the time of a step goes on one rank: computing, waiting for other ranks, reading data."""
+"""Where the time of a step goes on one rank: computing, waiting for other ranks, reading data, the optimizer."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 from parallelrun import comm, torch_private
 from parallelrun.mesh.runtime import EMBEDDING, WORLD
 from parallelrun.train.build import Training
 
 ACROSS_STAGES = (WORLD, EMBEDDING)  # groups that join ranks of several stages
+# On CUDA a timed step ends with a wait for its last kernel, which keeps the next step from being launched meanwhile.
+# So only the first steps are timed there, and then one in ten.
+FIRST_TIMED_ON_DEVICE, TIMED_EVERY_ON_DEVICE = 5, 10
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step on one rank; compute + comm_exposed + bubble + data is the step time.
 
-    data_s: reading and collating this rank's samples.
+    data_s: waiting for this rank's samples, which are read in the background.
     bubble_s: idle for other stages, 0 without a pipeline: waits for messages between stages (what a message itself
     takes, where nothing hides it, included) and, after the schedule, waits in the collectives that join stages (tied
     weights, the step's agreement), where a stage that has drained idles until the last one has.
     comm_exposed_s: every other wait for a collective; one that came late because its rank was slow is in it too.
     compute_s: the rest: kernels, Python, the optimizer, and waiting for a core where ranks share them.
-    On CUDA a wait only orders streams, so the host clock says nothing about it: all but data_s are None there.
+    optimizer_s: the part of compute_s in which gradients are clipped and weights updated.
+    On CUDA these are seconds of the stream that computes, between events; steps without events have data_s only.
     """
 
     data_s: float
     compute_s: float | None = None
     comm_exposed_s: float | None = None
     bubble_s: float | None = None
+    optimizer_s: float | None = None
 
     @property
     def known(self) -> dict[str, float]:
@@ -37,38 +46,117 @@ class StepTimes:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-class StepClock:
-    """Times the waits inside `with clock:`, one step at a time. Costs about 2 us a wait, and nothing on one rank."""
+class Clock(Protocol):
+    """A clock that gives moments first and the seconds between them later, once `settle` has waited for the last.
 
-    def __init__(self, training: Training):
+    on_device: its moments are those of a stream, not of the host.
+    """
+
+    on_device: bool
+
+    def mark(self) -> Any: ...
+
+    def settle(self, last: Any) -> None: ...
+
+    def seconds(self, began: Any, ended: Any) -> float: ...
+
+
+class HostClock:
+    """The host's own clock, for devices whose work is done when a call returns."""
+
+    on_device = False
+    mark = staticmethod(time.perf_counter)
+
+    def settle(self, last: float) -> None:
+        pass
+
+    def seconds(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class CudaClock:
+    """Events of the current CUDA stream: a moment is when the stream gets there."""
+
+    on_device = True
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self, last: torch.cuda.Event) -> None:
+        last.synchronize()
+
+    def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return began.elapsed_time(ended) / 1e3
+
+
+class StepClock:
+    """Times the waits inside `with clock:`, one step at a time, and inside `with clock.optimizer():` the optimizer.
+
+    On CPU every step is timed: about 2 us a wait, and nothing on one rank. clock: for tests; None: the device's.
+    """
+
+    def __init__(self, training: Training, clock: Clock | None = None):
         self._reader = training.reader
-        self._host_waits = training.mesh.device.type == "cpu"
+        self._clock: Clock = clock or (HostClock() if training.mesh.device.type == "cpu" else CudaClock())
         self._has_ranks = training.plan.world > 1
         self._has_stages = training.plan.mesh.size("pp") > 1
-        self._began = 0.0
+        self._num_steps = 0
+        self._is_timed = False
+        self._undo = ExitStack()
+        self._host_began = self._read_before = 0.0
         self._seconds = 0.0
-        self._read_before = 0.0
-        self._exposed = self._idle = 0.0
-        self._waits: AbstractContextManager[None] = nullcontext()
+        self._times = StepTimes(0.0)
 
     def __enter__(self) -> StepClock:
-        self._exposed = self._idle = 0.0
+        self._num_steps += 1
+        number = self._num_steps
+        often = not self._clock.on_device or number <= FIRST_TIMED_ON_DEVICE
+        self._is_timed = often or number % TIMED_EVERY_ON_DEVICE == 0
+        self._waits: list[tuple[bool, Any, Any]] = []  # is it idle for another stage, moments
+        self._optimizer: list[tuple[Any, Any]] = []
         self._read_before = self._reader.seconds
-        self._waits = torch_private.timed_waits(self._waited) if self._host_waits and self._has_ranks else nullcontext()
-        self._waits.__enter__()
-        self._began = time.perf_counter()
+        if self._is_timed and self._has_ranks:
+            waits = torch_private.timed_waits(self._waited, self._clock.mark, self._clock.on_device)
+            self._undo.enter_context(waits)
+        self._host_began = time.perf_counter()
+        self._began = self._clock.mark() if self._is_timed else None
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._seconds = time.perf_counter() - self._began
-        self._waits.__exit__(None, None, None)
+        ended = self._clock.mark() if self._is_timed else None
+        self._undo.close()
+        if self._is_timed:
+            self._clock.settle(ended)
+        self._seconds = time.perf_counter() - self._host_began
+        self._times = self._parts(ended)
 
-    def _waited(self, is_message: bool, seconds: float) -> None:
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """Around clipping and the update."""
+        if not self._is_timed:
+            yield
+            return
+        began = self._clock.mark()
+        yield
+        self._optimizer.append((began, self._clock.mark()))
+
+    def _waited(self, is_message: bool, began: Any, ended: Any) -> None:
         label = comm.current_label()
-        if self._has_stages and (is_message or (label is not None and label[0] in ACROSS_STAGES)):
-            self._idle += seconds
-        else:
-            self._exposed += seconds
+        is_idle = self._has_stages and (is_message or (label is not None and label[0] in ACROSS_STAGES))
+        self._waits.append((is_idle, began, ended))
+
+    def _parts(self, ended: Any) -> StepTimes:
+        data = self._reader.seconds - self._read_before
+        if not self._is_timed:
+            return StepTimes(data)
+        seconds = self._clock.seconds
+        idle = sum(seconds(*moments) for is_idle, *moments in self._waits if is_idle)
+        exposed = sum(seconds(*moments) for is_idle, *moments in self._waits if not is_idle)
+        optimizer = sum(seconds(*moments) for moments in self._optimizer)
+        compute = seconds(self._began, ended) - data - exposed - idle
+        return StepTimes(data, compute, exposed, idle, optimizer)
 
     @property
     def seconds(self) -> float:
@@ -78,7 +166,4 @@ class StepClock:
     @property
     def times(self) -> StepTimes:
         """The parts of the last step."""
-        data = self._reader.seconds - self._read_before
-        if not self._host_waits:
-            return StepTimes(data)
-        return StepTimes(data, self._seconds - data - self._exposed - self._idle, self._exposed, self._idle)
+        return self._times

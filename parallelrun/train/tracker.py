@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.launch.context import WorkerContext
+from parallelrun.packages import require
 
 
 class Tracker(Protocol):
@@ -16,17 +17,11 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Scalars under `<run>/tensorboard`. Raises EnvironmentProblem if the package is missing."""
+    """Scalars under `<run>/tensorboard`."""
 
     def __init__(self, context: WorkerContext):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise EnvironmentProblem(
-                Problem(
-                    "tracker=tensorboard needs the tensorboard package", command="pip install parallelrun[tensorboard]"
-                )
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(context.directory / "tensorboard"))
 
     def log(self, step: int, row: dict[str, Any]) -> None:
@@ -38,10 +33,20 @@ class TensorBoard:
         self._writer.close()
 
 
+_TRACKERS = {"tensorboard": TensorBoard}
+
+
+def check(name: str) -> None:
+    """Whether a run can use that tracker. Raises ConfigError for an unknown one, EnvironmentProblem for a package that
+    is not installed."""
+    if name in _TRACKERS:
+        require(name, f"tracker={name}", "tracker", "tracker=none")
+    elif name != "none":
+        known = ", ".join(("none", *_TRACKERS))
+        raise ConfigError(Problem(f"tracker={name} is not known", where="tracker", suggestion=known))
+
+
 def open_tracker(name: str, context: WorkerContext) -> Tracker | None:
-    """The tracker of that name, or None for `none`. Raises ConfigError for an unknown one."""
-    if name == "none":
-        return None
-    if name == "tensorboard":
-        return TensorBoard(context)
-    raise ConfigError(Problem(f"tracker={name} is not known", where="tracker", suggestion="none, tensorboard"))
+    """The tracker of that name, or None for `none`. Raises what `check` raises."""
+    check(name)
+    return _TRACKERS[name](context) if name in _TRACKERS else None

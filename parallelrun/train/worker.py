@@ -40,6 +40,7 @@ def _train(training, context: WorkerContext) -> int:
         code = train(training, context, Recorder(training, context))
     finally:
         training.data.end_run()
+        training.close()
     if context.console_owner:
         report.show(context.directory)
     return code

@@ -35,8 +35,11 @@ def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict
 
 
 def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
-    """Worst errors of initial weights, loss, grads, grad_norm, params (weight updates) and val_loss, in this order."""
-    return {
+    """Worst errors of initial weights, loss, grads, grad_norm, params (weight updates) and val_loss, in this order.
+
+    Where routing decisions are held, also of router_scores.
+    """
+    found = {
         "initial": _worst_tensor([(ours.initial, reference.initial)]),
         "loss": _worst_number(ours.losses, reference.losses),
         "grads": _worst_tensor(list(zip(ours.gradients, reference.gradients))),
@@ -44,6 +47,9 @@ def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
         "params": _worst_tensor([(ours.updates, reference.updates)]),
         "val_loss": _worst_number([ours.val_loss], [reference.val_loss]),
     }
+    if reference.router_scores:
+        found["router_scores"] = _worst_tensor([(ours.router_scores, reference.router_scores)])
+    return found
 
 
 def _worst_tensor(pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> Worst:

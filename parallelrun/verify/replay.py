@@ -27,6 +27,7 @@ from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
 from parallelrun.train.step import count_samples, count_valid
 from parallelrun.verify.alone import one_device
+from parallelrun.verify.decisions import RecordedDecisions
 from parallelrun.verify.trace import Trace, replica_name
 
 Tensors = dict[str, Tensor]
@@ -73,12 +74,14 @@ def rule_of(config: Config, plan: Plan) -> Rule:
 
 
 @torch.no_grad()
-def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
+def record_replay(
+    config: Config, plan: Plan, device: torch.device, decisions: RecordedDecisions | None = None
+) -> Trace:
     """The trace of `config.verify.steps` steps of the way's own algorithm in this process.
 
     Where replicas are independent, names of tensors say whose they are (`replica_name`); otherwise all replicas hold
     the same, and the first one's are kept. Raises ConfigError where a BatchNorm's samples lie on several replicas: they
-    are trained one after the other here.
+    are trained one after the other here. decisions: as for `trace.record`.
     """
     if plan.sample_sets is not None and plan.sample_sets.spread and plan.mesh.size("dp") > 1:
         what = f"verify runs the replicas of {plan.data.kind} one after the other: no set of samples may lie on several"
@@ -86,6 +89,9 @@ def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
     config = lr_scale.numbered(config, plan)
     rule, steps = rule_of(config, plan), config.verify.steps
     replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
+    if decisions is not None:
+        for one in replicas:
+            decisions.attach(one)
     trace = Trace()
     trace.initial = _kept(plan, [_weights(one) for one in replicas])
     rule.begin(_trained(replicas))
@@ -95,6 +101,7 @@ def record_replay(config: Config, plan: Plan, device: torch.device) -> Trace:
     trace.final = _kept(plan, [_weights(one) for one in replicas])
     _share_statistics(replicas)
     trace.val_loss = _validation_loss(replicas)
+    trace.router_scores = decisions.recorded if decisions is not None else {}
     return trace
 
 

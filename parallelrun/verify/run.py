@@ -11,13 +11,14 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
 from parallelrun.exchange import gather_json
 from parallelrun.launch.context import WorkerContext
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.load import ways_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train.build import Training, build
 from parallelrun.verify.alone import one_device
+from parallelrun.verify.decisions import RecordedDecisions, are_held
 from parallelrun.verify.measure import BOUNDS, compare
 from parallelrun.verify.replay import record_replay
 from parallelrun.verify.trace import Trace, record
@@ -43,12 +44,21 @@ def checked_plan(config: Config, plan: Plan) -> Plan:
     return replace(plan, equivalence=promised) if promised.kind == plan.equivalence.kind else plan
 
 
-def reference_trace(config: Config, plan: Plan, device: torch.device) -> Trace:
-    """Run the reference in this process, outside every process group: one device, or the way's own algorithm."""
+def plan_trace(config: Config, plan: Plan, training: Training) -> Trace:
+    """Run the plan. Collective; see `record`."""
+    return record(training, config.verify.steps, RecordedDecisions() if are_held(config, plan) else None)
+
+
+def reference_trace(config: Config, plan: Plan, device: torch.device, ours: Trace | None = None) -> Trace:
+    """Run the reference in this process, outside every process group: one device, or the way's own algorithm.
+
+    ours: the plan's trace, of which the reference takes the routing decisions where they are held (`are_held`).
+    """
+    decisions = RecordedDecisions(ours.router_scores) if ours is not None and are_held(config, plan) else None
     if plan.equivalence.kind == "replay":
-        return record_replay(config, plan, device)
+        return record_replay(config, plan, device, decisions)
     alone, alone_plan = one_device(config, plan)
-    return record(build(alone, alone_plan, device), config.verify.steps)
+    return record(build(alone, alone_plan, device), config.verify.steps, decisions)
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -57,11 +67,11 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     plan = checked_plan(config, plan)
     context.heartbeat(0, "build")
     training = build(config, plan, context.device)
-    trace = record(training, config.verify.steps)
+    trace = plan_trace(config, plan, training)
     verdict: dict[str, Any] = {}
     if context.rank == 0:
         context.heartbeat(config.verify.steps, "reference")
-        document = judge(trace, reference_trace(config, plan, context.device), config, plan)
+        document = judge(trace, reference_trace(config, plan, context.device, trace), config, plan)
         write_json(context.directory / "verify.json", document)
         report.show(document, context.console_owner)
         verdict = {"passed": document["passed"]}
@@ -89,6 +99,7 @@ def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[st
         "preset": plan.preset,
         "max_error": {kind: worst.error for kind, worst in errors.items()},
         "worst": {kind: worst.where for kind, worst in errors.items()},
+        "routing_held": bool(reference.router_scores),
         "copies_that_disagree": trace.disagreeing,
         "parameters_compared": len(plan.spec.parameters),
         "losses": trace.losses,

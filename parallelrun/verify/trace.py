@@ -16,12 +16,14 @@ from parallelrun.train.build import Training
 from parallelrun.train.parameters import LocalParameter, owns
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
+from parallelrun.verify.decisions import RecordedDecisions, Scores
 
 
 @dataclass
 class Trace:
     """losses, grad_norms, gradients (logical, before clipping) per step; initial and final weights; validation loss.
 
+    router_scores: those of every router and sample, where routing decisions are held (see `decisions`).
     `disagreeing`: names whose copies on different ranks are not equal. Tensors are only filled on rank 0. Where data
     replicas are independent, each one's tensors are kept apart, under their `replica_name`.
     """
@@ -32,6 +34,7 @@ class Trace:
     initial: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)
     val_loss: float = 0.0
+    router_scores: Scores = field(default_factory=dict)
     disagreeing: list[str] = field(default_factory=list)
 
     @property
@@ -45,9 +48,14 @@ def replica_name(name: str, replica: int) -> str:
     return f"{name} of replica {replica}"
 
 
-def record(training: Training, steps: int) -> Trace:
-    """Train `steps` steps and keep everything. Collective: every rank of the plan calls it."""
+def record(training: Training, steps: int, decisions: RecordedDecisions | None = None) -> Trace:
+    """Train `steps` steps and keep everything. Collective: every rank of the plan calls it.
+
+    decisions: records the routers' scores, and may hold their decisions.
+    """
     config = training.config
+    if decisions is not None:
+        decisions.attach(training)
     trace = Trace()
     scaler = LossScaler(config.precision, scaled=training.plan.precision.scaled)
     trace.initial = _gather(training, lambda p: p.tensor.detach(), trace)
@@ -63,7 +71,28 @@ def record(training: Training, steps: int) -> Trace:
         trace.grad_norms.append(result.grad_norm)
     trace.final = _gather(training, lambda p: p.tensor.detach(), trace)
     trace.val_loss = evaluate(training)
+    if decisions is not None:
+        trace.router_scores = _gather_scores(decisions.recorded, training.mesh)
     return trace
+
+
+def _gather_scores(recorded: Scores, mesh: Mesh) -> Scores:
+    """The router scores of all ranks, on the CPU of rank 0 (empty elsewhere)."""
+    mine = recorded if mesh.coordinate.get("tp", 0) == 0 else {}  # all tensor ranks route the same tokens
+    shapes = [{"name": name, "ranges": [[0, one.numel()]], "owned": True} for name, one in mine.items()]
+    columns = next(iter(mine.values())).size(-1) if mine else 0
+    dtype = next(iter(recorded.values())).dtype if recorded else torch.float32
+    facts = {"entries": shapes, "columns": columns, "dtype": str(dtype).removeprefix("torch.") if mine else ""}
+    everyone = gather_json(facts, mesh)
+    held = next((getattr(torch, one["dtype"]) for one in everyone if one["dtype"]), dtype)
+    flat = torch.cat([one.reshape(-1) for one in mine.values()]) if mine else torch.empty(0, dtype=held)
+    flats = _collect(flat, [one["entries"] for one in everyone], mesh, held)
+    scores: Scores = {}
+    for parts, one in zip(flats, everyone):
+        sizes = [_numel(entry["ranges"]) for entry in one["entries"]]
+        for entry, part in zip(one["entries"], parts.split(sizes)):
+            scores[entry["name"]] = part.view(-1, one["columns"])
+    return scores
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:

@@ -52,7 +52,14 @@ def padded_numel(shape: Sequence[int], parts: int, dim: int = 0) -> int:
 
 def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[tuple[int, ...]]:
     """Shapes as the module stores the parameters before any data way: split by the tensor axes and ep only."""
-    return [p.layout.local_shape(p.spec.shape, plan.mesh.sizes, coordinate) for p in held]
+    known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
+    out = []
+    for parameter in held:
+        key = parameter.layout, parameter.spec.shape
+        if key not in known:
+            known[key] = parameter.layout.local_shape(parameter.spec.shape, plan.mesh.sizes, coordinate)
+        out.append(known[key])
+    return out
 
 
 def reduce_bytes(plan: Plan) -> int:
@@ -121,12 +128,15 @@ class Contents:
 
 def contents(position: int, coordinate: dict[str, int], plan: Plan) -> list[Contents]:
     """The buckets of a rank that sums whole gradients, in launch order."""
-    trained = trained_parameters(plan, position)
-    shapes = local_shapes(trained, coordinate, plan)
-    return [
-        Contents(bucket.axis, tuple((trained[index], shapes[index]) for index in bucket.indices))
-        for bucket in partition(trained, shapes, plan)
-    ]
+    key = "bucket contents", position, *sorted(coordinate.items())
+    if key not in plan.known:
+        trained = trained_parameters(plan, position)
+        shapes = local_shapes(trained, coordinate, plan)
+        plan.known[key] = [
+            Contents(bucket.axis, tuple((trained[index], shapes[index]) for index in bucket.indices))
+            for bucket in partition(trained, shapes, plan)
+        ]
+    return plan.known[key]
 
 
 def final_collectives(
@@ -136,13 +146,13 @@ def final_collectives(
 
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """
-    layouts = [(p, layout) for p, layout in layouts if not p.spec.frozen]
+    tied = {name for pair in plan.tied_copies for name in pair}
+    layouts = [(p, layout) for p, layout in layouts if not p.spec.frozen and (layout.partial or p.name in tied)]
     numels = {p.name: layout.local_numel(p.spec.shape, plan.mesh.sizes, coordinate) for p, layout in layouts}
     out = []
     for axes in sorted({layout.partial for _, layout in layouts} - {()}):
         payload = reduce_bytes(plan) * sum(numels[p.name] for p, layout in layouts if layout.partial == axes)
         out += [Collective(axis, "all_reduce", "partial", 1, payload) for axis in axes if plan.mesh.size(axis) > 1]
-    tied = {name for pair in plan.tied_copies for name in pair}
     sizes = [numel for name, numel in numels.items() if name in tied]
     if sizes:
         out.append(Collective("embedding", "all_reduce", "tied", 1, reduce_bytes(plan) * sum(sizes)))

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from parallelrun.layout import Layout
 from parallelrun.models.spec import ParameterSpec
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.messages import Explanation, explanation_of_calls
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Request
 
 
 class Replicated:
     """Weights, gradients and optimizer state are whole on every rank of dp."""
+
+    explained = "", ""  # what the strategy does, in sentences, and the paper: for `explain`
+
+    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """See `DataWayPlan`."""
+        raise AssertionError(f"{type(self)} sends nothing")
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The messages of the group of rank 0, for `parallelrun explain`."""
+        place = plan.mesh.coordinate(0)
+        found = self.collectives(place["pp"], place, plan)
+        return explanation_of_calls("data", plan.data.kind, *self.explained, plan, found)
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         return (("dp", request.dp),), ()

@@ -1,8 +1,8 @@
 """Bytes that a microbatch of a block keeps for backward on a rank because rows travel. Torch-free.
 
 The tensor way counts a layer whose experts are all at home: the rows that experts read, what is inside them, what they
-give, and where rows come from. Here is what an expert way keeps beyond that, of an even load: rows of empty places, the
-numbers by which rows are put into places or sorted on arrival, and what every chunk rounds anew.
+give, and where rows come from. Here is what an expert way keeps beyond that, of an even load: rows of empty places, and
+the numbers by which rows are put into places or sorted on arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def saved_bytes(block: BlockSpec, plan: Plan, loads: tuple[Rows, ...], index_byt
         return 0
     extra = loads[-1].even - num_at_home(plan)
     experts = [layer for layer in block.layers if layer.layer_role == "expert"]
-    return sum(extra * _row_bytes(layer, block, plan) + index_bytes + _rounded(layer, plan) for layer in experts)
+    return sum(extra * _row_bytes(layer, block, plan) + index_bytes for layer in experts)
 
 
 def num_at_home(plan: Plan) -> int:
@@ -50,11 +50,3 @@ def _row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps what it gives
     activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
     return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]
-
-
-def _rounded(layer: LayerSpec, plan: Plan) -> int:
-    """Weights in the compute dtype, of all chunks but one: every call of the experts rounds them."""
-    if plan.precision.compute == plan.precision.stored:
-        return 0
-    local = sum(weight.numel for weight in layer.parameters) // (plan.mesh.size("ep") * plan.mesh.size("tp"))
-    return (plan.expert.chunks - 1) * local * BYTES[plan.precision.compute]

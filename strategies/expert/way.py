@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.models.spec import BlockSpec
+from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, ExpertWay, Plan
 from parallelrun.plan.ways import Request
@@ -12,12 +13,17 @@ from . import memory, traffic
 from .axes import AXIS, INNER, OUTER
 
 KEY = "strategy.expert"
+WHAT = {
+    traffic.ROWS: "rows of tokens to their experts and back, then their gradients, of all microbatches",
+    traffic.COUNTS: "how many rows will come",
+}
 
 
 class Way:
     """An ExpertWayPlan; the kinds differ in how many rows travel."""
 
     kind = ""
+    explained = "", ""  # how this dispatcher sizes its messages, and the paper: for `explain`
 
     def check(self, request: Request) -> list[Problem]:
         """Chunks are whole routing groups of a microbatch; inner groups are equal parts of ep. That ep divides the
@@ -55,6 +61,23 @@ class Way:
     def index_bytes(self, plan: Plan) -> int:
         """Of one layer's numbers by which rows are arranged."""
         raise AssertionError(f"{type(self)} arranges nothing")
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The all-to-alls of the layers with experts of rank 0's stages, for `parallelrun explain`."""
+        ranks, exchanges = ranks_over(plan, AXIS), []
+        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
+            for name in stage.blocks:
+                found = calls_of(self.collectives((plan.spec.block(name),), plan), plan, ranks)
+                rounds = tuple(Round(WHAT[calls[0].purpose], calls=calls) for calls in found)
+                exchanges += [Exchange(name, rounds)] if rounds else []
+        groups = plan.mesh.num_ranks // len(ranks)
+        text = (
+            "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the "
+            "rank of its expert, the experts compute, and a second all-to-all brings the rows back, where they are "
+            "weighted and added. Backward sends the gradients the same ways. " + self.explained[0]
+        )
+        kind = plan.expert.kind
+        return Explanation("expert", kind, text, self.explained[1], ranks, groups, AXIS, tuple(exchanges))
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """Who goes where is the model's: the same function and the same gradients as on one device."""

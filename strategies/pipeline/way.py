@@ -8,6 +8,8 @@ from math import prod
 
 from parallelrun import registry
 from parallelrun.errors import Problem
+from parallelrun.plan import simulate
+from parallelrun.plan.messages import Exchange, Explanation, Message, Round, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Action, Request
 from parallelrun.precision import BYTES
@@ -20,9 +22,12 @@ class PipelineWay:
 
     single_chunk: the schedule has one stage per coordinate. splits_backward: input and weight gradients are separate
     passes, in which parameter hooks fire for half of the parameters and custom backward functions run twice.
+    takes_microbatches: the schedule allows more than one.
     """
 
     kind = ""
+    explained = "", ""  # what the schedule does, in sentences, and the paper: for `explain`
+    takes_microbatches = True
     single_chunk = True
     splits_backward = False
 
@@ -100,6 +105,30 @@ class PipelineWay:
             Collective("pp", "recv", "gradients", m * len(to_next), 0),
         ]
         return [row for row in rows if row.calls]
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The messages between the stages of the pipeline of rank 0, in the order of a simulated step."""
+        ranks, last = ranks_over(plan, "pp"), len(plan.stages) - 1
+        run = simulate.of_schedule(plan, self)
+        sent: dict[float, list[Message]] = {}
+        for position, order in enumerate(run.orders):
+            for action, ended in zip(order, run.ends[position], strict=True):
+                step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+                to = action.stage + step
+                if not step or not 0 <= to <= last or plan.stages[to].position == position:
+                    continue
+                what, purpose = ("activations", "activations") if step > 0 else ("their gradients", "gradients")
+                size = boundary_bytes(plan, max(action.stage, to))
+                label = f"{what} of microbatch {action.microbatch}, stage {action.stage} to {to}"
+                target = ranks[plan.stages[to].position]
+                sent.setdefault(round(ended, 6), []).append(Message(ranks[position], target, label, size, purpose))
+        rounds = tuple(Round(f"at {moment:g} forward times", tuple(sent[moment])) for moment in sorted(sent))
+        bubble = f"{run.bubble_of_total:.0%} of the step is bubble where all stages take equal time."
+        text = f"{self.explained[0]} {bubble}"
+        title = f"one step of {plan.batch.microbatches} microbatches on {len(ranks)} ranks"
+        groups = plan.mesh.num_ranks // len(ranks)
+        exchange = Exchange(title, rounds)
+        return Explanation("pipeline", self.kind, text, self.explained[1], ranks, groups, "pp", (exchange,))
 
     def _orders(self, plan: Plan) -> schedules.Orders:
         return self.orders(plan.mesh.size("pp"), plan.pipeline.chunks, plan.batch.microbatches)

@@ -12,24 +12,17 @@ from parallelrun.precision import BYTES
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
 
 
-def cast_bytes(plan: Plan) -> int:
-    """Bytes per weight of the copy in the compute dtype: none where weights are stored or gathered so."""
-    rounds = plan.precision.compute != plan.precision.stored and not plan.data.gathers_rounded
-    return BYTES[plan.precision.compute] if rounds else 0
-
-
 def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:
-    """Input and statistics of a norm over whole rows; its weights where they are rounded.
+    """Input and statistics of a norm over whole rows.
 
     On CPU layer_norm keeps both statistics in the dtype of its input; RMSNorm keeps one, its input and the scaled
     input, all in the accurate dtype. again: computed again in backward, for which a widened input does not do.
     """
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    rounded = cast_bytes(plan) * sum(parameter.numel for parameter in layer.parameters)
     if plan.spec.norm != "rmsnorm":
-        return num_rows * (layer.in_features + 2) * compute + rounded
+        return num_rows * (layer.in_features + 2) * compute
     own = num_rows * layer.in_features * compute if again and compute != accurate else 0
-    return num_rows * (2 * layer.in_features + 1) * accurate + rounded + own
+    return num_rows * (2 * layer.in_features + 1) * accurate + own
 
 
 def attends(layer: LayerSpec) -> bool:

@@ -10,11 +10,12 @@ import json
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 
 def main(text: str) -> int:
     from parallelrun.cli import errors
-    from parallelrun.launch import attach, environment, meeting
+    from parallelrun.launch import attach, directory, environment, meeting
     from parallelrun.launch.start import start
     from tests.plans import tiny_config, tiny_plan
 
@@ -25,21 +26,34 @@ def main(text: str) -> int:
         return 0
     meeting.JOIN_S = wanted.get("patience", meeting.JOIN_S)
     if wanted.get("foreign code") == attached.rank:
-        attach.directory.code_fingerprint = lambda: "f" * 64
+        directory.code_fingerprint = lambda: "f" * 64
+    if "gpus" in wanted:
+        see_gpu(wanted["gpus"][attached.rank])
+    words = wanted.get("words", {}).get(str(attached.rank), ["steps=5"])
     try:
         if attached.rank:
-            return attach.follow([])
+            return attach.follow(words)
         try:
             config = replace(
                 tiny_config(wanted["overrides"]), runs=wanted["runs"], timeout_s=wanted.get("timeout_s", 60)
             )
             plan = tiny_plan(wanted["overrides"])
-            return start(config, plan, sys.argv, [], worker=wanted.get("worker", "tests.cli.workers:train"))
+            overrides = [f"{key}={value}" for key, value in wanted["overrides"].items()]
+            return start(config, plan, words, overrides, worker=wanted.get("worker", "tests.cli.workers:train"))
         except Exception as error:
             attach.abandon(attached, getattr(error, "exit_code", 1))
             raise
     except Exception as error:
         return errors.report(error, False)
+
+
+def see_gpu(identity: str) -> None:
+    """Let this process see one GPU, as under `srun --gpus-per-task=1`."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=identity, total_memory=2**36)
 
 
 if __name__ == "__main__":

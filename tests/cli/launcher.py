@@ -53,6 +53,11 @@ class Launched:
         """Wait until rank 0 is at `step`."""
         wait_for(lambda: int(read(self.directory / "at_0") or 0) >= step, f"step {step}\n{self.stderr}")
 
+    def noticed_after(self, rank: int) -> float:
+        """Seconds from a rank's last step to the end of the run."""
+        began = (self.directory / f"at_{rank}").stat().st_mtime
+        return (self.directory / "status.json").stat().st_mtime - began
+
     def wait(self) -> int:
         """The exit code; minus the signal's number if one ended the launcher."""
         return int(wait_for(lambda: read(self.folder / "code"), f"end of the launcher\n{self.stderr}"))

@@ -65,9 +65,25 @@ def test_ranks_with_other_code_are_refused_and_named(tmp_path):
     ranks = run_attached(tmp_path, world=3, overrides={"dp": 1, "tp": 1, "pp": 3}, **{"foreign code": 2})
     assert codes(ranks) == [3, 3, 3]
     assert re.search(
-        r"code differs between ranks: rank 0 on \S+ \w+; rank 2 on \S+ ffffffffffff$", ranks[0].stderr, re.M
+        r"code differs between ranks: rank 0 on \S+ \w+ \(version .*\); rank 2 on \S+ ffffffffffff \(version",
+        ranks[0].stderr,
     )
     assert ranks[0].status["exit_code"] == 3
+
+
+def test_ranks_with_another_command_line_are_refused_and_named(tmp_path):
+    ranks = run_attached(tmp_path, words={"1": ["steps=5", "model.layers=3", "optimizer.lr=0.5"]})
+    assert codes(ranks) == [3, 3]
+    words = "model.layers=3 (rank 0: not given), optimizer.lr=0.5 (rank 0: not given)"
+    assert f"got another command line than rank 0: {words}" in ranks[0].stderr
+    assert (ranks[0].status["state"], ranks[0].status["exit_code"]) == ("failed", 3)
+    assert not list(ranks[0].directory.glob("started_*"))  # no rank has begun
+
+
+def test_ranks_that_would_share_a_gpu_are_refused_and_named(tmp_path):
+    ranks = run_attached(tmp_path, overrides={"dp": 2, "device": "cuda"}, gpus=["GPU-0", "GPU-0"])
+    assert codes(ranks) == [3, 3]
+    assert "several ranks would share one GPU: ranks 0, 1 on" in ranks[0].stderr
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -131,7 +147,16 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path):
     assert codes(ranks) == [75, 75]
     assert ranks[0].status["state"] == "preempted"
     assert ranks[0].fact("at", 0) == ranks[0].fact("at", 1)
-    assert "resume with: parallelrun" in ranks[0].stderr
+    saved = f"{ranks[0].directory}/checkpoints/step_{ranks[0].fact('at', 0)}"
+    assert f"resume with: parallelrun dp=2 resume={saved}" in ranks[0].stderr
+
+
+def test_a_rank_that_fails_says_how_to_go_on_with_the_overrides_of_rank_0(tmp_path):
+    ranks = run_attached(tmp_path, {**ENDLESS, "rank": 1, "step": 30, "do": "raise", "pause": 0.05})
+    saved = ranks[0].directory / "checkpoints" / "step_2"
+    saved.mkdir(parents=True)
+    assert codes(ranks) == [6, 6]
+    assert f"resume with: parallelrun dp=2 resume={saved}" in ranks[1].stderr
 
 
 def test_ctrl_c_is_130_without_a_stack(tmp_path):
@@ -150,6 +175,7 @@ def test_a_hang_ends_with_7_and_names_the_rank_that_does_not_come(tmp_path):
     stopped[0].reaches(2)
     os.kill(stopped[1].pid, signal.SIGSTOP)
     assert codes(asleep) == [7, 7]
+    assert 4 < asleep[0].noticed_after(1) < 24
     assert "in misbehave" in asleep[0].log(1) and "in all_reduce" in asleep[0].log(0)
     assert (asleep[0].status["failed_rank"], asleep[0].status["exit_code"]) == (1, 7)
     assert re.search(r"error: rank 1 .* hangs: no progress for 4 s; in misbehave", asleep[0].stderr)

@@ -93,6 +93,25 @@ def test_however_a_rank_fails_it_is_the_one_that_is_named(tmp_path, do, code, wo
     assert not survivors(run.rank_pids(), GONE_S)
 
 
+@pytest.mark.parametrize(
+    ("do", "rank", "code", "words"),
+    [
+        ("ValueError", 0, 6, "ValueError: injected into save"),
+        ("OSError without a number", 1, 6, "OSError: injected into save"),
+        ("AssertionError", 2, 6, "AssertionError: injected into save"),
+        ("ValueError", 3, 6, "ValueError: injected into save"),
+        ("full disk", 1, 3, "step 1 could not be written to .*: rank 1: No space left on device"),
+    ],
+)
+def test_an_exception_inside_save_has_its_own_code_and_names_its_own_rank(tmp_path, do, rank, code, words):
+    overrides = {"dp": 2, "tp": 2, "steps": 1, "strategy.data.kind": "zero1"}  # so that every rank has a file to write
+    run = run_launcher(tmp_path, {"do": do, "rank": rank}, overrides=overrides, worker="fail_in_save")
+    assert run.wait() == code, run.stderr
+    assert (run.status["exit_code"], run.status["failed_rank"]) == (code, rank)
+    assert re.search(words, run.status["error"]) and re.search(words, run.stderr)
+    assert "in fail" in run.log(rank)
+
+
 def test_an_exception_is_kept_whole_in_the_log_and_as_json(tmp_path):
     run = run_launcher(tmp_path, {"rank": 3, "do": "raise"})
     run.wait()
@@ -144,6 +163,7 @@ def test_a_hang_names_the_rank_that_does_not_come_and_keeps_all_stacks(hanging, 
     assert run.wait() == 7, run.stderr
     assert (run.status["exit_code"], run.status["failed_rank"], run.status["step"]) == (7, 2, 3)
     assert "hangs: no progress for 4 s" in run.stderr
+    assert 4 < run.noticed_after(2) < 20  # 4 s by its clock (tests/unit/test_launch_times.py), and a slow machine
     assert "in misbehave" in run.log(2)
     assert all("in all_reduce" in run.log(rank) for rank in (0, 1, 3))
     assert not survivors(run.rank_pids(), GONE_S)
@@ -279,6 +299,7 @@ def test_an_inline_run_has_the_same_endings(tmp_path, wish, number, code, state)
         os.kill(run.pid, number)
     assert run.wait() == code, run.stderr
     assert (run.status["state"], run.status["exit_code"]) == (state, code)
+    assert code != 7 or 3 < run.noticed_after(0) < 18
     assert "Traceback" not in run.stderr
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from parallelrun.cli import main as program
 from parallelrun.cli.help import EXAMPLES
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
+from tests.cli.launcher import ROOT
 
 
 @pytest.fixture
@@ -32,6 +34,40 @@ def run(capsys, monkeypatch, tmp_path):
 
     yield call
     assert list(tmp_path.iterdir()) == [] or any(path.suffix for path in tmp_path.iterdir()), "written to disk"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("disguised", [False, True])
+def test_a_signal_before_the_first_step_ends_with_143(run, monkeypatch, number, disguised):
+    def interrupted(words):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        except BaseException as error:
+            raise ImportError("cannot import half a module") if disguised else error  # noqa: B904
+
+    monkeypatch.setattr(program, "_route", interrupted)
+    assert run("model=gpt") == (143, "", f"parallelrun: terminated by {signal.Signals(number).name}\n")
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_what_nohup_ignores_stays_ignored(run, monkeypatch):
+    monkeypatch.setattr(program, "_route", lambda words: os.kill(os.getpid(), signal.SIGHUP) or 0)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run("model=gpt") == (0, "", "")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_nothing_is_imported_before_signals_are_taken():
+    code = "import sys; n = set(sys.modules); import parallelrun.cli.main; print(*sorted(set(sys.modules) - n))"
+    found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.split()
+    ours = [name for name in found if name.startswith("parallelrun")]
+    assert ours == ["parallelrun", "parallelrun.cli", "parallelrun.cli.main"] and len(found) < 30
+    from parallelrun import errors
+
+    assert program.EXIT_INTERRUPTED == errors.EXIT_INTERRUPTED and program.EXIT_TERMINATED == errors.EXIT_TERMINATED
 
 
 def error_of(run, *words: str) -> str:

@@ -44,6 +44,9 @@ def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--help"], 0),
         (["-m", "plan", "tp=1,2"], 2),
         (["plan", "-m", "--json", "tp=1,2"], 0),
+        (["explain", "strategy=ring", "world=4"], 0),
+        (["explain", "--json", "model=moe_gpt", "strategy=gshard", "dp=2", "ep=2", "tp=2", "pp=2"], 0),
+        (["explain", "-m", "strategy=ring,ps", "world=4"], 2),
     ],
 )
 def test_neither_a_mistake_nor_a_plan_imports_torch_or_writes(words, expected, tmp_path):

@@ -27,7 +27,7 @@ class Launcher:
         self.started.append(plan.preset)
         run_root.mkdir(parents=True)
         code = self.codes.get(plan.preset, 0)
-        if isinstance(code, Exception):
+        if isinstance(code, BaseException):
             raise code
         write_json(run_root / "status.json", {"state": "done" if code == 0 else "failed", "error": f"code {code}"})
         write_json(run_root / "summary.json", {"world": plan.world, "loss": 1.5, "degrees": {"dp": 2}, "times": [1, 2]})
@@ -80,12 +80,69 @@ def test_a_point_that_differs_only_in_a_key_that_nobody_reads_is_run_once(launch
     assert "skipped: the same run as point 0" in capsys.readouterr().out
 
 
+def test_a_repeated_point_runs_once_and_is_listed_as_the_same_as_the_first(launcher, capsys):
+    assert sweep("strategy=ddp,tp world=2 optimizer.lr=1e-3,0.001") == 0
+    assert launcher.started == ["ddp", "tp"]
+    rows = report.read(only_directory())
+    assert [row["state"] for row in rows] == ["done", "skipped", "done", "skipped"]
+    assert [row.get("same_as") for row in rows] == [None, 0, None, 2] and rows[0]["loss"] == 1.5
+    out = capsys.readouterr().out
+    assert "skipped: the same run as point 0" in out and "same as 2" in out
+
+
+def test_a_repeat_of_a_failed_point_is_not_run_either_and_the_failure_stands(launcher):
+    launcher.codes["ddp"] = 6
+    assert sweep("strategy=ddp world=2 optimizer.lr=1e-3,0.001") == 1
+    assert launcher.started == ["ddp"] and states(only_directory()) == ["failed", "skipped"]
+
+
+def test_repeated_points_are_listed_once_each_when_a_sweep_goes_on(launcher):
+    points = "strategy=ddp,tp world=2 optimizer.lr=1e-3,0.001"
+    launcher.codes["tp"] = 130
+    assert sweep(points) == 130
+    assert states(only_directory()) == ["done", "skipped", "stopped"]
+    launcher.codes.clear()
+    launcher.started.clear()
+    assert sweep(f"{points} sweep.resume={only_directory()}") == 0
+    assert launcher.started == ["tp"]
+    rows = report.read(only_directory())
+    assert [(row["point"], row["state"], row.get("same_as")) for row in rows] == [
+        (0, "done", None), (1, "skipped", 0), (2, "done", None), (3, "skipped", 2),
+    ]  # fmt: skip
+    assert rows[0]["loss"] == rows[2]["loss"] == 1.5
+
+
+def csv_rows() -> list[dict[str, str]]:
+    with open(only_directory() / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_csv_has_the_same_rows(launcher):
     sweep("strategy=ddp,single world=2")
-    with open(only_directory() / "results.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows()
     assert [row["state"] for row in rows] == ["done", "skipped"]
     assert rows[0]["loss"] == "1.5" and rows[0]["overrides"] == "strategy=ddp world=2" and rows[1]["loss"] == ""
+
+
+def test_the_csv_has_every_override_and_every_degree_as_a_column(launcher):
+    sweep("strategy=ddp,ps,tp,single world=4 optimizer.lr=1e-3,2e-3")
+    rows = csv_rows()
+    assert [row["optimizer.lr"] for row in rows[:4]] == ["0.001", "0.002"] * 2
+    assert [row["strategy"] for row in rows] == ["ddp", "ddp", "ps", "ps", "tp", "tp", "single", "single"]
+    degrees = ("world", "dp", "tp", "pp", "ep", "servers")
+    assert [[rows[point][key] for key in degrees] for point in (0, 2, 4)] == [
+        ["4", "4", "1", "1", "1", "0"], ["4", "3", "1", "1", "1", "1"], ["4", "1", "4", "1", "1", "0"],
+    ]  # fmt: skip
+    assert rows[6]["state"] == "skipped" and rows[6]["world"] == "4" and rows[6]["dp"] == ""
+
+
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_the_tables_of_runs_and_of_plans_show_the_degrees(launcher, capsys, verb):
+    assert program.main([verb, "-m", "strategy=ddp,ps,tp,single", "world=4"]) == 0
+    head, *lines = capsys.readouterr().out.partition("sweep of 4 points")[2].splitlines()[1:]
+    assert "world  degrees" in head
+    for line, degrees in zip(lines, ("dp=4", "dp=3 servers=1", "tp=4"), strict=False):
+        assert f" 4  {degrees} " in line
 
 
 def test_all_done_is_0_and_none_legal_is_2(launcher):
@@ -107,6 +164,15 @@ def test_fail_fast_runs_nothing_after_a_failure(launcher):
     assert states(only_directory()) == ["failed", "skipped", "skipped"]
 
 
+def test_fail_fast_forgets_the_failures_of_the_invocation_before(launcher):
+    launcher.codes["ddp"] = 1
+    points = "strategy=ddp,tp world=2 sweep.fail_fast=true"
+    assert sweep(points) == 1
+    launcher.codes.clear()
+    assert sweep(f"{points} sweep.resume={only_directory()}") == 0
+    assert states(only_directory()) == ["done", "done"]
+
+
 def test_a_sweep_goes_on_where_it_stopped(launcher):
     launcher.codes["tp"] = 6
     assert sweep("strategy=ddp,tp world=2") == 1
@@ -118,6 +184,31 @@ def test_a_sweep_goes_on_where_it_stopped(launcher):
     assert states(directory) == ["done", "done", "done"]
     assert only_directory() == directory
     assert len({row["directory"] for row in report.read(directory)}) == 3
+
+
+def test_a_sweep_that_is_killed_within_its_first_point_goes_on(launcher):
+    class Killed(BaseException):
+        """Nothing after it runs."""
+
+    launcher.codes["ddp"] = Killed()
+    with pytest.raises(Killed):
+        sweep("strategy=ddp,tp world=2")
+    directory = only_directory()
+    launcher.codes.clear()
+    assert sweep(f"strategy=ddp,tp world=2 sweep.resume={directory}") == 0
+    assert launcher.started == ["ddp", "ddp", "tp"] and states(directory) == ["done", "done"]
+
+
+def test_points_keep_no_last_state_unless_asked(launcher, monkeypatch):
+    seen = []
+
+    def start(config, *rest):
+        seen.append(config.checkpoint.last)
+        return launcher(config, *rest)
+
+    monkeypatch.setattr("parallelrun.launch.start.start", start)
+    assert sweep("strategy=ddp,tp world=2") == sweep("strategy=ddp,tp world=2 checkpoint.last=true") == 0
+    assert seen == [False, False, True, True]
 
 
 @pytest.mark.parametrize("code", [130, 143, 75])

@@ -4,10 +4,13 @@ all-reduce per step, as training does. What a worker should do comes by environm
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,6 +95,57 @@ def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
     (context.directory / f"facts_{context.rank}.json").write_text(json.dumps(facts))
     dist.barrier()
     return EXIT_OK
+
+
+def fail_in_save(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The real training, in which rank `rank` raises `do` in the place of writing its file of a checkpoint."""
+    from parallelrun.checkpoint import storage
+    from parallelrun.train import worker
+
+    wanted = {"rank": 3, "do": "ValueError", **wish()}
+    errors = {
+        "ValueError": ValueError("injected into save"),
+        "OSError without a number": OSError("injected into save"),
+        "AssertionError": AssertionError("injected into save"),
+        "full disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank.safetensors"),
+    }
+
+    def fail(*_: object) -> None:
+        raise errors[wanted["do"]]
+
+    if context.rank == wanted["rank"]:
+        storage.write_safetensors = fail
+    return worker.run(config, plan, context)
+
+
+def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The real training, for whose metrics.jsonl the disk has no room: before step 4 (`returns`), at the end (`kept
+    back`, the room that the run keeps back) or never (`never`, nor for what went wrong)."""
+    from parallelrun import reserve
+    from parallelrun.launch import failure
+    from parallelrun.train import worker
+
+    wanted, metrics = wish()["room"], context.directory / "metrics.jsonl"
+    if context.rank:
+        return worker.run(config, plan, context)
+    metrics.symlink_to("/dev/full")
+    released, heartbeat = reserve.release, context.heartbeat
+
+    def release(directory: Path, *names: str) -> None:
+        if wanted == "kept back" and reserve.RECORDS in names and (directory / reserve.RECORDS).exists():
+            metrics.unlink()
+        released(directory, *names)
+
+    def beat(step: int, phase: str) -> None:
+        if wanted == "returns" and (step, phase) == (4, "step"):
+            metrics.unlink()
+        heartbeat(step, phase)
+
+    reserve.release = release
+    if wanted == "never":
+        failure.write = lambda *_: open("/dev/full", "w", buffering=1).write("no room\n")  # noqa: SIM115
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # the log
+    return worker.run(config, plan, replace(context, heartbeat=beat))
 
 
 def differ(config: Config, plan: Plan, context: WorkerContext) -> int:

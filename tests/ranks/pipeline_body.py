@@ -9,9 +9,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from parallelrun import registry
 from parallelrun.accounting import CommunicationCounter
@@ -23,6 +20,7 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.pipeline.way import boundary_bytes, boundary_shape
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import build_parts
+from tests.live_bytes import LiveBytes
 
 
 @dataclass
@@ -182,31 +180,6 @@ class _Bare(nn.Module):
         return _Sum.apply(output)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages of at least `smallest` bytes that were made inside and still live, and their
-    peak."""
-
-    def __init__(self, smallest: int):
-        super().__init__()
-        self.smallest, self.peak = smallest, 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def live(self) -> int:
-        self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
-        return sum(size for _, size in self._storages.values())
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                if storage.nbytes() >= self.smallest:
-                    reference = StorageWeakRef(storage)
-                    self._storages.setdefault(reference.cdata, (reference, storage.nbytes()))
-        self.peak = max(self.peak, self.live())
-        return result
-
-
 def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
     """(the most bytes alive at once in each of three steps, the bytes alive after them); stages keep nothing else."""
     mesh = build_mesh(plan, torch.device("cpu"))
@@ -222,3 +195,19 @@ def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
             peaks.append(counter.peak)
         gc.collect()
         return peaks, counter.live()
+
+
+def rounding_again(config: Config, plan: Plan) -> tuple[list[str], int]:
+    """(parameters whose gradients are other bits than where rounded copies of weights are kept for backward, the most
+    bytes that were alive at once in the second of two steps and made in it)."""
+    _, parts, engine, batch = set_up(config, plan)
+    engine.train(batch, 0.25)
+    found = gradients(parts)
+    with LiveBytes() as counter:
+        engine.train(batch, 0.25)
+    gradients(parts)
+    for part in parts:
+        part.rounds_weights = False
+    engine.train(batch, 0.25)
+    kept = gradients(parts)
+    return [name for name, gradient in kept.items() if not torch.equal(gradient, found[name])], counter.peak

@@ -27,7 +27,7 @@ NUMELS = (0, 1, 2, 5, 7, 64, 1003)  # none, fewer than ranks, uneven
 CASES = {
     2: (RING, HALVING_DOUBLING),
     3: (RING, HALVING_DOUBLING),
-    5: (RING, HALVING_DOUBLING),
+    5: (RING, HALVING_DOUBLING, Algorithm("tree")),
     6: (HALVING_DOUBLING, Algorithm("hierarchical", 2), Algorithm("hierarchical", 3)),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -155,7 +155,7 @@ def waits(delay_s: float) -> list[tuple[bool, float]]:
     heard: list[tuple[bool, float]] = []
     if group.index == 1:
         time.sleep(delay_s)
-    with torch_private.timed_waits(lambda is_message, seconds: heard.append((is_message, seconds))):
+    with torch_private.timed_waits(lambda is_message, began, ended: heard.append((is_message, ended - began))):
         all_reduce(torch.zeros(3000), group, "gradients", "ring", async_op=True).wait()
     return heard
 

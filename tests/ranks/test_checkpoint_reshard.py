@@ -61,7 +61,7 @@ def overrides(name):
 def save_once(folder, changes, salt):
     plan, mesh = build(changes)
     parameters, optimizer = parts_of(plan, mesh, salt)
-    extra = {"step": 5, "scaler": {"scale": 0.1}, "rank": mesh.rank}
+    extra = {"step": 5, "scaler": {"scale": 0.1, "applied_in_a_row": 2}, "rank": mesh.rank}
     checkpoint.save(folder, 5, parameters, optimizer, extra, plan, mesh)
 
 
@@ -140,7 +140,7 @@ def test_a_plan_loads_other_plans_checkpoints(loaded, name):
     folder, outcomes = loaded
     for wrong, extras in outcomes[name]:
         assert wrong == []
-        assert extras == [{"step": 5, "scaler": {"scale": 0.1}, "rank": 0}] * len(sources(name))
+        assert extras == [{"step": 5, "scaler": {"scale": 0.1, "applied_in_a_row": 2}, "rank": 0}] * len(sources(name))
     salt = list(PLANS).index(sources(name)[-1])
     assert same(read_whole(folder / name / "step_6"), truth(tiny_plan(overrides(name)), salt))
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallelrun.checkpoint import replicas
+from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.config.schema import PrecisionConfig
-from parallelrun.train import checkpointing
+from parallelrun.errors import EXIT_PREEMPTED
+from parallelrun.launch.context import WorkerContext
+from parallelrun.mesh.runtime import build_mesh
+from parallelrun.train import checkpointing, loop
 from parallelrun.train.build import build
+from parallelrun.train.recorder import Recorder
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.checkpoints import read_whole, same
@@ -61,13 +67,55 @@ def test_a_run_cut_in_two_ends_bit_by_bit_where_the_whole_one_does(plan, tmp_pat
     assert same(*ends) and any(key.startswith("optimizer/exp_avg/") for key in ends[0])
 
 
+def stop_at_once(folder, changes):
+    """The loop of a run that is asked to stop before its first step; (exit code, steps that it has saved)."""
+    changes = {**BASE, "checkpoint.last": False, "optimizer.schedule": "constant", **changes}
+    training = build(tiny_config(changes), tiny_plan(changes), torch.device("cpu"))
+    context = WorkerContext(
+        0, 1, 0, torch.device("cpu"), folder, lambda *_: None, lambda: True, lambda step: None, console_owner=False
+    )
+    code = loop.train(training, context, Recorder(training, context))
+    return code, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_stop_in_the_first_step_is_saved_also_after_a_resume(tmp_path, run_ranks):
+    """And what it saves is the step of the uninterrupted run."""
+    run_ranks(1, train, tmp_path / "whole", {**ONE, "steps": SAVED + 1}, None)
+    source = tmp_path / "whole" / "checkpoints" / f"step_{SAVED}"
+    for name, resume, saved in (("fresh", None, 1), ("resumed", str(source), SAVED + 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert run_ranks(1, stop_at_once, folder, {"resume": resume})[0] == (EXIT_PREEMPTED, [f"step_{saved}"])
+    losses = run_ranks(1, train, tmp_path / "whole", ONE, None)[0]
+    rest = run_ranks(1, train, tmp_path / "rest", ONE, tmp_path / "resumed" / "checkpoints" / f"step_{SAVED + 1}")[0]
+    assert rest == {step: loss for step, loss in losses.items() if step > SAVED + 1}
+
+
+def mean_of(plan_changes):
+    """Each replica's parts and their mean, of tensors that hold the replica's number, as they would be saved."""
+    plan = tiny_plan(plan_changes)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    mine = float(mesh.coordinate.get("dp", 0))
+    part = LocalPart("model/w", torch.full((4,), mine, dtype=torch.float64), (4,), (0,))
+    return {one.key: one.tensor.tolist() for one in replicas.apart_and_mean([part], mesh)}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_mean_over_replicas_is_over_all_of_them(size, run_ranks):
+    changes = {"dp": size, "global_batch": 2 * size, "strategy.data.kind": "local_sgd"}
+    found = run_ranks(size, mean_of, changes)
+    assert found[0].pop("model/w") == [sum(range(size)) / size] * 4
+    assert found == [{f"replica/{one}of{size}/model/w": [float(one)] * 4} for one in range(size)]
+
+
 @pytest.mark.parametrize(
     "model, first, others",
     [
         ({}, ONE, (PIPELINE, ZERO1, FSDP)),
+        ({"optimizer.name": "adagrad", "optimizer.eps": 1e-2}, ZERO1, (PIPELINE, FSDP)),
         (EXPERTS, {"dp": 2, "ep": 2}, ({**ZERO2, "dp": 4, "ep": 2, "microbatches": 1}, SPREAD, ONE)),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "adagrad", "experts"],
 )
 def test_going_on_under_another_plan_gives_the_same_losses(model, first, others, tmp_path, run_ranks):
     """fp64, so that only a wrong weight, state, sample or dropout mask could make a difference."""

@@ -10,6 +10,7 @@ from parallelrun.mesh.runtime import build_mesh
 from parallelrun.models import dropout, initialise
 from parallelrun.plan.resolve import ways_of
 from parallelrun.train.build import build_parts
+from tests.live_bytes import saving
 from tests.pool import run_ranks
 from tests.tensor_cases import batch_of, gpt_plan
 
@@ -40,13 +41,12 @@ def saved(cases: list[dict]) -> list[tuple[int, int]]:
         tokens, _, sample_ids = batch_of(plan)
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def pack(held: Tensor, storages: dict = storages) -> Tensor:
+        def see(held: Tensor, storages: dict = storages) -> None:
             storages[held.untyped_storage().data_ptr()] = held.untyped_storage()
-            return held
 
         with dropout.scope(sample_ids):
             x = network.block("embedding")(tokens)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
+            with saving(see):
                 network.block("layers.0")(x)
         kept = sum(storage.nbytes() for address, storage in storages.items() if address not in parameters)
         block, ways = plan.spec.block("layers.0"), ways_of(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,19 @@ CELLS: dict[str, dict[str, Any]] = {
     "process sets in a tensor plan": {"dp": 2, "tp": 2, **data(process_sets=((0,), (1,)))},
     "process sets, adasum": {"dp": 4, **data(process_sets=((0, 2), (1, 3)), reduction="adasum")},
     "process sets, powersgd": {"dp": 4, **data(process_sets=((0, 2), (1, 3)), compression="powersgd")},
+    "a process set that leaves workers out": {"dp": 4, **data(process_sets=((0, 2),))},
+    "process sets of three, of two and of one": {
+        "dp": 6,
+        "global_batch": 12,
+        **data(process_sets=((0, 2, 4), (5, 1)), algorithm="ring"),
+    },
+    "a process set that leaves workers out, adasum": {"dp": 4, **data(process_sets=((3, 1),), reduction="adasum")},
+    "a process set that leaves workers out, in a tensor plan": {
+        "dp": 3,
+        "tp": 2,
+        "global_batch": 12,
+        **data(process_sets=((0, 2),)),
+    },
     "join": {"dp": 3, "global_batch": 12, **data(worker_batches=(5, 1, 2))},
     "join, divided by the active": {"dp": 2, **data(worker_batches=(1, 5), join_divisor="active")},
     "join with ignored targets": {"dp": 2, "model.name": "bert", **data(worker_batches=(5, 1))},
@@ -67,6 +81,11 @@ def sets_average_with_everyone(training: Training) -> None:
     training.data._group = training.mesh.group("dp")
 
 
+def lone_workers_divide_by_everyone(training: Training) -> None:
+    if training.data._group.size == 1:
+        training.data._group = replace(training.data._group, ranks=tuple(range(training.mesh.group("dp").size)))
+
+
 def joined_workers_are_not_counted(training: Training) -> None:
     settings.HorovodWay.num_counted = lambda self, step, num_workers: num_workers - 1
 
@@ -80,6 +99,10 @@ BUGS = {
     "adasum averages": (CELLS["adasum"], adasum_averages),
     "adasum of whole buffers": (CELLS["adasum"], adasum_of_whole_buffers),
     "sets average with everyone": (CELLS["process sets"], sets_average_with_everyone),
+    "lone workers divide by everyone": (
+        CELLS["a process set that leaves workers out"],
+        lone_workers_divide_by_everyone,
+    ),
     "joined workers are not counted": (CELLS["join"], joined_workers_are_not_counted),
     "weights differ at the start": ({"dp": 2, **HOROVOD}, broadcast_forgotten),
 }

@@ -13,7 +13,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
-from tests.live_bytes import LiveBytes
+from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 
@@ -101,7 +101,7 @@ def peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
     config = tiny_config(overrides)
     plan = resolve(config)
-    with LiveBytes() as live:
+    with PeakBytes() as live:
         training = build(config, plan, torch.device("cpu"))
         scaler = LossScaler(config.precision, plan.precision.scaled)
         for step in (1, 2):  # the first makes the optimizer's state

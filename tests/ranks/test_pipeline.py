@@ -162,6 +162,30 @@ def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, chunks):
         assert left == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "pp", "m", "recompute"),
+    [
+        ("none", 1, 8, "none"),
+        ("gpipe", 2, 8, "none"),
+        ("gpipe", 2, 8, "selective"),
+        ("1f1b", 2, 8, "full"),
+        ("interleaved", 2, 8, "none"),
+        ("zero_bubble", 2, 8, "none"),
+        ("zero_bubble", 2, 8, "full"),
+        ("zbv", 2, 8, "selective"),
+    ],
+)
+def test_bf16_keeps_the_values_of_kept_copies_in_less_memory_than_fp32(kind, pp, m, recompute):
+    chunks = 2 if kind in ("interleaved", *SPLIT) else 1
+    wide = {"model.hidden": 64, "model.ffn": 256, "model.seq": 16, "model.layers": 4, "recompute": recompute}
+    peaks = []
+    for precision in ("bf16", "fp32"):
+        outcomes = run({**sizes(kind, pp, m, chunks), **wide, "precision.name": precision}, body.rounding_again)
+        assert not any(other for other, _ in outcomes)
+        peaks.append([peak for _, peak in outcomes])
+    assert all(half < whole for half, whole in zip(*peaks, strict=True)), peaks
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_zero_bubble_leaves_no_activations_behind(recompute):
     for after_two, after_four in run({**sizes("zero_bubble", 2, 4, 2), "recompute": recompute}, body.tensors_alive):

@@ -172,8 +172,9 @@ def test_async_applies_every_push_on_arrival_and_its_log_tells_the_run(tmp_path)
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_one_async_worker_is_plain_sgd(tmp_path) -> None:
-    settings = {"dp": 1, "checkpoint.last": True, "steps": 4, **ASYNC}
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer.name": "adagrad"}], ids=["adamw", "adagrad"])
+def test_one_async_worker_is_plain_sgd(tmp_path, optimizer) -> None:
+    settings = {"dp": 1, "checkpoint.last": True, "steps": 4, **ASYNC, **optimizer}
     run(tmp_path, settings)
     assert all(row.staleness == (0,) for row in updates(tmp_path))
     config, plan = one_device(ps_config(settings), ps_plan(settings))

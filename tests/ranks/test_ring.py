@@ -29,6 +29,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "2d": {"dp": 2, "tp": 4, "strategy.tensor.kind": "2d", **RING},
     "halving-doubling of three": {"dp": 3, "global_batch": 12, **HALVING_DOUBLING},
     "halving-doubling, tp": {"dp": 2, "tp": 2, **HALVING_DOUBLING},
+    "tree of three": {"dp": 3, "global_batch": 12, **RING, "strategy.data.algorithm": "tree"},
     "hierarchical": {"dp": 4, **HIERARCHICAL},
     "native": {"dp": 2, **RING, "strategy.data.algorithm": "native"},
     "recomputed": {"dp": 2, "recompute": "full", "dropout": 0.1, **RING},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import torch_private
+from parallelrun import comm, torch_private
+from parallelrun.data.order import Sampler
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
+from parallelrun.train.reader import Reader
 from parallelrun.train.recorder import mean_times, median_times
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
@@ -34,36 +37,43 @@ def slow_backward(training: Training, seconds: float) -> None:
 
 
 def slow_data(training: Training, seconds: float) -> None:
-    sample = training.reader._sample
-    training.reader._sample = lambda index, number: (time.sleep(seconds / 4), sample(index, number))[1]
+    """Reading a step takes `seconds` and the step that hides it: four samples are read, in the background."""
+    split = training.dataset.train
+    slow = SimpleNamespace(sample=lambda index: (time.sleep((seconds + 0.05) / 4), split.sample(index))[1])
+    sampler = Sampler(len(split), training.plan.batch.global_batch, training.config.seed)
+    training.reader = Reader(slow, sampler, training.plan, training.mesh, last_step=training.config.steps)
 
 
 FAULTS = {"forward": slow_forward, "backward": slow_backward, "data": slow_data}
 
 
-def timed_steps(overrides: dict[str, Any], slow: dict[int, tuple[str, float]]) -> list[tuple[dict[str, float], float]]:
-    """The parts of some steps and the time of each; slow: rank -> (fault, seconds)."""
+def timed_steps(
+    overrides: dict[str, Any], slow: dict[int, tuple[str, float]], of_device: Any = None
+) -> list[tuple[dict[str, float], float]]:
+    """The parts of some steps and the time of each; slow: rank -> (fault, seconds); of_device: the clock to use."""
     config = tiny_config(overrides)
     training = build(config, resolve(config), torch.device("cpu"))
-    scaler, clock, original = LossScaler(config.precision, False), StepClock(training), dist.Work.wait
+    scaler, original = LossScaler(config.precision, False), dist.Work.wait
     train_step(training, 1, 0.01, scaler)
     if training.mesh.rank in slow:
         fault, seconds = slow[training.mesh.rank]
         FAULTS[fault](training, seconds)
-    steps = []
+    clock, steps = StepClock(training, of_device), []
     for step in range(2, 5):
         dist.barrier()
         began = time.perf_counter()
         with clock:
-            train_step(training, step, 0.01, scaler)
+            train_step(training, step, 0.01, scaler, clock=clock)
         steps.append((clock.times.known, time.perf_counter() - began))
         assert dist.Work.wait is original, "nothing is timed outside"
     return steps
 
 
-def fastest_step(overrides: dict[str, Any], slow: dict[int, tuple[str, float]]) -> list[tuple[dict[str, float], float]]:
+def fastest_step(
+    overrides: dict[str, Any], slow: dict[int, tuple[str, float]], of_device: Any = None
+) -> list[tuple[dict[str, float], float]]:
     """By rank, the step in which the machine was the least crowded."""
-    steps = zip(*run_ranks(2, timed_steps, overrides, slow))
+    steps = zip(*run_ranks(2, timed_steps, overrides, slow, of_device))
     return list(min(steps, key=lambda ranks: max(taken for _, taken in ranks)))
 
 
@@ -89,7 +99,8 @@ def test_a_delay_shows_where_it_is_and_where_others_wait_for_it(overrides, slow,
         assert times[name] - of_other[name] >= DELAY / 2, ranks  # what a crowded machine adds, it adds to both
         assert all(times[other] < DELAY / 2 for other in WAITS - {name}), ranks
         assert min(times.values()) >= 0.0, "a wait was counted twice"
-        assert sum(times.values()) == pytest.approx(taken, abs=0.05)
+        parts = sum(times[part] for part in (*WAITS, "compute_s"))
+        assert parts == pytest.approx(taken, abs=0.05)
 
 
 def bubble(microbatches: int) -> float:
@@ -107,14 +118,133 @@ def test_more_microbatches_make_a_smaller_bubble() -> None:
     assert few == pytest.approx(1 / 3, abs=0.1)  # (pp - 1) / (m + pp - 1), as nearly all of the step is forward
 
 
-def test_on_cuda_a_host_clock_tells_only_what_reading_took() -> None:
-    plan = SimpleNamespace(world=2, mesh=SimpleNamespace(size=lambda axis: 1))
+class EventClock:
+    """Behaves as CUDA's events do: moments cannot be compared before the clock has waited for the last one."""
+
+    on_device = True
+
+    def __init__(self) -> None:
+        self._settled = 0.0
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def settle(self, last: float) -> None:
+        self._settled = last
+
+    def seconds(self, began: float, ended: float) -> float:
+        assert began <= ended <= self._settled, "torch raises for an event that has not happened"
+        return ended - began
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault", "expected"),
+    [
+        ({"dp": 2}, "forward", ["comm_exposed_s", "compute_s"]),
+        ({"dp": 2, "strategy.data.kind": "fsdp"}, "forward", ["comm_exposed_s", "compute_s"]),
+        ({"tp": 2}, "forward", ["comm_exposed_s", "compute_s"]),
+        ({"pp": 2, "microbatches": 2}, "forward", ["bubble_s", "compute_s"]),
+    ],
+    ids=["dp", "fsdp", "tp", "pp"],
+)
+def test_events_of_a_device_tell_the_same_parts(overrides, fault, expected) -> None:
+    seconds = DELAY / overrides.get("microbatches", 1)
+    ranks = fastest_step(overrides, {1: (fault, seconds)}, EventClock())
+    for (times, taken), name in zip(ranks, expected):
+        assert times[name] >= DELAY * 0.9, ranks
+        parts = sum(times[part] for part in (*WAITS, "compute_s"))
+        assert min(times.values()) >= 0.0 and parts == pytest.approx(taken, abs=0.05)
+
+
+class FakeStreams:
+    """A device whose clock only moves when the test says so, and a step of which the waits are scripted."""
+
+    on_device = True
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def settle(self, last: float) -> None:
+        pass
+
+    def seconds(self, began: float, ended: float) -> float:
+        return ended - began
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def device_clock(streams: Any, pp: int = 1) -> StepClock:
+    plan = SimpleNamespace(world=2, mesh=SimpleNamespace(size=lambda axis: pp))
     mesh = SimpleNamespace(device=torch.device("cuda"))
-    clock = StepClock(SimpleNamespace(reader=SimpleNamespace(seconds=0.0), mesh=mesh, plan=plan))
-    original = dist.Work.wait
+    return StepClock(SimpleNamespace(reader=SimpleNamespace(seconds=0.0), mesh=mesh, plan=plan), streams)  # type: ignore[arg-type]
+
+
+def test_on_a_device_collectives_in_the_stream_and_waits_of_the_stream_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = FakeStreams()
+    clock = device_clock(streams)
+    computing, other = object(), object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: computing)
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda stream, event: streams.take(event))
+    monkeypatch.setattr(dist.Work, "wait", lambda work: streams.take(4.0))
+    work = SimpleNamespace(_get_op_type=lambda: 0)
     with clock:
-        assert dist.Work.wait is original
-    assert clock.times.known == {"data_s": 0.0}
+        streams.take(1.0)
+        with torch_private.in_stream(False):  # a blocking all-reduce: in the stream, its own wait is a part of it
+            streams.take(2.0)
+            dist.Work.wait(work)
+        dist.Work.wait(work)  # of one that was started before
+        torch.cuda.Stream.wait_event(computing, 8.0)  # FSDP2: the weights have arrived
+        torch.cuda.Stream.wait_event(other, 16.0)  # the stream that gathers holds up nobody
+        with clock.optimizer():
+            streams.take(32.0)
+    assert clock.times == StepTimes(0.0, 1.0 + 16.0 + 32.0, 2.0 + 4.0 + 4.0 + 8.0, 0.0, 32.0)
+
+
+def test_on_a_device_messages_between_stages_are_bubble_and_other_threads_waits_count() -> None:
+    streams = FakeStreams()
+    clock = device_clock(streams, pp=2)
+
+    def backward() -> None:  # autograd's thread of the device
+        with comm.label("tp", "activations"), torch_private.in_stream(False):
+            streams.take(2.0)
+
+    with clock:
+        with torch_private.in_stream(True):
+            streams.take(1.0)
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    assert clock.times == StepTimes(0.0, 0.0, 2.0, 1.0, 0.0)
+
+
+def test_on_a_device_one_step_in_ten_is_timed_after_the_first() -> None:
+    clock, timed = device_clock(FakeStreams()), []
+    original = dist.Work.wait, torch.cuda.Stream.wait_event
+    for step in range(1, 31):
+        with clock:
+            pass
+        assert (dist.Work.wait, torch.cuda.Stream.wait_event) == original
+        timed += [step] if len(clock.times.known) > 1 else []
+    assert timed == [1, 2, 3, 4, 5, 10, 20, 30]
+    assert clock.times.known.keys() == {"data_s", "compute_s", "comm_exposed_s", "bubble_s", "optimizer_s"}
+
+
+def test_the_optimizer_is_a_part_of_computing() -> None:
+    def slow_update(training: Training, seconds: float) -> None:
+        update = training.optimizer.step
+        training.optimizer.step = lambda lr: (time.sleep(seconds), update(lr))  # type: ignore[method-assign]
+
+    config = tiny_config()
+    training = build(config, resolve(config), torch.device("cpu"))
+    slow_update(training, DELAY)
+    clock = StepClock(training)
+    with clock:
+        train_step(training, 1, 0.01, LossScaler(config.precision, False), clock=clock)
+    assert DELAY <= clock.times.known["optimizer_s"] <= clock.times.known["compute_s"] <= clock.seconds
 
 
 def test_waits_are_left_alone_when_a_step_fails() -> None:

@@ -17,6 +17,7 @@ from parallelrun.strategies.data.allreduce.steps import (
     HIERARCHICAL,
     RING,
     SCATTER_REDUCE,
+    TREE,
     Round,
     folded,
     pieces,
@@ -24,7 +25,7 @@ from parallelrun.strategies.data.allreduce.steps import (
     table,
 )
 
-TABLED = (RING, HALVING_DOUBLING, HIERARCHICAL)
+TABLED = (RING, HALVING_DOUBLING, HIERARCHICAL, TREE)
 
 
 def tables(algorithm: Algorithm, size: int, numel: int) -> list[tuple[Round, ...]]:

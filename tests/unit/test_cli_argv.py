@@ -40,8 +40,8 @@ def test_our_flags_are_taken_out_anywhere():
     [
         ("--cfg job --resolve -p model tp=2", ("--cfg", "job", "--resolve", "-p", "model")),
         ("--cfg=job tp=2", ("--cfg=job",)),
-        ("--info defaults-tree tp=2", ("--info", "defaults-tree")),
-        ("--info tp=2", ("--info",)),
+        ("--info defaults-tree tp=2", ("--info=defaults-tree",)),
+        ("--info tp=2", ("--info=all",)),
         ("--multi tp=2", ("--multirun",)),
         ("--config-dir x -cn other", ("--config-dir", "x", "-cn", "other")),
         ("-sc query=bash", ("-sc",)),
@@ -71,9 +71,9 @@ def test_mpiruns_words_mean_the_world():
 @pytest.mark.parametrize(
     ("line", "said", "fix"),
     [
-        ("--tp 8", "without dashes", "write tp=8"),
-        ("--tp=8", "without dashes", "write tp=8"),
-        ("--learning-rate 1", "without dashes", "write optimizer.lr=1"),
+        ("--tp 8", "without dashes", "tp=8"),
+        ("--tp=8", "without dashes", "tp=8"),
+        ("--learning-rate 1", "without dashes", "optimizer.lr=1"),
         ("--jsn", "without dashes", "--json"),
         ("tp = 8", "no spaces around =", "tp=8"),
         ("tp= 8", "no spaces around =", "tp=8"),

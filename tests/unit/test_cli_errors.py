@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from parallelrun.cli import errors
 from parallelrun.cli.gpus import visible_gpus
+from parallelrun.cli.main import main
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 
 
@@ -51,6 +54,24 @@ def test_our_own_errors_pass_through_hydras():
 def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():
     assert errors.translate(KeyError("x")) is None
     assert errors.translate(ValueError("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "seed=${oc.env:NO_SUCH_VARIABLE}",
+            "error: the environment variable NO_SUCH_VARIABLE is not set\n  where: seed",
+        ),
+        ("seed=${oc.env:HOME}", "could not be converted to Integer"),
+        ("strategy=../../x", "error: strategy=../../x: a strategy is chosen by its name, and ../../x leads to"),
+        ("model=/etc/passwd", "error: model=/etc/passwd: a model is chosen by its name, and /etc/passwd leads to"),
+        ("model=mine/small", "error: model=mine/small: no such model\n  where: model\n  did you mean: model=alexnet"),
+    ],
+)
+def test_what_hydra_cannot_find_is_named(word, said, capsys):
+    assert main(["plan", word]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):

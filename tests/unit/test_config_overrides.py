@@ -79,7 +79,7 @@ def test_a_sweep_over_texts_keeps_its_commas():
         (["strategy=ddp,tp"], "a sweep"),
         (["tp=[1]"], "not a list"),
         (["tp=010"], "parsed as 8 from 010"),
-        (["~tp"], "write null"),
+        (["~tp"], "not taken out"),
         (["model="], "a name is missing"),
         (["+model=mlp"], "without +"),
         (["strategy=null"], "must be chosen"),
@@ -112,3 +112,17 @@ def test_commas_inside_quotes_and_brackets_do_not_split(value, parts):
 
 def test_unquoted_takes_off_one_pair():
     assert unquoted(r"'it\'s'") == "it's" and unquoted("plain") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ('{"*.[qkv]": columns, "*.out": row}', {"*.[qkv]": "columns", "*.out": "row"}),
+        ("{*.[qkv]:columns}", {"*.[qkv]": "columns"}),
+        ("{'a b': x, layers.*.fc1: columns}", {"a b": "x", "layers.*.fc1": "columns"}),
+        ("{a: 1, b: [1,2], c: {d: e}}", {"a": 1, "b": [1, 2], "c": {"d": "e"}}),
+        ("{}", {}),
+    ],
+)
+def test_a_mapping_may_have_patterns_and_quotes_in_its_keys(typed, meant):
+    assert OverridesParser.create().parse_override(rewritten(f"model.roles={typed}")).value() == meant

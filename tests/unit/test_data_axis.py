@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
@@ -16,11 +17,14 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.plan import account, data_axis, data_ways
 from parallelrun.plan import data_cost as forms
+from parallelrun.plan.cluster_cost import Cost
 from parallelrun.plan.data_axis import DataAxis, Way, costs, drawn_nodes
 from parallelrun.plan.data_cost import Link
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.data_axis import CSV_COLUMNS, panel, to_csv, to_svg, write
+from parallelrun.report.figures import digits
+from parallelrun.report.plan import show
 from tests.plans import tiny_config, tiny_plan
 
 DGX = {"cluster.gpus_per_node": 4, "cluster.intra_gb_s": 100.0, "cluster.inter_gb_s": 10.0, "cluster.latency_us": 5.0}
@@ -31,11 +35,17 @@ ETHERNET = {
     "cluster.latency_us": 30.0,
 }
 PS = {"strategy.data.kind": "ps"}
+FSDP = {"strategy.data.kind": "fsdp"}
+
+
+def computing(seconds: float | None) -> Cost:
+    """A step of which nothing else is known."""
+    return Cost(0.0, 0.0, seconds, None)
 
 
 def found(overrides: dict[str, Any], compute_s: float | None = 1e-3) -> DataAxis:
     config = tiny_config(overrides)
-    known = costs(resolve(config), config.cluster, compute_s)
+    known = costs(resolve(config), config.cluster, computing(compute_s))
     assert known is not None
     return known
 
@@ -104,7 +114,7 @@ def test_what_a_worker_sends_is_what_the_account_predicts_to_the_byte(overrides,
     """The closed form beside `account`, which every run is counted against: equal but for padding and root units."""
     config = tiny_config({"dp": 4, "model.hidden": 64, "model.layers": 4, **overrides, **other})
     plan = resolve(config)
-    axis = costs(plan, config.cluster, None)
+    axis = costs(plan, config.cluster, computing(None))
     assert axis is not None and axis.chosen is not None and axis.chosen.here is not None
     sent = 0.0
     for position in range(plan.mesh.size("pp")):
@@ -121,7 +131,7 @@ def test_servers_and_workers_send_what_the_account_predicts(servers):
     """Equal shards in the form; the plan's own may be uneven, which `plan` shows beside."""
     config = tiny_config({"dp": 4, **PS, "servers": servers, "strategy.data.shard_min_kb": 0.1})
     plan = resolve(config)
-    axis = costs(plan, config.cluster, None)
+    axis = costs(plan, config.cluster, computing(None))
     assert axis is not None and axis.chosen is not None and axis.chosen.here is not None
 
     def sent(rank: int) -> int:
@@ -214,7 +224,7 @@ def test_a_rate_that_is_not_given_is_not_needed_or_ends_the_curves():
 
 def test_one_rank_has_nothing_to_combine():
     config = tiny_config(dp=1, tp=2)
-    assert costs(resolve(config), config.cluster, 1.0) is None
+    assert costs(resolve(config), config.cluster, computing(1.0)) is None
 
 
 def test_one_server_for_one_worker_is_an_axis_of_two_nodes():
@@ -294,6 +304,50 @@ def test_the_document_carries_all_of_it():
     assert {"nodes", "workers", "servers", "exchange", "samples_per_s"} == set(plain["ways"][0]["curve"][0])
 
 
+@pytest.mark.parametrize(
+    "overrides", [{"dp": 4}, {"dp": 4, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 4, **PS, "servers": 2}, {"dp": 8, **FSDP},
+                  {"dp": 4, "model.experts": 4, "model.expert_period": 2, "ep": 2}], ids=str,
+)  # fmt: skip
+def test_a_plan_has_one_rate_of_samples(overrides):
+    """What the data axis says of the plan's own way is what the cost of a step says, of all axes together."""
+    config = tiny_config({**DGX, "cluster.peak_tflops": 1e-3, **overrides})
+    plan = resolve(config)
+    known = document(plan, config)
+    own = next(one for one in known["data_axis"]["ways"] if one["chosen"])["here"]["samples_per_s"]
+    cost, samples = known["cost"], plan.batch.global_batch
+    step = cost["compute_s"] + cost["communication_s"], max(cost["compute_s"], cost["communication_s"])
+    assert own == pytest.approx([samples / step[0], samples / step[1]])
+    screen = Console(width=200, file=io.StringIO())
+    show(plan, config, screen)
+    (said,) = re.findall(r"(\S+\.\.\S+) samples/s", screen.file.getvalue())
+    assert said == f"{digits(samples / step[0])}..{digits(samples / step[1])}"
+
+
+def test_another_way_keeps_what_other_axes_send():
+    config = tiny_config({**DGX, "cluster.peak_tflops": 1e-3, "dp": 2, "tp": 4})
+    plan = resolve(config)
+    known = document(plan, config)
+    other = next(one for one in known["data_axis"]["ways"] if one["name"] == data_ways.COLOCATED)["here"]
+    beside = known["cost"]["communication_s"] - known["cost"]["data_s"]
+    assert beside > known["cost"]["data_s"], "tensor parallelism sends most here"
+    seconds = known["cost"]["compute_s"] + beside + other["exchange"]["seconds"]
+    assert other["samples_per_s"][0] == pytest.approx(plan.batch.global_batch / seconds)
+
+
+def test_a_collective_leaves_a_host_by_all_its_ports_and_a_message_by_one():
+    fabric = found({"dp": 8, **DGX}).fabric
+    rates = {n: fabric.pooled(n).bytes_per_s for n in (4, 5, 6, 8, 16)}
+    assert rates == {4: 100e9, 5: 10e9, 6: 20e9, 8: 40e9, 16: 40e9} and fabric.between(8).bytes_per_s == 10e9
+    size = found({"dp": 8, **DGX}).gradient_bytes
+    native, written = (
+        way(found({"dp": 8, **DGX, **kind}), data_ways.RING) for kind in ({}, {"strategy.data.kind": "ring"})
+    )
+    assert native.here and native.here.exchange.seconds == pytest.approx(forms.ring(size, 8, Link(40e9, 5e-6)).seconds)
+    assert written.here and written.here.exchange.seconds == pytest.approx(
+        forms.ring(size, 8, Link(10e9, 5e-6)).seconds
+    )
+
+
 def test_a_place_that_cannot_be_written_to_is_said(tmp_path):
     with pytest.raises(EnvironmentProblem, match="plot="):
         write(found({"dp": 2}), "title", str(tmp_path / "missing" / "name"))
@@ -325,7 +379,7 @@ def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys
     [
         ("plan model=gpt strategy=single plot=x", 2, "one rank has none to combine"),
         ("plan model=gpt strategy=ddp dp=2 plot=missing/x", 3, "a folder that exists"),
-        ("model=gpt strategy=ddp dp=2 plot=x", 2, "read by plan only"),
+        ("model=gpt strategy=ddp dp=2 plot=x", 2, "read by plan and explain only"),
     ],
 )
 def test_a_plot_that_cannot_be_is_refused(line, code, text, tmp_path, monkeypatch, capsys):
@@ -359,9 +413,9 @@ def test_the_presets_of_clusters(cluster, per_node, inside, across):
 
 def test_experts_that_ep_spreads_are_combined_beside() -> None:
     spread = {"model.experts": 4, "model.expert_period": 2, "dp": 4, "ep": 2}
-    found = costs(tiny_plan(spread), Config().cluster, None)
-    alone = costs(tiny_plan({**spread, "ep": 4}), Config().cluster, None)
-    together = costs(tiny_plan({**spread, "ep": 1}), Config().cluster, None)
+    found = costs(tiny_plan(spread), Config().cluster, computing(None))
+    alone = costs(tiny_plan({**spread, "ep": 4}), Config().cluster, computing(None))
+    together = costs(tiny_plan({**spread, "ep": 1}), Config().cluster, computing(None))
     assert found is not None and alone is not None and together is not None
     experts = 2 * 4 * 2 * 64 * 16 * 4  # layers x experts x (up, down) x (ffn x hidden) x bytes
     assert found.expert_bytes == experts // 2 and alone.expert_bytes == together.expert_bytes == 0

@@ -152,7 +152,9 @@ def run_by_its_table(algorithm: str, n: int, group: int = 1) -> Network:
 
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(
-    ("algorithm", "form"), [("ring", cost.ring), ("halving_doubling", cost.halving_doubling)], ids=["ring", "halving"]
+    ("algorithm", "form"),
+    [("ring", cost.ring), ("halving_doubling", cost.halving_doubling), ("tree", cost.binomial_tree)],
+    ids=["ring", "halving", "tree"],
 )
 def test_what_is_executed_takes_what_the_form_says(algorithm, form, n):
     network, expected = run_by_its_table(algorithm, n), form(SIZE, n, LINK)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallelrun import registry
-from parallelrun.data import cifar10, digits, mnist, open_dataset
+from parallelrun import data, registry
+from parallelrun.data import cifar10, mnist, open_dataset
 from parallelrun.data.dataset import Dataset, collate
 from parallelrun.data.images import Look, resize, shifted
 from parallelrun.data.order import Sampler
@@ -64,12 +64,6 @@ def test_digits_come_from_the_installed_package() -> None:
 def test_digits_do_not_import_the_package() -> None:
     opened(dataset__name="digits")
     assert not [name for name in sys.modules if name == "sklearn" or name.startswith("sklearn.")]
-
-
-def test_without_the_package_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "find_spec", lambda name: None)
-    message = refusal(dataset__name="digits")
-    assert "pip install" in message and "dataset=synthetic" in message
 
 
 def test_images_are_made_as_large_and_as_colourful_as_the_model_wants() -> None:
@@ -204,6 +198,42 @@ def test_an_image_folder_may_bring_its_own_splits(image_folder: Path) -> None:
     (image_folder.parent / "train" / "class1" / "0.png").rename(val / "0.png")
     dataset = folder_dataset(image_folder.parent)
     assert (len(dataset.train), len(dataset.val)) == (35, 1) and int(dataset.val.sample(0)[1]) == 1
+
+
+def notes(dataset: Dataset, **overrides: Any) -> list[str]:
+    config = tiny_config({**RESNET, **{key.replace("__", "."): value for key, value in overrides.items()}})
+    classes = dataset.vocab
+    spec = registry.load("models", config.model.name, "spec").make(config, classes)
+    return data.notes(config, spec, dataset)
+
+
+def test_images_that_are_enlarged_are_said_with_the_size_that_avoids_it(image_folder: Path) -> None:
+    asked = {"dataset__name": "imagefolder", "dataset__path": str(image_folder), "dataset__vocab": None}
+    fits, enlarged = (opened(**asked, model__image=size, global_batch=8) for size in (14, 16))
+    assert notes(fits, **asked, model__image=14) == []  # 14 x 8/7 = 16, their shorter side
+    (told,) = notes(enlarged, **asked, model__image=16)
+    assert told.startswith("all images looked at are smaller than 18 pixels and are enlarged (the smallest: ")
+    assert "20 x 16); model.image=14 would read most without" in told
+
+
+def test_only_some_small_images_are_counted_and_broken_ones_left_to_training(image_folder: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    for number in range(12):
+        image_module.new("RGB", (40, 40)).save(image_folder / "class1" / f"{number}.png")
+    (image_folder / "class0" / "0.png").write_bytes(b"no image")
+    asked = {"dataset__name": "imagefolder", "dataset__path": str(image_folder), "dataset__vocab": None}
+    dataset = opened(**asked, model__image=16, global_batch=8)
+    small = sum("class1" not in str(file) for file in dataset.train.files)
+    broken = sum(file.name == "0.png" and "class0" in str(file) for file in dataset.train.files)
+    (told,) = notes(dataset, **asked, model__image=16)
+    assert told.startswith(f"{small - broken} of {len(dataset.train) - broken} images looked at are smaller than 18")
+
+
+def test_digits_on_a_model_for_larger_images_are_said_to_be_enlarged() -> None:
+    asked = {"dataset__name": "digits", "dataset__vocab": None, "model__image": 32}
+    (told,) = notes(opened(**asked), **asked)
+    assert told == "the images of dataset=digits have 8 x 8 pixels, and model=resnet reads 32 x 32: they are enlarged"
+    assert notes(opened(**asked), **{**asked, "model__image": 8}) == []
 
 
 def test_a_file_that_is_no_image_is_named(image_folder: Path) -> None:

@@ -259,12 +259,12 @@ def test_only_whole_samples_are_split_so_the_microbatch_must_divide(overrides, w
     assert {f"{key}={value}" for key, value in pairs(problem.suggestion)} == suggested
 
 
-def test_unset_microbatches_are_the_fewest_whose_samples_divide():
+def test_unset_microbatches_are_the_most_whose_samples_divide_where_four_a_stage_are_too_many():
     plan = tiny_plan({**CUBE, "pp": 2, "global_batch": 24})
-    assert plan.batch.microbatches == 2 and plan.batch.micro_batch == 12
+    assert plan.batch.microbatches == 6 and plan.batch.micro_batch == 4
     uneven = tiny_plan({"layout": "2d", "tp": 4, "pp": 3, "model.layers": 6, "global_batch": 12})
-    assert uneven.batch.microbatches == 3
-    assert tiny_plan({"layout": "2d", "tp": 4, "pp": 4, "global_batch": 24}).batch.microbatches == 4
+    assert uneven.batch.microbatches == 6
+    assert tiny_plan({"layout": "2d", "tp": 4, "pp": 4, "global_batch": 24}).batch.microbatches == 12
 
 
 def test_an_unset_global_batch_is_one_that_divides():

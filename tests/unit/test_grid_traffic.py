@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.models.spec import LayerSpec
-from parallelrun.plan import account, cluster_cost
+from parallelrun.plan import account
+from parallelrun.plan.hosts import stays_in_node
 from parallelrun.plan.resolve import ways_of
 from parallelrun.plan.structure import Collective, Plan
 from tests.plans import tiny_plan
@@ -252,6 +253,6 @@ def test_an_axis_stays_inside_a_host_if_each_of_its_groups_does(overrides, per_n
     cluster = ClusterConfig(gpus_per_node=per_node)
     for axis in (*plan.mesh.leaf_axes("tp"), "tp", "dp"):
         inside = all(len({rank // per_node for rank in group}) == 1 for group in plan.mesh.groups(axis))
-        assert cluster_cost.stays_in_node(plan, cluster, axis) <= inside, axis
+        assert stays_in_node(plan, cluster, axis) <= inside, axis
         if plan.world % per_node == 0 and axis != "dp":
-            assert cluster_cost.stays_in_node(plan, cluster, axis) == inside, axis
+            assert stays_in_node(plan, cluster, axis) == inside, axis

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
+import signal
+import sys
 
 import pytest
 import torch
 
-from parallelrun.cli import hosts
-from parallelrun.errors import ConfigError, EnvironmentProblem
+from parallelrun.cli import argv, host_agent, host_connection, hosts, remote
+from parallelrun.errors import ConfigError
+from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import account
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import Progress, find_stalls
+from parallelrun.strategies.data.horovod.stalls import Progress, find_stalls, watched_groups
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -52,8 +56,11 @@ def test_the_fewer_sums_the_higher_the_threshold_and_0_fuses_nothing():
         (4, {"reduction": "adasum", "compression": "powersgd"}, "compresses sums", "fp16"),
         (4, {"reduction": "adasum", "algorithm": "ring"}, "its own exchange", "leave it out"),
         (4, {"reduction": "median"}, "unknown", "average"),
-        (4, {"process_sets": ((0, 1), (2,))}, "each of the 4 workers", r"[[0,1],[2,3]]"),
-        (4, {"process_sets": ((0, 1), (1, 2))}, "each of the 4 workers", r"[[0,1],[2,3]]"),
+        (4, {"process_sets": ((0, 1), (1, 2))}, "worker 1 is in several sets", r"[[0,1],[2]]"),
+        (4, {"process_sets": ((0, 0, 1),)}, "worker 0 is in several sets", r"[[0,1]]"),
+        (4, {"process_sets": ((0, 4), (2, -1))}, "no worker -1: the 4 workers are 0 to 3", r"[[0],[2]]"),
+        (4, {"process_sets": ((0, 1), ())}, "a set has no workers", r"[[0,1]]"),
+        (4, {"process_sets": ((0, 1, 3),), "reduction": "adasum"}, "3 is no power of two", "reduction=average"),
         (2, {"worker_batches": (3,)}, "for each of the 2 workers", "[3,3]"),
         (2, {"worker_batches": (2, 1)}, "nobody has a batch for step 3 of 3", "steps=2"),
         (2, {"worker_batches": (3, 1), "reduction": "adasum"}, "join is not defined with adasum", "leave"),
@@ -139,22 +146,81 @@ def test_a_host_is_a_name_with_a_number(listed):
         hosts.read("1", listed)
 
 
-def test_every_host_gets_the_command_that_starts_its_ranks():
-    placed = hosts.read("6", "first:4,second:4")
-    first, second = hosts.commands(placed, ["model=gpt", "name=a b"], 29500, "/work/my dir")
-    assert second == (
-        "cd '/work/my dir' && torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=first "
-        "--master-port=29500 -m parallelrun model=gpt 'name=a b'"
-    )
-    assert "--node-rank=0 --nproc-per-node=4" in first
+def test_how_ssh_reaches_the_hosts_is_told_by_three_flags(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    words = ["-H", "a:2,b:2", "--ssh-port", "2222", f"--ssh-identity-file={file}", "--ssh-config", str(file)]
+    line = argv.read([*words, "model=gpt"])
+    assert line.ssh.words() == ["-F", str(file), "-p", "2222", "-i", str(file), "-o", "IdentitiesOnly=yes"]
+    assert [override.text for override in line.overrides] == ["model=gpt", "world=4"]
 
 
-def test_where_no_host_is_this_one_nothing_is_started(capsys):
-    with pytest.raises(EnvironmentProblem, match="nothing was started"):
-        hosts.start(hosts.read("4", "first:2,second:2"), ["-np", "4", "-H", "first:2,second:2", "steps=1"])
-    said = capsys.readouterr().out
-    assert "on first (ranks 0 to 1)" in said and "on second (ranks 2 to 3)" in said
-    assert "-m parallelrun steps=1" in said and " -np " not in said and " -H " not in said
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-H", "a:2", "--ssh-port", "x"], "--ssh-port x: not a port"),
+        (["-H", "a:2", "--ssh-port", "70000"], "--ssh-port 70000: not a port"),
+        (["-H", "a:2", "--ssh-identity-file", "/no/key"], "--ssh-identity-file /no/key: there is no such file"),
+        (["-np", "2", "--ssh-port", "22"], "no other host is given"),
+    ],
+)
+def test_ssh_flags_are_checked_before_anything_starts(words, told):
+    with pytest.raises(ConfigError, match=told):
+        argv.read([*words, "model=gpt"])
+
+
+def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
+    folder = tmp_path / "it's; a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
+    first, second = host_connection.remote_command(serves=True).split(" && ")
+    assert shlex.split(first) == ["cd", str(folder)]
+    agent = [sys.executable, "-m", "parallelrun.cli.host_agent", "serve"]
+    assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
+
+
+def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
+    launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
+    order = host_agent.Order(("steps=1",), 4, 2, 8, "10.0.0.1", 29500, for_other_hosts({**launcher, "SECRET": "x"}))
+    host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
+    assert host_agent.variables(host_agent.Order.from_json(order.to_json()), 1, host, None) == {
+        "PATH": "/venv/bin:/bin:/opt/bin",
+        "OMP_NUM_THREADS": "2",
+        "HOME": "/home/b",
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def test_gloo_uses_the_interface_by_which_the_host_was_reached():
+    order = host_agent.Order((), 0, 1, 1, "127.0.0.1", 29500, {}, address="127.0.0.1")
+    assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
+    assert host_agent.interface_of("203.0.113.9") is None
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "expected"),
+    [
+        ({"b": 0, "a": 0}, [], 0),
+        ({"b": 6, "a": 5}, [], 5),  # rank 0, on the first host, knows the cause
+        ({"b": 3, "a": 0}, [], 3),
+        ({"b": 75, "a": 75}, [signal.SIGTERM], 75),
+        ({"b": 6, "a": 75}, [signal.SIGTERM], 6),
+        ({"b": 130, "a": 130}, [signal.SIGINT], 130),
+        ({"b": -9, "a": -9}, [], 6),
+        ({"b": 6, "a": 6}, [signal.SIGTERM, signal.SIGTERM], 143),
+    ],
+)
+def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expected):
+    launcher = remote.Launcher(hosts.read("4", "a:2,b:2"), [], hosts.SshOptions())
+    launcher._codes, launcher._signals = codes, signals
+    assert launcher._exit_code() == expected
 
 
 # -- stalls
@@ -207,11 +273,49 @@ def test_a_process_set_sends_as_many_bytes_as_a_data_axis_of_its_size(settings):
     assert wire(4, process_sets=((0, 3), (1, 2))) == wire(2)
 
 
+def test_a_worker_in_no_process_set_has_one_of_its_own_and_that_is_said():
+    plan = plan_of(dp=8, **{"strategy.data.process_sets": [[0, 2, 4, 6]]})
+    assert plan.data.process_sets == ((0, 2, 4, 6), (1,), (3,), (5,), (7,))
+    assert "workers 1, 3, 5, 7 train alone, each by itself (filled: they are in no process set)" in plan.filled
+    one = plan_of(dp=3, global_batch=12, **{"strategy.data.process_sets": [[2, 0]]})
+    assert "worker 1 trains alone (filled: it is in no process set)" in one.filled
+    assert not any("alone" in text for text in plan_of(dp=2).filled)
+
+
+def gradient_traffic(**settings):
+    """{axis: (group size, calls and payload of all ranks)} of gradients."""
+    rows = account.traffic(plan_of(**{f"strategy.data.{k}" if k != "dp" else k: v for k, v in settings.items()}))[1]
+    return {r.axis: (r.group_size, r.total_calls, r.total_payload_bytes) for r in rows if r.purpose == "gradients"}
+
+
+def test_a_worker_in_no_process_set_sends_no_gradients():
+    two, four = gradient_traffic(dp=2)["dp"], gradient_traffic(dp=8, process_sets=[[0, 2, 4, 6]])
+    assert four == {"process_set": (4, 2 * two[1], 2 * two[2])}  # of four members; the other four send nothing
+    assert gradient_traffic(dp=2, process_sets=[[0]]) == {}
+
+
+def test_process_sets_of_different_sizes_are_counted_apart():
+    sums = gradient_traffic(dp=8, process_sets=[[0, 1, 2], [3, 4], [5, 6]])
+    one = gradient_traffic(dp=2)["dp"]
+    assert sums == {
+        "process_set_3": (3, 3 * one[1] // 2, 3 * one[2] // 2),
+        "process_set_2": (2, 4 * one[1] // 2, 4 * one[2] // 2),
+    }
+
+
+def test_a_stall_is_looked_for_within_process_sets():
+    sets = {"strategy.data.process_sets": [[0, 2]]}
+    assert watched_groups(plan_of(dp=4, **sets)) == [(0, 2), (1,), (3,)]
+    assert watched_groups(plan_of(dp=3, tp=2, global_batch=12, **sets)) == [(0, 4), (2,), (1, 5), (3,)]
+    assert watched_groups(plan_of(dp=2, tp=2)) == [(0, 2), (1, 3)]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"reduction": "adasum", "compression": "fp16"},
         {"process_sets": ((0, 1), (2, 3)), "compression": "fp16"},
+        {"process_sets": ((0, 1, 3),)},
         {"process_sets": ((0,), (1,), (2,), (3,))},
         {"worker_batches": (3, 3, 1, 2)},
     ],

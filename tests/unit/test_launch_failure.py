@@ -86,9 +86,9 @@ def test_a_failure_survives_its_file(tmp_path):
     told = Failure(2, "loss is nan", 5, 123, 0, 77, 9, "step", (Problem("loss is nan", "lr", "lr=1"),), "Traceback ...")
     failure.write(tmp_path, told)
     assert failure.read(tmp_path, 2) == told
-    assert failure.read(tmp_path, 1) is None
+    assert failure.read(tmp_path, 0) is None
     (tmp_path / "errors" / "rank_1.json").write_text("{")  # the rank was killed, or the disk is full
-    assert failure.read(tmp_path, 1) is None
+    assert failure.read(tmp_path, 0) is None
 
 
 def test_the_last_words_name_rank_place_step_checkpoint_and_command(tmp_path):
@@ -199,3 +199,22 @@ def test_a_full_disk_is_the_machine_s_fault():
     said = of_exception(full, 0, 1, "")
     assert (said.exit_code, said.order) == (3, 0) and "no room to write" in said.what and "summary.json" in said.what
     assert of_exception(OSError(errno.EACCES, "Permission denied"), 0, 1, "").exit_code == 6
+
+
+def test_an_exception_in_a_users_own_file_names_the_lines_of_that_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body = "return json.loads(text)\n\n\ndef forward(x):\n    return inner(x)\n"
+    (tmp_path / "net.py").write_text(f"import json\n\n\ndef inner(text):\n    {body}")
+    own: dict = {}
+    exec(compile((tmp_path / "net.py").read_text(), str(tmp_path / "net.py"), "exec"), own)
+    try:
+        own["forward"]("{")
+    except ValueError as error:
+        found = of_exception(error, 0, 5, "all of it")
+    own_frames = [frame for frame in found.frames if frame.startswith("net.py")]  # this test's own is the user's too
+    assert own_frames == ["net.py:9 in forward: return inner(x)", "net.py:5 in inner: return json.loads(text)"]
+    assert len(found.frames) == 3, "nothing of Python's own json package"
+    lines = block(found, tiny_plan(), tmp_path)
+    assert [line.strip() for line in lines if line.startswith("  in: ")] == [f"in: {frame}" for frame in found.frames]
+    failure.write(tmp_path, found)
+    assert failure.read(tmp_path, 0) == found

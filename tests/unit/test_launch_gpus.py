@@ -1,17 +1,69 @@
-"""device=cuda without the GPUs for it: exit 3 with numbers, before any process."""
+"""device=cuda: which GPU a rank uses, and exit 3 with numbers where there are too few. The GPUs are faked."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.launch import preflight
+from parallelrun.launch import gpus, preflight, rank
+from parallelrun.launch.environment import Attached
 from tests.plans import tiny_config, tiny_plan
 
 
+def see(monkeypatch, count: int, first: int = 0, num_bytes: int = 2**36) -> list[torch.device]:
+    """Let this process see `count` GPUs, the host's from `first` on. Return the list of devices that it then sets."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=f"GPU-{first + range(count)[index]}", total_memory=num_bytes),
+    )
+    return chosen
+
+
 @pytest.mark.parametrize(
-    ("gpus", "visible", "words"),
+    ("launcher", "local_rank", "visible", "first", "identity"),
+    [
+        ("torchrun: every process sees all GPUs of the host", 3, 4, 0, "GPU-3"),
+        ("srun --gpus-per-task=1: each sees its own", 3, 1, 3, "GPU-3"),
+        ("srun --gpus-per-task=2", 3, 2, 6, "GPU-7"),
+        ("one rank, one GPU", 0, 1, 0, "GPU-0"),
+    ],
+)
+def test_a_rank_uses_one_of_the_gpus_that_its_process_sees(monkeypatch, launcher, local_rank, visible, first, identity):
+    chosen = see(monkeypatch, visible, first)
+    place = rank.Place(local_rank, 4, local_rank, local_rank, Path())
+    device = rank._device(tiny_plan(dp=4, device="cuda"), place)
+    assert chosen == [device] and device.index < visible
+    assert gpus.of_rank(local_rank) == gpus.Gpu(identity, 2**36, visible)
+
+
+def test_a_process_without_a_gpu_says_so(monkeypatch):
+    see(monkeypatch, 0)
+    assert gpus.of_rank(1) == gpus.Gpu()
+
+
+def test_an_attached_run_needs_gpus_and_their_memory_as_a_launched_one(monkeypatch):
+    attached = Attached(0, 4, 0, "node7", 29500, "srun", "77.0")
+    wanted = {"dp": 4, "device": "cuda"}
+    see(monkeypatch, 1)
+    assert preflight.check(tiny_config(wanted), tiny_plan(wanted), attached) == []  # the others tell when they join
+    see(monkeypatch, 0)
+    with pytest.raises(EnvironmentProblem, match="device=cuda, and 0 GPUs are visible"):
+        preflight.check(tiny_config(wanted), tiny_plan(wanted), attached)
+    with pytest.raises(EnvironmentProblem, match=r"a rank needs .* for weights"):
+        preflight.check_gpu_memory(tiny_plan(wanted), 1000)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "words"),
     [
         (0, None, "device=cuda, and 0 GPUs are visible"),
         (0, "", r"0 GPUs are visible \(CUDA_VISIBLE_DEVICES=''\)"),
@@ -19,9 +71,8 @@ from tests.plans import tiny_config, tiny_plan
         (2, "1,1", "CUDA_VISIBLE_DEVICES='1,1' names a GPU twice"),
     ],
 )
-def test_missing_gpus_are_refused_with_numbers(monkeypatch, gpus, visible, words):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+def test_missing_gpus_are_refused_with_numbers(monkeypatch, count, visible, words):
+    see(monkeypatch, count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

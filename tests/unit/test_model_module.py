@@ -253,3 +253,45 @@ def test_where_a_slice_is_not_enough_the_layer_is_named(more: dict[str, Any], sa
 def test_dropout_of_attention_s_probabilities_is_refused_where_heads_are_split() -> None:
     with pytest.raises(ConfigError, match=r"dropout layers\.0\.drop acts on something whose rows"):
         spec.make(config(model__source=f"{FILE}:build_dropped", model__roles=ROLES, tp=2), 32)
+
+
+BROKEN = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, vocab, hidden):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.head = nn.Linear(hidden + 1, vocab)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def build(vocab, hidden):
+    return Net(vocab, hidden)
+
+
+def raises(vocab):
+    raise KeyError("no such layer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "what", "where"),
+    [
+        (BROKEN, "build", "RuntimeError", "net.py:12 in forward: return self.head(self.embed(x))"),
+        (BROKEN, "raises", "KeyError: 'no such layer'", 'net.py:20 in raises: raise KeyError("no such layer")'),
+        ("def build(:\n", "build", "SyntaxError", "net.py:1: def build("),
+        ("import nosuchpackage\n", "build", "No module named 'nosuchpackage'", "net.py:1 in <module>: import nosuch"),
+    ],
+)
+def test_an_exception_in_the_users_file_is_told_with_its_lines(tmp_path, monkeypatch, text, function, what, where):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(text)
+    config = tiny_config(**overrides(**{"model.source": f"./net.py:{function}"}))
+    with pytest.raises(ConfigError) as raised:
+        spec.make(config, 256)
+    (problem,) = raised.value.problems
+    assert what in problem.what and problem.where.startswith(where)

@@ -14,6 +14,7 @@ from parallelrun.models.gpt import network, spec
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.precision import TABLE
+from tests.live_bytes import LiveBytes
 from tests.plans import tiny_config
 
 GSHARD = RouterConfig(kind="gshard", second_expert="random", capacity_factor=1.0, jitter=0.1)
@@ -30,6 +31,7 @@ def built(mode: str, overrides: dict[str, Any], precision: str = "fp64") -> Netw
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(initialise.logical(made.parameters[name], 1))
+    gpt.rounds_weights = precision in ("bf16", "fp16")
     if mode == recompute.KEPT:  # what engines that split backward make of full
         gpt.recompute = mode
     else:
@@ -78,6 +80,35 @@ def test_gradients_are_bitwise_those_of_keeping_everything(mode: str, overrides:
     assert again == loss
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full", recompute.KEPT])
+@pytest.mark.parametrize("overrides", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+def test_rounding_again_in_backward_gives_the_bits_of_kept_copies(
+    mode: str, overrides: dict[str, Any], precision: str
+) -> None:
+    keeps_copies = built("none", overrides, precision)
+    keeps_copies.rounds_weights = False
+    loss, expected = gradients(keeps_copies)
+    again, found = gradients(built(mode, overrides, precision))
+    assert again == loss
+    for name, gradient in expected.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full", recompute.KEPT])
+@pytest.mark.parametrize("overrides", [{}, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+def test_a_microbatch_in_flight_keeps_no_rounded_weights(mode: str, overrides: dict[str, Any]) -> None:
+    """Weights of a block are 12 x 64 x 64 numbers here, activations a few times 16 x 64."""
+    held, wide = {}, {**overrides, "model.hidden": 64}
+    for precision in ("fp32", "bf16"):
+        gpt = built(mode, wide, precision)
+        with LiveBytes() as counter:
+            outputs = [gpt(TOKENS, SAMPLES) for _ in range(4)]
+            held[precision] = counter.live()
+        assert outputs[0].requires_grad
+    assert held["bf16"] <= held["fp32"]
 
 
 def test_a_second_forward_drops_what_the_first_dropped() -> None:

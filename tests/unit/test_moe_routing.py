@@ -329,6 +329,24 @@ def test_a_selection_bias_changes_who_is_chosen_and_no_weight(score: str, renorm
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["position", "probability"])
+def test_decisions_can_be_taken_by_other_scores_than_the_weights_are_made_of(kind: str, policy: str) -> None:
+    """As `verify` does: each decision (experts, drops, the drawn second expert) is the other training's."""
+    spec = replace(KINDS[kind], drop_policy=policy, capacity_factor=0.5, renormalise="none")
+    (own, uniform), (other, _) = drawn(2, 16, 4, seed=1), drawn(2, 16, 4, seed=2)
+    expected = route(other, spec, training=True, uniform=uniform)
+    held = route(own, spec, training=True, uniform=uniform, decide=lambda scores: other.flatten(0, 1).softmax(-1))
+    for decision in ("tokens", "experts", "kept", "slots"):
+        assert torch.equal(getattr(held, decision), getattr(expected, decision)), decision
+    scores = own.flatten(0, 1).softmax(-1)[held.tokens, held.experts]
+    torch.testing.assert_close(held.weights, scores * held.kept)
+    assert (
+        not torch.equal(held.experts, route(own, spec, training=True, uniform=uniform).experts)
+        or kind == "expert_choice"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_equals_go_to_the_lower_expert_and_the_earlier_token(kind: str) -> None:
     spec = replace(KINDS[kind], capacity_factor=1.0, second_expert="all")
     routing = route(torch.zeros(1, 8, 4), spec, training=True)

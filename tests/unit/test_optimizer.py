@@ -9,6 +9,7 @@ from parallelrun.config.schema import OptimizerConfig
 from parallelrun.errors import ConfigError
 from parallelrun.layout import Layout
 from parallelrun.models.spec import Initialiser, ParameterSpec
+from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.train.optimizer import Optimizer
 from parallelrun.train.parameters import LocalParameter
 
@@ -40,6 +41,31 @@ def test_only_logical_matrices_decay():
     assert values == pytest.approx({"layer.weight": 1 - 0.1 * 0.5, "layer.bias": 1.0, "norm.weight": 1.0})
 
 
+def test_adagrad_is_torch_s():
+    ours, theirs = make(), make()
+    decay = [{"params": [theirs[0].tensor], "weight_decay": 0.2}, {"params": [p.tensor for p in theirs[1:]]}]
+    reference = torch.optim.Adagrad(decay, lr=0.05, eps=1e-4, weight_decay=0.0, foreach=False)
+    optimizer = Optimizer(OptimizerConfig(name="adagrad", eps=1e-4, weight_decay=0.2), ours)
+    for step in range(3):
+        gradients(ours, step), gradients(theirs, step)
+        optimizer.step(0.05)
+        reference.step()
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.tensor, b.tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_the_state_of_every_optimizer_is_as_large_as_the_plan_says():
+    for name, kind in OPTIMIZERS.items():
+        for momentum in (0.0, 0.9):
+            config, parameters = OptimizerConfig(name=name, momentum=momentum), make()
+            optimizer = Optimizer(config, parameters)
+            gradients(parameters, 0)
+            optimizer.step(0.1)
+            for parameter in parameters:
+                kept = sum(value.numel() for value in optimizer.state(parameter.name).values() if value.dim())
+                assert kept == kind.num_states(config) * parameter.tensor.numel(), (name, momentum)
+
+
 def test_adamw_is_torch_s_with_decoupled_decay():
     config = OptimizerConfig(name="adamw", betas=[0.8, 0.9], eps=1e-4, weight_decay=0.2)
     ours, theirs = make(), make()
@@ -54,7 +80,7 @@ def test_adamw_is_torch_s_with_decoupled_decay():
         torch.testing.assert_close(a.tensor, b.tensor, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_shard_is_updated_as_its_part_of_the_whole_an_empty_one_too(name):
     whole, part, empty = make(), make(rows=2), make(rows=0)
     for parameters in (whole, part, empty):
@@ -79,13 +105,18 @@ def test_the_rate_is_the_one_given_at_each_step():
 
 @pytest.mark.parametrize(
     "name, momentum, keys",
-    [("adamw", 0.0, {"step", "exp_avg", "exp_avg_sq"}), ("sgd", 0.9, {"momentum_buffer"}), ("sgd", 0.0, set())],
+    [
+        ("adamw", 0.0, {"step", "exp_avg", "exp_avg_sq"}),
+        ("sgd", 0.9, {"momentum_buffer"}),
+        ("sgd", 0.0, set()),
+        ("adagrad", 0.0, {"sum", "step"}),
+    ],
 )
 def test_state_by_name_continues_bit_for_bit(name, momentum, keys):
     config = OptimizerConfig(name=name, momentum=momentum)
     straight = make()
     optimizer = Optimizer(config, straight)
-    assert optimizer.state("layer.weight") == {}
+    assert not any(value.any() for value in optimizer.state("layer.weight").values()), "nothing before the first step"
     gradients(straight, 0)
     optimizer.step(0.1)
     resumed = make()

@@ -93,7 +93,7 @@ def anything(draw) -> dict:
         "cluster.ps": draw(st.sampled_from([None, None, None, None, ["a:1"], ["b"]])),
         "cluster.worker": draw(st.sampled_from([None, None, None, None, ["c:1", "d:1"], ["a:1"]])),
         "strategy.data.shard": draw(st.sampled_from([None, None, 0, 2, 3, 4])),
-        "strategy.data.algorithm": draw(st.sampled_from([None, "native", "hierarchical", "halving_doubling", "tree"])),
+        "strategy.data.algorithm": draw(st.sampled_from([None, "native", "hierarchical", "tree", "star"])),
         "strategy.data.group_size": draw(st.sampled_from([None, None, 0, 2, 3])),
         "strategy.own_axis": draw(st.sampled_from(["dp", "tp", "pp"])),
         "strategy.demo": draw(st.sampled_from([{}, {"dp": 2}, {"tp": 2, "pp": 2}])),

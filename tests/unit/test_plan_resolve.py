@@ -254,11 +254,6 @@ def test_the_default_global_batch_is_48_in_one_microbatch_without_a_pipeline():
     assert (batch.global_batch, batch.micro_batch, batch.microbatches) == (48, 24, 1)
 
 
-def test_unset_microbatches_are_the_fewest_that_the_schedule_allows():
-    batch = tiny_plan(global_batch=48, pp=4).batch
-    assert (batch.micro_batch, batch.microbatches) == (12, 4)
-
-
 def test_48_samples_that_are_too_few_for_the_plan_are_raised_and_it_is_said():
     plan = tiny_plan({"global_batch": None, "dp": 6, "pp": 16, "model.layers": 16})
     assert plan.batch.global_batch == 6 * 16 and plan.batch.microbatches == 16

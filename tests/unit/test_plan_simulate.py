@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from parallelrun.plan.resolve import ways_of
-from parallelrun.plan.simulate import _simulate_with, of_plan, simulate
+from parallelrun.plan.simulate import _simulate_with, action_times, of_plan, simulate
 from parallelrun.plan.ways import Action
 from tests.plans import tiny_plan
 
@@ -98,8 +97,16 @@ def test_many_microbatches_are_added_up_to_what_simulating_them_all_gives(kind, 
         assert short.bubble_of_total == pytest.approx(full.bubble_of_total, rel=1e-9)
 
 
-def test_recomputation_lengthens_the_backward_by_a_forward():
-    plain = tiny_plan(pp=2, microbatches=4)
-    way = ways_of(plain).pipeline
-    ratio = of_plan(replace(plain, recompute="full"), way).makespan / of_plan(plain, way).makespan
-    assert ratio == pytest.approx(4 / 3)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_recomputation_repeats_the_layers_and_not_the_head(recompute):
+    """What is counted again is what the runtime runs again (`Network.recomputed`)."""
+    plan = tiny_plan(pp=2, microbatches=4, recompute=recompute, model__vocab=256)
+    layers, head = plan.spec.block("layers.0").forward_flops, plan.spec.block("head").forward_flops
+    share = plan.batch.micro_batch
+    for stage, (forward, both) in enumerate(zip(*(action_times(plan)[kind] for kind in "FB"), strict=True)):
+        num_layers = sum(name.startswith("layers.") for name in plan.stages[stage].blocks)
+        assert num_layers and forward == share * (num_layers * layers + stage * head)
+        again = share * num_layers * layers if recompute == "full" else 0
+        assert both == 2 * forward + again
+    split = action_times(plan)
+    assert [i + w for i, w in zip(split["I"], split["W"])] == split["B"]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from parallelrun.checkpoint.index import Index, encode
 from parallelrun.launch.start import start
+from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 
 NEW, OLD = "a" * 64, "b" * 64
@@ -17,15 +17,12 @@ NEW, OLD = "a" * 64, "b" * 64
 def trained_on(tmp_path, monkeypatch):
     """Start a run that goes on from a checkpoint whose data had a given sha256; what it says and its manifest."""
     monkeypatch.setattr("parallelrun.launch.start.open_dataset", lambda *_: type("Data", (), {"fingerprint": NEW}))
-    monkeypatch.setattr("parallelrun.checkpoint.find.check_model", lambda *_: None)
     monkeypatch.setattr("parallelrun.launch.start._inline", lambda *_: 1 / 0)
 
     def go_on(dataset) -> dict:
-        path = tmp_path / "old" / "checkpoints" / "step_3"
-        path.mkdir(parents=True)
-        extra = {"step": 3, **({"dataset": dataset} if dataset else {})}
-        (path / "index.json").write_bytes(encode(Index(3, "adamw", {}, extra, {}, {})))
-        changes = {"resume": str(path), "runs": str(tmp_path / "runs"), "dataset.name": "text"}
+        extra = {"dataset": dataset} if dataset else {}
+        path = written(tmp_path / "old" / "checkpoints" / "step_3", tiny_plan(), **extra)
+        changes = {"resume": str(path), "runs": str(tmp_path / "runs"), "dataset.name": "text", "steps": 9}
         with pytest.raises(ZeroDivisionError):
             start(tiny_config(changes), tiny_plan(), [], [])
         return json.loads((tmp_path / "runs" / "latest" / "manifest.json").read_text())["resumed"]

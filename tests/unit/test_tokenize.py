@@ -120,3 +120,13 @@ def test_a_tokenizer_of_the_tokenizers_package(texts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Words))
     main([str(texts), "--output", str(tmp_path / "out"), "--tokenizer", "hf:somebody/words", "--append-eod"])
     assert read(tmp_path / "out") == ([[3, 1, 65999], [3, 65999]], "int32")
+
+
+def test_input_without_text_is_refused_before_anything_is_created(tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name in ("folder", "empty.txt", "empty.jsonl"):
+        assert main([str(tmp_path / name), "--output", str(tmp_path / "out" / "x")]) == 2
+        assert "nothing to write" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from math import sqrt
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.moe import spec as moe
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, renamed, too_small
 
 ZEROS = Initialiser("zeros")
 ONES = Initialiser("ones")
@@ -48,7 +48,11 @@ def expansions(model: ModelConfig) -> dict[str, int]:
 def check(model: ModelConfig) -> list[Problem]:
     """Everything about `model` that no plan could make right, each with the nearest legal value."""
     problems = [
-        Problem(f"model.{key}={getattr(model, key)} is unknown", f"model.{key}", " | ".join(legal))
+        Problem(
+            f"model.{key}={getattr(model, key)} is unknown",
+            f"model.{key}",
+            " or ".join(f"model.{key}={one}" for one in legal),
+        )
         for key, legal in CHOICES.items()
         if getattr(model, key) not in legal
     ]
@@ -76,8 +80,10 @@ def make(config: Config, vocab: int) -> ModelSpec:
     problems = check(model) or moe.check(model)
     if problems:
         raise ConfigError(*problems)
-    layers = tuple(_transformer(index, model) for index in range(model.layers))
-    dense = any(not moe.has_experts(index, model) for index in range(model.layers))
+    kinds = [moe.has_experts(index, model) for index in range(model.layers)]
+    first = {kind: _transformer(kinds.index(kind), model) for kind in set(kinds)}
+    layers = tuple(renamed(first[kind], f"layers.{index}") for index, kind in enumerate(kinds))
+    dense = not all(kinds)
     return ModelSpec(
         name=model.preset,
         kind="tokens",

@@ -25,7 +25,11 @@ def make(config: Config, vocab: int) -> ModelSpec:
     """The spec of the mlp that `config.model` describes, over `vocab` token ids or classes. Raises ConfigError."""
     model, tokens = config.model, reads_tokens(config)
     problems = [
-        Problem(f"model.{key}={getattr(model, key)} is unknown", f"model.{key}", " | ".join(CHOICES[key]))
+        Problem(
+            f"model.{key}={getattr(model, key)} is unknown",
+            f"model.{key}",
+            " or ".join(f"model.{key}={one}" for one in CHOICES[key]),
+        )
         for key in ("norm", "activation")
         if getattr(model, key) not in CHOICES[key]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +15,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.models import layers
 from parallelrun.models.module import source
 from parallelrun.models.network import Network, store
+from parallelrun.models.rounding import rounded
 from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
@@ -74,11 +76,17 @@ def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[
             if name.count(".") == len(parts) - 1 and all(map(fnmatchcase, name.split("."), parts)) and name not in found
         ]
         if not hits:
-            top = [name for name in names if "." not in name]
             what = f"model.blocks: no module of {where} is called {pattern!r}"
-            raise ConfigError(Problem(what, "model.blocks", ", ".join(top[:8])))
+            raise ConfigError(Problem(what, "model.blocks", suggested_blocks(module)))
         found += hits
     return found
+
+
+def suggested_blocks(module: nn.Module) -> str:
+    """`model.blocks=[...]` of the module's children in order, lists of modules opened."""
+    names = [f"{name}.*" if isinstance(part, (nn.ModuleList, nn.Sequential)) else name
+             for name, part in module.named_children() if any(True for _ in part.parameters())]  # fmt: skip
+    return shlex.quote(f"model.blocks=[{','.join(names)}]")
 
 
 def chain(module: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
@@ -165,7 +173,7 @@ def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
 
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
-            part.__dict__[name] = part.get_parameter(name).to(dtype)
+            part.__dict__[name] = rounded(part.get_parameter(name), dtype)
         floating = (isinstance(x, Tensor) and x.is_floating_point() for x in inputs)
         return tuple(x.to(dtype) if wide else x for x, wide in zip(inputs, floating))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelrun import user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models import layers
@@ -30,13 +33,22 @@ def load(source: str | None) -> Callable[..., nn.Module]:
     place, _, name = source.rpartition(":")
     try:
         module = _from_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(Problem(f"model.source={source}: {error}", "model.source")) from error
+    except Exception as error:  # the user's code: whatever it raises
+        raise _failed(f"model.source={source}", error) from error
     if not callable(getattr(module, name, None)):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)]
         what = f"model.source={source}: {place} has no function {name!r}"
-        raise ConfigError(Problem(what, "model.source", ", ".join(known[:5])))
+        close = get_close_matches(name, known) or known[:5]
+        fix = " or ".join(f"model.source={place}:{one}" for one in close)
+        raise ConfigError(Problem(what, "model.source", fix))
     return getattr(module, name)
+
+
+def _failed(what: str, error: Exception) -> ConfigError:
+    """What the user's code has raised, with the lines of theirs that it went through, the innermost first."""
+    frames = " <- ".join(reversed(user_code.frames(error)))
+    said = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return ConfigError(Problem(f"{what}: {said}", frames or "model.source"))
 
 
 def build(config: Config, vocab: int) -> nn.Module:
@@ -51,7 +63,10 @@ def build(config: Config, vocab: int) -> nn.Module:
     arguments = {key: value for key, value in offered.items() if key in named} | dict(model.arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        module = make(**arguments)
+        try:
+            module = make(**arguments)
+        except Exception as error:  # the user's code: whatever it raises
+            raise _failed(f"{model.source} fails", error) from error
     if not isinstance(module, nn.Module):
         raise ConfigError(Problem(f"{model.source} gave a {type(module).__name__}, not an nn.Module", "model.source"))
     problems = _replace_batch_norms(module)
@@ -118,9 +133,18 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
             _replace(module, name, layers.Dropout(part.p, config.seed, site, 0, compute_dtype))
     if unmatched:
         pattern = next(iter(unmatched))
-        nearest = [name for name in parts if name.rpartition(".")[2] == pattern.rpartition(".")[2]] or list(parts)
+        fitting = [name for name, part in parts.items() if isinstance(part, ROLES.get(unmatched[pattern], nn.Module))]
         what = f"model.roles: no module of {config.model.source} is called {pattern!r}"
-        raise ConfigError(Problem(what, "model.roles", ", ".join(nearest[:5])))
+        raise ConfigError(Problem(what, "model.roles", _roles_with(config, pattern, fitting)))
+
+
+def _roles_with(config: Config, wrong: str, names: list[str]) -> str:
+    """`model.roles={...}` with the module most like `wrong` in its place, as a shell takes it."""
+    close = get_close_matches(wrong, names, n=1, cutoff=0.0)
+    if not close:
+        return "leave model.roles out"
+    roles = {close[0] if name == wrong else name: role for name, role in config.model.roles.items()}
+    return shlex.quote("model.roles={" + ", ".join(f'"{name}": {role}' for name, role in roles.items()) + "}")
 
 
 ROLES: dict[str, tuple[type, ...]] = {
@@ -134,9 +158,8 @@ ROLES: dict[str, tuple[type, ...]] = {
 
 def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> layers.RoleLayer:
     if role not in ROLES:
-        raise ConfigError(
-            Problem(f"model.roles: {role!r} (of {name}) is no layer role", "model.roles", " | ".join(ROLES))
-        )
+        what = f"model.roles: {role!r} (of {name}) is no layer role; the roles are {', '.join(ROLES)}"
+        raise ConfigError(Problem(what, "model.roles"))
     reason = _unfit(part, role)
     if reason:
         raise ConfigError(Problem(f"model.roles: {name} cannot be {role}: {reason}", "model.roles", kind="undefined"))

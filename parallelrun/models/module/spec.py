@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from parallelrun import user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
@@ -23,11 +24,11 @@ def make(config: Config, vocab: int) -> ModelSpec:
 
     from parallelrun.models.module import network, slices, source
 
-    if (config.pp or 1) > 1 and not config.model.blocks:
-        what = f"pp={config.pp} cuts between blocks, and model.blocks names none of {config.model.source}"
-        raise ConfigError(Problem(what, "model.blocks", "model.blocks=[embedding,layers.*,head]", kind="undefined"))
     with torch.device("meta"):
         module = source.build(config, vocab)
+        if (config.pp or 1) > 1 and not config.model.blocks:
+            what = f"pp={config.pp} cuts between blocks, and model.blocks names none of {config.model.source}"
+            raise ConfigError(Problem(what, "model.blocks", network.suggested_blocks(module), kind="undefined"))
         source.apply_roles(module, config, torch.float32)
     module.eval()
     names = network.block_names(module, config.model.blocks, str(config.model.source)) if config.model.blocks else [""]
@@ -112,7 +113,7 @@ def _measure(
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
     if missing:
         what = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
-        raise ConfigError(Problem(what, "model.blocks", "name every module that has parameters", kind="undefined"))
+        raise ConfigError(Problem(what, "model.blocks", network.suggested_blocks(module), kind="undefined"))
     return tuple(blocks), between[0] if between else tuple(x.shape[1:]), tuple(x.shape)
 
 
@@ -148,8 +149,8 @@ def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
     try:
         out = block(x)
     except Exception as error:  # the user's code: whatever it raises
-        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {error}"
-        raise ConfigError(Problem(what, "model.source")) from error
+        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(what, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
     if not isinstance(out, Tensor):
         what = f"block {name} gives a {type(out).__name__}; a block maps one tensor to one tensor"
         raise ConfigError(Problem(what, "model.blocks", kind="undefined"))
@@ -158,6 +159,8 @@ def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
 
 def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order; adds to `listed` what it lists."""
+    from parallelrun.models.module import source
+
     out = []
     first = {id(parameter): _full(name) for name, parameter in module.named_parameters()}
     for inner, part in module.get_submodule(block).named_modules():
@@ -175,7 +178,8 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
         if parameters or tied or role:
             weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
             sizes = weight if role == "embedding" else weight[::-1]
-            out.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied))
+            possible = tuple(other for other, kinds in source.ROLES.items() if isinstance(part, kinds))
+            out.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
     return out
 
 

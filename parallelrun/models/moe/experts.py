@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from parallelrun import torch_private
 from parallelrun.models.layers import Activation, RoleLayer
+from parallelrun.models.rounding import rounded
 
 
 class Experts(RoleLayer):
@@ -43,7 +44,7 @@ class Experts(RoleLayer):
         return self._product(self.activation(*opened), self.down, counts)
 
     def _product(self, rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-        weight = weight if weight.dtype == self.compute_dtype else weight.to(self.compute_dtype)
+        weight = rounded(weight, self.compute_dtype)
         if counts is None:
             return torch.bmm(rows, weight.transpose(1, 2))
         return grouped_multiply(rows, weight, counts)

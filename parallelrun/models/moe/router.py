@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,6 +14,14 @@ from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.layers import RoleLayer
 from parallelrun.models.moe.routing import Routing, draws_second, route
 from parallelrun.models.spec import RouterSpec
+
+
+class Decisions(Protocol):
+    """Says by which scores a router decides instead of its own: `verify` holds two trainings to the same decisions."""
+
+    def scores(self, site: str, training: bool, sample_ids: Tensor, scores: Tensor) -> Tensor:
+        """scores: the router's own, of sample_ids (batch,): (batch, seq, num_experts), which is the result's shape."""
+        ...
 
 
 class Router(RoleLayer):
@@ -35,6 +46,7 @@ class Router(RoleLayer):
             self.selection_bias = None
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
+        self.decisions: Decisions | None = None
         self._seen: dict[int, Tensor] = {}  # by microbatch: what is computed again overwrites itself
 
     @torch.compiler.disable
@@ -49,12 +61,23 @@ class Router(RoleLayer):
         if draws_second(spec, self.training):
             uniform = dropout.uniform(self._second_key, self._sample_ids(batch), _positions(seq, x)).view(groups)
         routing = route(
-            logits.view(*groups, -1), spec, training=self.training, selection_bias=self.selection_bias, uniform=uniform
+            logits.view(*groups, -1),
+            spec,
+            training=self.training,
+            selection_bias=self.selection_bias,
+            uniform=uniform,
+            decide=partial(self._decide, batch) if self.decisions is not None else None,
         )
         if self.training:
             ids = dropout.current_sample_ids()
             self._seen[0 if ids is None else ids.data_ptr()] = routing.statistics
         return routing
+
+    def _decide(self, batch: int, scores: Tensor) -> Tensor:
+        assert self.decisions is not None
+        by_sample = scores.view(batch, -1, scores.size(-1))
+        chosen_by = self.decisions.scores(self.site, self.training, self._sample_ids(batch), by_sample)
+        return chosen_by.view_as(scores)
 
     def take_statistics(self) -> Tensor | None:
         """The statistics (fp64, see `statistics`) of all microbatches trained on since this was last asked, summed;

@@ -10,6 +10,7 @@ that on every device and for every batch size; `topk` promises no order of equal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,11 +74,14 @@ def route(
     training: bool,
     selection_bias: Tensor | None = None,
     uniform: Tensor | None = None,
+    decide: Callable[[Tensor], Tensor] | None = None,
 ) -> Routing:
     """Route G groups of S tokens each to E experts.
 
     logits: (G, S, E) in fp32 or fp64. selection_bias: (E,), added to the scores for choosing only (DeepSeek-V3).
     uniform: (G, S) in [0, 1), each token's draw for its second expert; read only if `draws_second`, then needed.
+    decide: given the scores (G x S, E), those by which experts are chosen and tokens dropped; None: the same. Weights
+    always are the scores' own.
     """
     num_groups, group_size, num_experts = logits.shape
     capacity = spec.capacity(group_size, num_experts, training)
@@ -90,7 +94,8 @@ def route(
         scores = torch.sigmoid(rows)
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
         entropy = torch.special.entr(shares.detach()).sum(dtype=torch.float64)
-    ranking = scores.detach()
+    deciding = scores.detach() if decide is None else decide(scores.detach())
+    ranking = deciding
     if selection_bias is not None:
         ranking = ranking + selection_bias.detach().to(ranking.dtype)
     if spec.kind == "expert_choice":
@@ -98,7 +103,7 @@ def route(
     else:
         draws = uniform if draws_second(spec, training) else None
         assert draws is not None or not draws_second(spec, training), "a random second expert needs uniform numbers"
-        chosen = _tokens_choose(scores, ranking, spec, num_groups, capacity, draws)
+        chosen = _tokens_choose(scores, deciding, ranking, spec, num_groups, capacity, draws)
     # balanced value 1: E^2 times the mean over experts that is GShard's l_aux; Switch's scale
     aux = (chosen.counted * shares.view(logits.shape).mean(1)).sum() * (num_experts / chosen.num_counted)
     # any column gives log-sum-exp, the logit less its log-share, in one kernel instead of logsumexp's six
@@ -121,28 +126,38 @@ def draws_second(spec: RouterSpec, training: bool) -> bool:
 
 
 def _tokens_choose(
-    scores: Tensor, ranking: Tensor, spec: RouterSpec, num_groups: int, capacity: int, draws: Tensor | None
+    scores: Tensor,
+    deciding: Tensor,
+    ranking: Tensor,
+    spec: RouterSpec,
+    num_groups: int,
+    capacity: int,
+    draws: Tensor | None,
 ) -> _Chosen:
-    """Every token goes to its `top_k` best experts while they have room. scores, ranking: (T, E)."""
+    """Every token goes to its `top_k` best experts while they have room. scores, deciding, ranking: (T, E)."""
     (num_tokens, num_experts), choices = scores.shape, spec.top_k
     fixed = {"gshard": 2, "switch": 1}.get(spec.kind, choices)
     assert choices == fixed <= num_experts, f"{spec.kind} with top_k={choices} of {num_experts} experts"
     group_size = num_tokens // num_groups
     best = _best(ranking, choices)
     chosen_scores = scores.gather(1, best).t()  # (choices, T), as all that follows
-    weights = _made_one(chosen_scores) if spec.renormalise == "before" and choices > 1 else chosen_scores
+    deciding = deciding.gather(1, best).t()
+    early = spec.renormalise == "before" and choices > 1
+    weights = _made_one(chosen_scores) if early else chosen_scores
     experts = best.t().reshape(-1)
     tokens = torch.arange(num_tokens, device=scores.device).expand(choices, num_tokens).reshape(-1)
     keys = experts
     if num_groups > 1:
         keys = experts + tokens.div(group_size, rounding_mode="floor") * num_experts
-    priorities = weights.detach().reshape(-1) if spec.drop_policy == "probability" else None
+    priorities = None
+    if spec.drop_policy == "probability":
+        priorities = (_made_one(deciding) if early else deciding).reshape(-1)
     slots, load = _places(keys, num_groups * num_experts, priorities)
     load = load.view(num_groups, num_experts)
     kept, kept_load = slots < capacity, load.clamp(max=capacity).sum(0)
     if draws is not None:
         # the second's share of the two, whatever `renormalise` makes of the weights: the paper's probability
-        kept[num_tokens:] &= 2 * _made_one(chosen_scores.detach())[1] > draws.reshape(-1)
+        kept[num_tokens:] &= 2 * _made_one(deciding)[1] > draws.reshape(-1)
         kept_load = torch.zeros_like(experts[:1]).expand(num_experts).scatter_add(0, experts, kept.long())
     lost = torch.zeros_like(experts[:1]).expand(3)
     if capacity < group_size or draws is not None:

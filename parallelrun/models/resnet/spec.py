@@ -36,7 +36,8 @@ def architecture(config: Config, image: int, classes: int) -> tuple[Block, ...]:
     """Blocks `stem`, `stages.<stage>.<block>`, `head`. Raises ConfigError for an unknown stem or wrong stages."""
     model = config.model
     if model.stem not in STEMS:
-        raise ConfigError(Problem(f"model.stem={model.stem} is unknown", "model.stem", " | ".join(STEMS)))
+        fix = " or ".join(f"model.stem={stem}" for stem in STEMS)
+        raise ConfigError(Problem(f"model.stem={model.stem} is unknown", "model.stem", fix))
     blocks = [_stem(model.width, model.stem == "small" or (model.stem == "auto" and image < SMALL_IMAGES))]
     channels = model.width
     for stage, count in enumerate(vision.stages(config, (2, 2, 2))):

@@ -11,6 +11,7 @@ from torch.nn import functional
 from parallelrun.config.schema import Config
 from parallelrun.models import layers
 from parallelrun.models.network import Network, store
+from parallelrun.models.rounding import rounded
 from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
@@ -31,7 +32,7 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.compute_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.conv2d(x.to(dtype), self.weight.to(dtype), bias, self.stride, self.padding)
+        return functional.conv2d(x.to(dtype), rounded(self.weight, dtype), bias, self.stride, self.padding)
 
 
 class Chain(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from parallelrun.plan.structure import Collective
 
 from .settings import Algorithm
-from .steps import HALVING_DOUBLING, NATIVE, RING, segments, table
+from .steps import HALVING_DOUBLING, NATIVE, RING, TREE, segments, table
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def counts(algorithm: Algorithm, size: int, index: int, numel: int, limit: int |
     """What member `index` of `size` sends and receives for a tensor of `numel` elements."""
     if algorithm.name == RING:
         return _of_ring(size, index, numel, limit)
-    if algorithm.name == HALVING_DOUBLING:
+    if algorithm.name in (HALVING_DOUBLING, TREE):
         return _of_table(algorithm, size, index, numel, limit)  # 2 log2(n) rounds: nothing is shorter than counting
     group, place = divmod(index, algorithm.group_size)
     start, stop = segments(0, numel, algorithm.group_size)[(place + 1) % algorithm.group_size]

@@ -37,9 +37,9 @@ def all_reduce(
 ) -> Waitable | None:
     """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
 
-    algorithm: native | ring | halving_doubling | hierarchical (group_size: members of an inner group, which divides the
-    group's size). async_op: returns what to wait for (None on a group of one); until then the tensor may not be
-    touched. Calls are carried out in their order, which must be the same on all members of the group.
+    algorithm: native | ring | halving_doubling | tree | hierarchical (group_size: members of an inner group, which
+    divides the group's size). async_op: returns what to wait for (None on a group of one); until then the tensor may
+    not be touched. Calls are carried out in their order, which must be the same on all members of the group.
     """
     if algorithm == NATIVE or group.size == 1:
         return comm.all_reduce(tensor, group, purpose, async_op=async_op)

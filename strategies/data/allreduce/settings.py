@@ -20,8 +20,8 @@ KEYS = ("algorithm", "group_size")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """name: native (the backend's own) | ring | halving_doubling | hierarchical. group_size: of hierarchical, how many
-    consecutive members of dp make an inner group; else 1."""
+    """name: native (the backend's own) | ring | halving_doubling | tree | hierarchical. group_size: of hierarchical,
+    how many consecutive members of dp make an inner group; else 1."""
 
     name: str = NATIVE
     group_size: int = 1

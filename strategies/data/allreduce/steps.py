@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-RING, HALVING_DOUBLING, HIERARCHICAL, NATIVE = "ring", "halving_doubling", "hierarchical", "native"
-ALGORITHMS = (NATIVE, RING, HALVING_DOUBLING, HIERARCHICAL)  # native: the backend's own, no table
+RING, HALVING_DOUBLING, HIERARCHICAL, TREE, NATIVE = "ring", "halving_doubling", "hierarchical", "tree", "native"
+ALGORITHMS = (NATIVE, RING, HALVING_DOUBLING, HIERARCHICAL, TREE)  # native: the backend's own, no table
 SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
 Span = tuple[int, int]
 PIECE_BYTES = 2**21  # on gloo a message goes in pieces of up to so many bytes: smaller ones cost more than they hide
@@ -42,14 +42,16 @@ class Round:
 def table(algorithm: str, size: int, index: int, numel: int, group_size: int = 1) -> tuple[Round, ...]:
     """The rounds of member `index` of a group of `size` for a tensor of `numel` elements.
 
-    algorithm: ring | halving_doubling | hierarchical; group_size: hierarchical only, members of an inner group (that
-    many consecutive ones; it divides `size`).
+    algorithm: ring | halving_doubling | hierarchical | tree; group_size: hierarchical only, members of an inner group
+    (that many consecutive ones; it divides `size`).
     """
     assert 0 <= index < size and numel >= 0
     if algorithm == RING:
         return _ring(range(size), index, (0, numel))
     if algorithm == HALVING_DOUBLING:
         return _halving_doubling(size, index, numel)
+    if algorithm == TREE:
+        return _tree(size, index, numel)
     assert algorithm == HIERARCHICAL, f"{algorithm} has no table"
     return _hierarchical(size, index, numel, group_size)
 
@@ -127,6 +129,20 @@ def folded(size: int) -> tuple[int, int]:
     """(the largest power of two up to `size`, how many members are beyond it)."""
     core = 1 << (size.bit_length() - 1)
     return core, size - core
+
+
+def _tree(size: int, index: int, numel: int) -> tuple[Round, ...]:
+    """Reduce up a binomial tree to member 0, then broadcast down it (Thakur, Rabenseifner and Gropp 2005)."""
+    up, down, distance = [], [], 1
+    while distance < size:
+        child = index + distance if index % (2 * distance) == 0 and index + distance < size else None
+        parent = index - distance if index % (2 * distance) == distance else None
+        from_child = None if child is None else _message(child, (0, numel))
+        to_parent = None if parent is None else _message(parent, (0, numel))
+        up.append(Round(SCATTER_REDUCE, to_parent, from_child))
+        down.append(Round(ALL_GATHER, from_child, to_parent))
+        distance *= 2
+    return (*up, *reversed(down))
 
 
 def _halving_doubling(size: int, index: int, numel: int) -> tuple[Round, ...]:

@@ -26,6 +26,11 @@ class Way(Replicated):
 
     reads: tuple[str, ...] = ("bucket_mb", *compression.KEYS)
     takes_experts = True
+    explained = (
+        "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
+        "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
+        "Li et al. 2020 (PyTorch Distributed)",
+    )
 
     def check(self, request: Request) -> list[Problem]:
         return compression.check(request)

@@ -21,6 +21,11 @@ class Way(local_sgd.Way):
     """Local SGD's layouts and traffic, and two more tensors per weight."""
 
     reads = ("bucket_mb", "sync_every", "outer_lr", "outer_momentum", "outer_nesterov")
+    explained = (
+        "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages how far they have "
+        "moved, and an outer SGD with Nesterov momentum follows that average.",
+        "Douillard et al. 2023",
+    )
     kept_states = 2  # the shared weights, and the outer momentum
 
     def check(self, request: Request) -> list[Problem]:

@@ -16,6 +16,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.account import merge
+from parallelrun.plan.messages import Explanation, explanation_of_calls
 from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, DataWay, Equivalence, Plan
 from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES
@@ -31,8 +32,19 @@ ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 class Way:
     """Every rank holds its shard; a block's weights are gathered while it computes."""
 
+    explained = (
+        "Each rank holds a shard of every block's weights. An all-gather collects a block's weights just before it "
+        "computes, forward and backward; a reduce-scatter sums its gradients and leaves each rank its shard.",
+        "Zhao et al. 2023",
+    )
     reads = ("shard", "reshard_after_forward", "reduce_each_microbatch")
     takes_experts = True
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The collectives of rank 0, for `parallelrun explain`."""
+        place = plan.mesh.coordinate(0)
+        found = self.collectives(place["pp"], place, plan)
+        return explanation_of_calls("data", plan.data.kind, *self.explained, plan, found)
 
     def check(self, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
@@ -47,7 +59,6 @@ class Way:
             shard=data.shard or request.dp,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
             reduce_each_microbatch=not _splits_backward(request) if reduce_each is None else reduce_each,
-            gathers_rounded=request.dp > 1,
         )
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:

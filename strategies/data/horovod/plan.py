@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from math import prod
 
 from parallelrun.errors import Problem
+from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.train.parameters import held_parameters
@@ -57,12 +58,12 @@ class Way(ring.Way):
             stall_warn_s=data.stall_warn_s,
             worker_batches=tuple(data.worker_batches),
             divides_by_active=data.join_divisor == "active",
-            process_sets=() if alone else tuple(tuple(one) for one in data.process_sets),
+            process_sets=() if alone else settings.completed(data.process_sets, request.dp),
         )
 
     def filled(self, request: Request) -> tuple[str, ...]:
         """Sentences on what this way filled in."""
-        return allreduce.filled(request, NATIVE)
+        return (*allreduce.filled(request, NATIVE), *settings.filled(request))
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
@@ -85,7 +86,7 @@ class Way(ring.Way):
         if not way.process_sets:
             return super().rows_of_sum(message, coordinate, plan)
         worker = coordinate["dp"]
-        members = way.process_set(worker, plan.mesh.size("dp"))
+        members = way.process_set(worker)
         if len(members) == 1:
             return []
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
@@ -93,11 +94,32 @@ class Way(ring.Way):
         rows = ddp.Way.rows_of_sum(self, message, coordinate, plan)
         if way.algorithm.name != NATIVE:
             rows = counts.rows(way.algorithm, len(members), index, message.numel, message.element_bytes, limit)
-        return [replace(row, axis=way.axis) for row in rows]
+        return [replace(row, axis=way.axis(worker)) for row in rows]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """Not told: process sets and Adasum send over links of their own."""
         return {}
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The messages of the largest process set, or of all workers where there are no sets."""
+        way = _way(plan)
+        if not way.process_sets:
+            return super().explain(plan)
+        worker = max(way.process_sets, key=len)[0]
+        first = {leaf: plan.mesh.coordinate(0)[leaf] for leaf in plan.mesh.leaf_names}
+        place = plan.mesh.coordinate(plan.mesh.rank(**{**first, "dp": worker}))
+        axis, ranks = way.axis(worker), ranks_over(plan, way.axis(worker), plan.mesh.rank(**{**first, "dp": worker}))
+        rows, exchanges = self.collectives(place["pp"], place, plan), []
+        if way.algorithm.name != NATIVE and len(ranks) > 1:
+            rows = [row for row in rows if row.axis != axis]
+            messages = ddp.bucket_messages(place["pp"], place, plan)
+            titles = [f"bucket {number} of {len(messages)}" for number in range(1, len(messages) + 1)]
+            exchanges = [self._explained_sum(*one, plan, ranks) for one in zip(titles, messages)]
+        rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
+        exchanges += [Exchange("the collectives of one step", rounds)] if rounds else []
+        sets = ", ".join(str(list(one)) for one in way.process_sets)
+        text = f"{self.explained[0]} Only the members of a process set sum with each other: {sets}."
+        return Explanation("data", way.kind, text, self.explained[1], ranks, 1, axis, tuple(exchanges))
 
     def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: Adasum's halves may differ by an element."""
@@ -134,11 +156,11 @@ def _is_adasum(plan: Plan) -> bool:
 
 
 def _combining(position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-    way = _way(plan)
-    members = way.process_set(coordinate["dp"], plan.mesh.size("dp"))
+    way, worker = _way(plan), coordinate["dp"]
+    members = way.process_set(worker) if way.process_sets else tuple(range(plan.mesh.size("dp")))
     if len(members) == 1:
         return []
     contents = buckets.contents(position, coordinate, plan)
     vectors = [(sum(prod(shape) for _, shape in bucket.parts), len(bucket.parts)) for bucket in contents]
     size = HALF_BYTES if way.compression.kind == "fp16" else buckets.reduce_bytes(plan)
-    return halving.rows(vectors, len(members), members.index(coordinate["dp"]), size, way.axis)
+    return halving.rows(vectors, len(members), members.index(worker), size, way.axis(worker))

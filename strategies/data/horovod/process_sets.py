@@ -1,4 +1,4 @@
-"""Process sets: workers that average among themselves (Horovod's static process sets)."""
+"""Process sets: workers that average among themselves (Horovod's static process sets). Others train alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.plan.structure import Plan
 
-from .settings import PROCESS_SET, HorovodWay
+from .settings import HorovodWay
 
 
 def make_group(way: HorovodWay, plan: Plan, mesh: Mesh) -> Group:
@@ -28,6 +28,6 @@ def make_group(way: HorovodWay, plan: Plan, mesh: Mesh) -> Group:
             ranks = tuple(plan.mesh.rank(**coordinate, dp=worker) for worker in members)
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if mesh.rank in ranks:
-                mine = Group(PROCESS_SET, ranks, ranks.index(mesh.rank), made)
+                mine = Group(way.axis(members[0]), ranks, ranks.index(mesh.rank), made)
     assert mine is not None, "every worker belongs to a set"
     return mine

@@ -13,13 +13,14 @@ from ..ring.settings import RingWay
 
 ADASUM = "adasum"
 PROCESS_SET = "process_set"  # the name of their groups among the axes
+MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
 class HorovodWay(RingWay):
     """reduction: average | adasum. worker_batches: how many batches each worker (dp coordinate) has, () for enough;
     divides_by_active: what a sum with joined workers is divided by. process_sets: dp coordinates that average among
-    themselves, () for all together. stall_warn_s: 0 for never."""
+    themselves, each worker in one of them, () for all together. stall_warn_s: 0 for never."""
 
     reduction: str = "average"
     timeline: bool = False
@@ -38,14 +39,21 @@ class HorovodWay(RingWay):
         """A worker that has joined takes part in gradients only."""
         return not self.independent and not self.worker_batches
 
-    @property
-    def axis(self) -> str:
-        """Over which groups workers reduce."""
-        return PROCESS_SET if self.process_sets else "dp"
+    def axis(self, worker: int) -> str:
+        """The name of the groups over which a worker reduces; process sets of different sizes have different names."""
+        if not self.process_sets:
+            return "dp"
+        sizes = {len(one) for one in self.process_sets if len(one) > 1}
+        return PROCESS_SET if len(sizes) < 2 else f"{PROCESS_SET}_{len(self.process_set(worker))}"
 
     def group_size(self, axis: str) -> int | None:
-        """The workers of a process set."""
-        return len(self.process_sets[0]) if self.process_sets and axis == PROCESS_SET else None
+        """The workers of the process sets of that name."""
+        sizes = {self.axis(one[0]): len(one) for one in self.process_sets if len(one) > 1}
+        return sizes.get(axis)
+
+    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
+        """The process set of a worker; None of another axis."""
+        return self.process_set(worker) if self.process_sets and axis == self.axis(worker) else None
 
     def has_batch(self, step: int, worker: int) -> bool:
         """False for a worker that has joined."""
@@ -57,9 +65,9 @@ class HorovodWay(RingWay):
             return num_workers
         return sum(self.has_batch(step, worker) for worker in range(num_workers))
 
-    def process_set(self, worker: int, num_workers: int) -> tuple[int, ...]:
-        """The workers with which `worker` averages, itself among them."""
-        return next((one for one in self.process_sets if worker in one), tuple(range(num_workers)))
+    def process_set(self, worker: int) -> tuple[int, ...]:
+        """The workers of the process set of `worker`, itself among them."""
+        return next(one for one in self.process_sets if worker in one)
 
     @property
     def last_joiner(self) -> int | None:
@@ -75,18 +83,52 @@ def check(request: Request) -> list[Problem]:
     return [*_sets(request), *_batches(request), *adasum, *(_experts(request) if request.ep > 1 else [])]
 
 
+def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """`sets`, and a set of its own for each worker that is in none of them; () where no sets are given.
+
+    As in Horovod: a DistributedOptimizer reduces gradients only on members of its process set, so that every other
+    worker steps by its own gradients.
+    """
+    if not sets:
+        return ()
+    members = {worker for one in sets for worker in one}
+    alone = ((worker,) for worker in range(num_workers) if worker not in members)
+    return (*map(tuple, sets), *alone)
+
+
+def filled(request: Request) -> tuple[str, ...]:
+    """Which workers no process set holds."""
+    sets = request.config.strategy.data.process_sets
+    alone = [one[0] for one in completed(sets, request.dp)[len(sets) :]]
+    if not alone:
+        return ()
+    shown = ", ".join(map(str, alone[:MOST_NAMED])) + (", ..." if len(alone) > MOST_NAMED else "")
+    if len(alone) == 1:
+        return (f"worker {shown} trains alone (filled: it is in no process set)",)
+    return (f"workers {shown} train alone, each by itself (filled: they are in no process set)",)
+
+
 def _sets(request: Request) -> list[Problem]:
     sets, where = request.config.strategy.data.process_sets, "strategy.data.process_sets"
-    if not sets:
-        return []
-    workers = sorted(worker for one in sets for worker in one)
-    sizes = {len(one) for one in sets}
-    if workers == list(range(request.dp)) and len(sizes) == 1:
-        return []
-    half = max(1, request.dp // 2) if request.dp % 2 == 0 else request.dp
-    legal = str([list(range(start, start + half)) for start in range(0, request.dp, half)]).replace(" ", "")
-    what = f"{where}={_text(sets)}: each of the {request.dp} workers belongs to one set, and all sets have one size"
-    return [Problem(what, where, f"{where}={legal}", kind="arithmetic")]
+    workers = [worker for one in sets for worker in one]
+    twice = sorted({worker for worker in workers if workers.count(worker) > 1})
+    unknown = sorted({worker for worker in workers if not 0 <= worker < request.dp})
+    wrongs = [
+        (twice, f"worker {twice[:1]} is in several sets, and a worker averages in one"),
+        (unknown, f"there is no worker {unknown[:1]}: the {request.dp} workers are 0 to {request.dp - 1}"),
+        (any(not one for one in sets), "a set has no workers"),
+    ]
+    legal, seen = [], set()
+    for one in sets:
+        kept = [worker for worker in dict.fromkeys(one) if 0 <= worker < request.dp and worker not in seen]
+        seen.update(kept)
+        legal += [kept] if kept else []
+    fix = f"{where}={_text(legal)}"
+    return [
+        Problem(f"{where}={_text(sets)}: {what.replace('[', '').replace(']', '')}", where, fix, kind="arithmetic")
+        for wrong, what in wrongs
+        if wrong
+    ]
 
 
 def _batches(request: Request) -> list[Problem]:
@@ -97,15 +139,17 @@ def _batches(request: Request) -> list[Problem]:
         if data.join_divisor == "initial":
             return []
         what = "strategy.data.join_divisor is read only where workers run out of batches"
-        return [Problem(what, "strategy.data.join_divisor", f"{where}=[...]", kind="unread")]
-    if len(batches) != request.dp or min(batches) < 0:
-        legal = _text((list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp])
-        what = f"{where}={_text(batches)}: one number of batches for each of the {request.dp} workers"
-        return [Problem(what, where, f"{where}={legal}", kind="arithmetic")]
-    problems = []
+        return [Problem(what, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
     steps = {"verify": config.verify.steps, "bench": config.bench.warmup + config.bench.steps}.get(
         config.verb, config.steps
     )
+    if len(batches) != request.dp or min(batches) < 0:
+        legal = (list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp]
+        if max(legal) < steps:  # somebody must have a batch for every step
+            legal[-1] = steps
+        what = f"{where}={_text(batches)}: one number of batches for each of the {request.dp} workers"
+        return [Problem(what, where, f"{where}={_text(legal)}", kind="arithmetic")]
+    problems = []
     if steps > max(batches):
         key = {"verify": "verify.steps", "bench": "bench.steps"}.get(config.verb, "steps")
         what = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
@@ -120,8 +164,8 @@ def _batches(request: Request) -> list[Problem]:
 def _adasum(request: Request) -> list[Problem]:
     data, where = request.config.strategy.data, "strategy.data.reduction"
     problems = []
-    size = len(data.process_sets[0]) if data.process_sets else request.dp
-    if size & (size - 1):
+    sizes = [len(one) for one in data.process_sets] or [request.dp]
+    for size in sorted({size for size in sizes if size & (size - 1)}):
         powers = [2**n for n in range(size.bit_length() + 1)]
         what = f"adasum combines workers in pairs: {size} is no power of two"
         fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"

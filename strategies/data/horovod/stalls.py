@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun import torch_private
 
+from .settings import HorovodWay
 from .submissions import Submissions
 
 if TYPE_CHECKING:
@@ -86,14 +87,22 @@ def find_stalls(
     return stalls
 
 
+def watched_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Ranks that wait for each other: those of dp, or of each process set."""
+    way = plan.data
+    assert isinstance(way, HorovodWay)
+    everyone = sorted({plan.mesh.group_of(rank, "dp") for rank in range(plan.mesh.num_ranks)})
+    sets = way.process_sets or (tuple(range(plan.mesh.size("dp"))),)
+    return [tuple(ranks[worker] for worker in one) for ranks in everyone for one in sets]
+
+
 class StallWatch:
     """A thread of every rank: says in the store where its rank is; rank 0's also looks at the others, and warns."""
 
     def __init__(self, submissions: Submissions, reducer: Reducer, plan: Plan, context: Any, warn_s: float):
         self._submissions, self._reducer = submissions, reducer
         self._rank, self._world, self._warn_s = context.rank, plan.mesh.num_ranks, warn_s
-        groups = {plan.mesh.group_of(rank, "dp") for rank in range(self._world)}
-        self._groups = sorted(groups)
+        self._groups = watched_groups(plan)
         self._store = torch_private.default_store()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)

@@ -26,6 +26,10 @@ class Way(Replicated):
     """Every rank of dp holds weights, gradients and optimizer state of its own replica, whole."""
 
     reads: tuple[str, ...] = ("bucket_mb", "sync_every")
+    explained = (
+        "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages their weights.",
+        "Stich 2019",
+    )
 
     def check(self, request: Request) -> list[Problem]:
         return []

@@ -10,6 +10,7 @@ from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Collective
 from parallelrun.train.build import Training
+from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.step import Evaluation, measure
 from parallelrun.train.timing import StepClock
 
@@ -30,7 +31,7 @@ def train(training: Training, context: WorkerContext, step_times: list[float] | 
     worker = Worker(training, context, Links(training.plan, training.data.parameters, training.data.frozen))
     start = clock = worker.begin()
     scribe = Scribe(training, context, start)
-    clocked = StepClock(training)
+    clocked, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
     counted: list[Collective] | None = None
     failed_saves: list[int] = []
     number, stopped = 0, False
@@ -38,7 +39,7 @@ def train(training: Training, context: WorkerContext, step_times: list[float] | 
         number += 1
         context.heartbeat(clock + 1, "step")
         counter = CommunicationCounter(training.mesh) if number == COUNTED_STEP else None
-        with counter or nullcontext(), clocked:
+        with counter or nullcontext(), profiler.watch(clock + 1), clocked:
             stride = worker.step(clock + 1, context.stop_requested())
         counted = counter.rows() if counter else counted
         if step_times is not None:

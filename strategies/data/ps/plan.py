@@ -6,6 +6,7 @@ The servers are the last ranks and no part of the mesh: dp counts the workers.
 from __future__ import annotations
 
 from parallelrun.errors import Problem
+from parallelrun.plan.messages import Explanation
 from parallelrun.plan.names import counted, one_of
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.plan.ways import Request
@@ -62,6 +63,10 @@ class Way(Replicated):
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's pull and push of a step."""
         return traffic.of_worker(plan)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """One step of every worker: see `traffic`."""
+        return traffic.explanation(plan)
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
         """One server's part in a step of every worker."""

@@ -85,7 +85,7 @@ def save(
             dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as error:
         writer.discard()
-        raise_for_user(error, f"the checkpoint of step {step} could not be written to {writer.directory}")
+        raise_for_user(error, f"the checkpoint of step {step} could not be written to {folder}", server, saving=True)
     checkpoint.keep_last(folder, config.checkpoint.keep, SimpleNamespace(rank=server))
 
 
@@ -106,7 +106,7 @@ def load(store: ShardStore, config: Config, plan: Plan, together: bool) -> dict[
         with one_process_is_fine():
             dcp.load({}, storage_reader=reader, planner=PartLoadPlanner(parts), no_dist=True)
     except dcp.CheckpointException as error:
-        raise_for_user(error, f"{path} could not be loaded")
+        raise_for_user(error, f"{path} could not be loaded", 0, saving=False)
     for name, state in states.items():
         if state:
             store.optimizer.load_state(name, state)

@@ -8,10 +8,13 @@ from dataclasses import replace
 from parallelrun.errors import Problem
 from parallelrun.plan.account import merge
 from parallelrun.plan.expert_axes import DP, EXPERT
+from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.ways import Request
+from parallelrun.train.parameters import held_parameters
 
-from ..allreduce import counts
+from .. import buckets
+from ..allreduce import counts, explain
 from ..allreduce import settings as allreduce
 from ..allreduce.settings import over
 from ..allreduce.steps import NATIVE, RING, piece_elements
@@ -58,6 +61,33 @@ class Way(ddp.Way):
             ]
             alike[tuple(merge(rows))].append(index)
         return [(same[0], len(same)) for same in alike.values()]
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""
+        data = plan.data
+        assert isinstance(data, RingWay)
+        if data.algorithm.name == NATIVE:
+            return super().explain(plan)
+        place = plan.mesh.coordinate(0)
+        messages = ddp.bucket_messages(place["pp"], place, plan)
+        exchanges = [
+            self._explained_sum(f"bucket {number} of {len(messages)}", message, plan, ranks_over(plan, message.axis))
+            for number, message in enumerate(messages, start=1)
+        ]
+        layouts = [(held, held.layout) for held in held_parameters(plan, place["pp"])]
+        ranks = ranks_over(plan, DP)
+        final = calls_of(buckets.final_collectives(layouts, place, plan), plan, ranks)
+        if final:
+            exchanges.append(Exchange("the final gradients", tuple(Round(c[0].what, calls=c) for c in final)))
+        text, source = explain.TEXTS[data.algorithm.name]
+        groups = plan.mesh.num_ranks // len(ranks)
+        return Explanation("data", data.kind, text, source, ranks, groups, DP, tuple(exchanges))
+
+    def _explained_sum(self, title: str, message: Message, plan: Plan, ranks: tuple[int, ...]) -> Exchange:
+        assert isinstance(plan.data, RingWay)
+        limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
+        algorithm = over(plan.data.algorithm, message.axis, plan)
+        return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, limit, title)
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend

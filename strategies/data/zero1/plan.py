@@ -30,6 +30,11 @@ class Way(Replicated):
     """Weights and gradients are whole on every rank of dp; optimizer state and the update are split."""
 
     reads = ("bucket_mb",)
+    explained = (
+        "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
+        "its part, it updates that part, and an all-gather gives every rank the new weights.",
+        "Rajbhandari et al. 2020",
+    )
     takes_experts = True
 
     def check(self, request: Request) -> list[Problem]:

@@ -11,6 +11,10 @@ class Way(way.Way):
     """The ExpertWayPlan of kind `capacity` (Lepikhin et al. 2020)."""
 
     kind = "capacity"
+    explained = (
+        "Each expert has a fixed number of places per rank, so all messages have one size; empty places are sent too.",
+        "Lepikhin et al. 2020 (GShard)",
+    )
 
     def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
         """The same everywhere, known to the byte."""

@@ -13,6 +13,10 @@ class Way(way.Way):
     """The ExpertWayPlan of kind `dropless` (Gale et al. 2022)."""
 
     kind = "dropless"
+    explained = (
+        "Counts go first, so that every rank receives exactly the rows that come.",
+        "Gale et al. 2022 (MegaBlocks)",
+    )
 
     def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
         """An even load, and what no step can exceed."""

@@ -10,6 +10,11 @@ class Way(ChunkedWay):
     """As torch's ScheduleInterleaved1F1B: rounds of about pp microbatches, equal in size."""
 
     kind = "interleaved"
+    explained = (
+        "As 1F1B, but each rank has several stages, so a microbatch passes every rank several times: more "
+        "messages, and a bubble smaller by that factor.",
+        "Narayanan et al. 2021",
+    )
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.interleaved(pp, chunks, num_microbatches)

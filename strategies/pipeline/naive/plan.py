@@ -13,6 +13,11 @@ class Way(PipelineWay):
     """GPipe with one microbatch: utilisation 1 / pp."""
 
     kind = "naive"
+    explained = (
+        "The whole batch goes through the stages once, forward and backward: one rank works at a time.",
+        "the model parallelism that pipelines improve on",
+    )
+    takes_microbatches = False
 
     def check_microbatches(self, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches == 1:

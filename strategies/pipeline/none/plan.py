@@ -13,6 +13,10 @@ class Way(PipelineWay):
     """Forward and backward of one microbatch after the other."""
 
     kind = "none"
+    explained = (
+        "One stage: nothing is sent.",
+        "",
+    )
 
     def check(self, request: Request) -> list[Problem]:
         problems = super().check(request)

@@ -13,6 +13,11 @@ class Way(PipelineWay):
     """GPipe's bubble with at most pp microbatches in flight; needs as many microbatches as stages."""
 
     kind = "1f1b"
+    explained = (
+        "After a warm-up, each rank alternates one forward and one backward, so that at most as many "
+        "microbatches are kept as there are stages.",
+        "Narayanan et al. 2019, 2021 (PipeDream-Flush)",
+    )
 
     def check_microbatches(self, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches >= request.pp:

@@ -13,6 +13,11 @@ class Way(ChunkedWay):
     """As torch's ScheduleZBVZeroBubble. First and last stage share coordinate 0; the turn of the V sends nothing."""
 
     kind = "zbv"
+    explained = (
+        "Each rank has two stages laid out in a V, so the first and the last stage share a rank. Backward is "
+        "split: the input gradient is sent on at once, weight gradients fill the idle time.",
+        "Qi et al. 2023",
+    )
     splits_backward = True
 
     def check(self, request: Request) -> list[Problem]:

@@ -10,6 +10,11 @@ class Way(ChunkedWay):
     """As torch's ScheduleInterleavedZeroBubble: weight gradients fill what would be bubble."""
 
     kind = "zero_bubble"
+    explained = (
+        "Backward is split: the input gradient is sent on at once, and the weight gradient is computed when "
+        "the rank would be idle.",
+        "Qi et al. 2023",
+    )
     splits_backward = True
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:

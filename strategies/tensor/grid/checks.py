@@ -16,6 +16,7 @@ from parallelrun.plan.structure import SPLIT_BACKWARD
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
 
+from .. import roles
 from . import axes, choose, shapes
 from .choose import Misfit
 
@@ -118,12 +119,15 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
     where = f"tp={request.tp} of kind {request.config.strategy.tensor.kind}"
 
     def refuse(name: str, role: str, why: str) -> list[Problem]:
-        fix = f"model.roles={{{name}: {role}}}, or layout=1d"
+        layer = next((layer for layer in spec.layers() if layer.name == name), None)
+        possible = layer is not None and roles.fits(layer, role)
+        fix = f"{roles.suggestion(request.config, name, role)} or tp=1" if possible else "tp=1"
         return [Problem(f"layer {name} {why}", "model.roles", fix, kind="undefined")]
 
     for layer in spec.layers():
         if layer.parameters and layer.layer_role not in ROLES:
-            return refuse(layer.name, "columns", f"has no layer role, and {where} splits what every layer reads")
+            role = next(iter(layer.possible_roles), "columns")
+            return refuse(layer.name, role, f"has no layer role, and {where} splits what every layer reads")
     for pair in spec.pairs:
         reader = next((layer for layer in pair.inside if layer.parameters), None)
         if reader:

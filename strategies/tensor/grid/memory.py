@@ -3,7 +3,7 @@
 Counted per storage, as autograd keeps them: once, however many nodes save it. r, f are a rank's rows and features where
 the layer stands; gathered operands are kept under `save_gathered`, else the local ones (a local weight is a parameter).
 
-    norm           its result before weights r f, one number a row, its rounded weights
+    norm           its result before weights r f, one number a row
     products       X (r f, or gathered), W where it was gathered
     attention      q, k, v and one statistic per row and head; activation: what it reads
     dropout        a byte per element
@@ -31,7 +31,6 @@ from ..keeping import (
     activation_bytes,
     attends,
     attention_bytes,
-    cast_bytes,
     follows_attention,
     norm_bytes,
 )
@@ -106,7 +105,8 @@ def _local_numel(parameter: ParameterSpec, plan: Plan) -> int:
 
 def _loss_pass(plan: Plan) -> Pass:
     """The gradient of the logits on this rank, in the accurate dtype beside their copy in it, then rounded."""
-    return Pass(_loss(plan), 0, 2 * _logits(plan) * BYTES[plan.precision.accurate] + _logits(plan) * cast_bytes(plan))
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    return Pass(_loss(plan), 0, _logits(plan) * (2 * accurate + (compute if compute != accurate else 0)))
 
 
 def _logits(plan: Plan) -> int:
@@ -139,7 +139,7 @@ def _norm(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     num_rows, features = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
     if features == layer.in_features:  # whole rows: the one-device norm
         return norm_bytes(num_rows, layer, plan, again=plan.recompute == "selective" and block.is_recomputed)
-    return num_rows * (features * compute + accurate) + features * cast_bytes(plan)
+    return num_rows * (features * compute + accurate)
 
 
 def _gathered(layer: LayerSpec, product: Product, plan: Plan) -> dict[str, int]:
@@ -166,7 +166,7 @@ def _input(layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> 
 
 
 def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:
-    """W, where it was gathered; nodes of their own keep it without padding, and rounded where it is not gathered."""
+    """W, where it was gathered; nodes of their own keep it without padding."""
     gathered = _gathered(layer, product, plan).get("w", 0)  # of several axes the last gather, which makes the whole
     if overlaps(plan):
         return gathered * BYTES[plan.precision.compute]
@@ -174,8 +174,7 @@ def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:
         shape = layer.out_features, layer.in_features
         real = product.gathered_weight.local_numel(shape, plan.mesh.sizes, {})
         return real * BYTES[plan.precision.compute]
-    width = degree(product.weight.axes, plan.mesh.sizes)
-    return layer.in_features * layer.out_features // width * cast_bytes(plan)
+    return 0
 
 
 def _behind(layer: LayerSpec, product: Product, plan: Plan) -> int:

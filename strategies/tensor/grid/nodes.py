@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models.rounding import rounded
+
 from .moves import Along, Bundle, Packing, input_bundle, output_bundle
 
 
@@ -84,7 +86,7 @@ def multiply(
     if packing.groups:
         whole = _GatherWeights.apply(packing, x.dtype, reduce, *weights)
     else:
-        whole = tuple(weight.to(x.dtype) for weight in weights)
+        whole = tuple(rounded(weight, x.dtype) for weight in weights)
     out = tuple(functional.linear(x, weight) for weight in whole)
     if out_of_y.group is None:
         return out

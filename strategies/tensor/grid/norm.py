@@ -16,6 +16,7 @@ from parallelrun import comm
 from parallelrun.mesh.runtime import Group
 from parallelrun.models import layers as one_device
 from parallelrun.models.functions import accurate_dtype
+from parallelrun.models.rounding import rounded
 
 PURPOSE = "norm"
 
@@ -97,5 +98,5 @@ class Norm(one_device.Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         unit = standardise(self.kind, x.to(self.compute_dtype), self.group, self.eps)
-        weight = self.weight.to(unit.dtype)
-        return unit * weight if self.bias is None else torch.addcmul(self.bias.to(unit.dtype), unit, weight)
+        weight = rounded(self.weight, unit.dtype)
+        return unit * weight if self.bias is None else torch.addcmul(rounded(self.bias, unit.dtype), unit, weight)

@@ -9,10 +9,31 @@ from __future__ import annotations
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ParameterSpec
+from parallelrun.plan.messages import Explanation
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Pass, Request
 
-from . import axes, checks, choose, layouts, products, shapes
+from .. import explaining
+from . import axes, checks, choose, layouts, products, shapes, traffic
+
+EXPLAINED = {
+    "2d": (
+        "Ranks form a grid of rows and columns, and every activation and weight is cut over both. A product gathers "
+        "one operand along a row of the grid, the other along a column, or scatters the partial sums: for each pair of "
+        "layers the plan takes what moves the fewest bytes (SUMMA broadcasts panels of both instead).",
+        "van de Geijn and Watts 1997; Xu et al. 2021 (Optimus)",
+    ),
+    "2.5d": (
+        "Several grids share the samples, each with a copy of the weights: as 2D inside a grid, and once a step the "
+        "gradients of the weights are summed over the depth.",
+        "Wang et al. 2021 (Tesseract)",
+    ),
+    "3d": (
+        "Ranks form a cube. Each operand is cut over all three axes; a product gathers the activation along one, the "
+        "weight along another, and scatters the partial sums along the third.",
+        "Agarwal et al. 1995; Bian et al. 2021",
+    ),
+}
 
 
 class Way:
@@ -86,9 +107,12 @@ class Way:
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
-        from . import traffic
-
         return traffic.collectives(blocks, plan)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The collectives of every block, for `parallelrun explain`."""
+        text, source = EXPLAINED[plan.tensor.kind]
+        return explaining.explanation(plan, text, source, traffic.steps)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         """The same function and the same gradients as on one device."""

@@ -22,6 +22,7 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.product import Transfer, transfers
 
+from ..explaining import Step, title
 from .products import lies, product_of
 
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # of operands; whatever else moves is an activation
@@ -77,12 +78,19 @@ def _looks(block: BlockSpec, plan: Plan) -> object:
 
 def of_block(block: BlockSpec, plan: Plan) -> list[Call]:
     """Everything that one microbatch of a block sends, forward and backward; of the last block the loss too."""
-    both = [_layer(layer, plan) for layer in block.layers]
-    forward = [call for calls, _ in both for call in calls]
-    again = _again(block, forward, plan)
-    backward = [call for _, calls in both for call in calls]
-    loss = _loss(plan) if block.name == plan.spec.blocks[-1].name else []
-    return [*forward, *again, *backward, *loss]
+    return [Call(*step[1:]) for step in steps(block, plan)]
+
+
+def steps(block: BlockSpec, plan: Plan) -> list[Step]:
+    """The same in the order in which it is sent, each with its phase and layer."""
+    both = [(layer, *_layer(layer, plan)) for layer in block.layers]
+    found = [(title("forward", layer, block), call) for layer, calls, _ in both for call in calls]
+    again = _again(block, [call for _, call in found], plan)
+    if block.name == plan.spec.blocks[-1].name:
+        found += [("loss", call) for call in _loss(plan)]
+    found += [("forward again, to recompute", call) for call in again]
+    found += [(title("backward", layer, block), call) for layer, _, calls in reversed(both) for call in calls]
+    return [Step(name, *call) for name, call in found]
 
 
 def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:

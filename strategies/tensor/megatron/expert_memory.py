@@ -6,7 +6,7 @@ T tokens choose among E experts; n rows come of it. a: bytes of the accurate dty
               factors too; scores of all experts, as its softmax and its gather keep them; of each choice its expert,
               weight and whether it was kept; loads for the auxiliary loss
     spread    of each row where it goes, of each token where its rows begin
-    experts   the rows n h and, of each product, its rounded weights; the activation's input; what it gives, n f
+    experts   the rows n h; of each product, where each expert's rows end; the activation's input; what it gives, n f
     combine   what the experts give, n h, its weights and tokens
 
 n is that of an even load: of a limited router at most its places. What an expert way keeps beyond that is its own.
@@ -19,8 +19,8 @@ from parallelrun.models.spec import BlockSpec, LayerSpec, RouterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from ..keeping import INDEX, MASK, activates_again, activation_bytes, cast_bytes
-from .layouts import AXIS, largest
+from ..keeping import INDEX, MASK, activates_again, activation_bytes
+from .layouts import AXIS
 from .traffic import rows
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
@@ -85,11 +85,9 @@ def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
 
 
 def _weights(layer: LayerSpec, plan: Plan) -> int:
-    """What products keep of them: rounded ones, and where each expert's rows end (fp64 has no grouped product)."""
-    ep = plan.mesh.size("ep")
-    rounded = cast_bytes(plan) * sum(largest(weight, plan) // ep for weight in layer.parameters)
-    ends = len(layer.parameters) * plan.spec.experts // ep * OFFSET
-    return rounded + (ends if plan.precision.compute != "float64" else 0)
+    """What products keep beside their weights: where each expert's rows end (fp64 has no grouped product)."""
+    ends = len(layer.parameters) * plan.spec.experts // plan.mesh.size("ep") * OFFSET
+    return ends if plan.precision.compute != "float64" else 0
 
 
 def num_rows(plan: Plan) -> int:

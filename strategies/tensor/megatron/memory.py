@@ -5,16 +5,16 @@ Counted per storage, as autograd keeps them: once, however many nodes save it. R
 
     norm           its input r h, its statistics; its output is kept by the columns behind it. RMSNorm written out in
                    torch keeps the scaled input too
-    columns, head  its input r h (nodes of their own under sequence parallel: the gathered R h), and the weights rounded
-                   to the compute dtype, where that is not the stored one, unless the overlapped node rounds them again
+    columns, head  its input r h (nodes of their own under sequence parallel: the gathered R h)
     attention      q, k, v and one statistic per row and head (written out, with dropout: probabilities, mask, product)
     activation     what it reads; swiglu also silu(gate)
-    row            its input R in, its rounded weights
-    linear         its input, its rounded weights, what the activation behind it reads (bert's head)
+    row            its input R in
+    linear         its input, what the activation behind it reads (bert's head)
     dropout        a byte per element
     experts        see `expert_memory`
     loss           the logits and two numbers a row (one device: log-probabilities in the accurate dtype)
 
+Weights rounded to the compute dtype are rounded again in backward rather than kept (`models.rounding`).
 Recompute `selective` leaves out what norms and activations give; `full` keeps a block's input and nothing else.
 """
 
@@ -34,7 +34,6 @@ from ..keeping import (
     activation_bytes,
     attends,
     attention_bytes,
-    cast_bytes,
     follows_attention,
     norm_bytes,
 )
@@ -81,13 +80,12 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
         again = plan.recompute == "selective" and block.is_recomputed
         return norm_bytes(_local_rows(plan), layer, plan, again)
     if layer.layer_role in ("columns", "head"):
-        return _columns_input(layer, block, plan) + _rounded(layer, plan) + _behind(layer, plan)
+        return _columns_input(layer, block, plan) + _behind(layer, plan)
     if layer.layer_role == "linear":  # its input, and its output as the activation's input
-        return _local_rows(plan) * (layer.in_features + layer.out_features) * compute + _rounded(layer, plan)
+        return _local_rows(plan) * (layer.in_features + layer.out_features) * compute
     if layer.layer_role == "row":
         dropped = not follows_attention(layer, block) and activates_again(block, plan)
-        held = 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
-        return held + _rounded(layer, plan)
+        return 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
     if layer.layer_role == "router":
         return expert_memory.input_bytes(block, plan) + expert_memory.routing_bytes(plan)
     if layer.layer_role == "expert":
@@ -107,15 +105,6 @@ def _columns_input(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if plan.recompute == "selective" and block.is_recomputed:
         return 0
     return _local_rows(plan) * layer.in_features * compute
-
-
-def _rounded(layer: LayerSpec, plan: Plan) -> int:
-    overlapped = layer.layer_role in ("columns", "head") and plan.mesh.size(AXIS) > 1 and overlaps(plan)
-    if overlapped:
-        return 0
-    known = plan.spec.parameters
-    weights = layer.parameters or ((known[layer.tied],) if layer.tied else ())
-    return cast_bytes(plan) * sum(largest(weight, plan) for weight in weights if len(weight.shape) == 2)
 
 
 def _behind(layer: LayerSpec, plan: Plan) -> int:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from parallelrun import comm
 from parallelrun.mesh.runtime import Group
+from parallelrun.models.rounding import rounded
 
 PURPOSE = "activations"
 SEQUENCE_DIM = 1
@@ -177,6 +178,6 @@ def columns(
         return _OverlappedColumns.apply(x, group, sequence_parallel, *(part for pair in weights for part in pair))
     whole = enter(x, group, sequence_parallel)
     return tuple(
-        functional.linear(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        functional.linear(whole, rounded(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         for weight, bias in weights
     )

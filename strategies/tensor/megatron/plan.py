@@ -5,14 +5,17 @@ Source: Shoeybi et al. 2019 (columns then rows, split vocabulary), Korthikanti e
 
 from __future__ import annotations
 
+from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.messages import Explanation
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
 from parallelrun.plan.ways import Pass, Request
 
+from .. import explaining, roles
 from . import layouts, memory, traffic
 from .layouts import AXIS, COPY_AXIS, KV_AXIS
 
@@ -27,7 +30,7 @@ class Way:
         if request.tp == 1:
             return []
         wanted = request.config.strategy.tensor.sequence_parallel
-        problems = [*_roles(request.spec, request.tp), *_sequence(request.spec, request.tp, wanted)]
+        problems = [*_roles(request.spec, request.config, request.tp), *_sequence(request.spec, request.tp, wanted)]
         misfits = _misfits(request.spec, request.tp)
         if not misfits:
             return problems
@@ -94,25 +97,36 @@ class Way:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
         return traffic.collectives(blocks, plan)
 
+    def explain(self, plan: Plan) -> Explanation:
+        """The collectives of every block, for `parallelrun explain`."""
+        text = (
+            "Layers come in pairs. A column parallel layer splits its outputs over the ranks and sends nothing in "
+            "forward; the row parallel layer behind it splits its inputs, and its partial sums are added up. Backward "
+            "mirrors it. With sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same "
+            "bytes."
+        )
+        return explaining.explanation(plan, text, "Shoeybi et al. 2019; Korthikanti et al. 2022", traffic.steps)
+
     def equivalence(self, plan: Plan) -> Equivalence:
         """The same function and the same gradients as on one device."""
         return Equivalence("exact")
 
 
-def _roles(spec: ModelSpec, tp: int) -> list[Problem]:
+def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     """There must be something to split, and nothing with weights may stand where activations are split."""
     layers = list(spec.layers())
     if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
         named = next((layer for layer in layers if layer.parameters), None)
-        name = named.name if named else spec.name
+        name = roles.could_be(spec, "columns") or (named.name if named else spec.name)
         what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
-        return [Problem(what, "model.roles", f"model.roles={{{name}: columns}}, or tp=1", kind="undefined")]
+        fix = f"{roles.suggestion(config, name, 'columns')} or tp=1" if roles.could_be(spec, "columns") else "tp=1"
+        return [Problem(what, "model.roles", fix, kind="undefined")]
     open_columns: LayerSpec | None = None
     for layer in layers:
         beside = layer.layer_role == "columns"  # q, k and v of a user's module read the same input
         if open_columns and layer.parameters and layer.layer_role != "row" and not beside:
             what = f"layer {layer.name} reads what {open_columns.name} has split over tp={tp}: only a row layer can"
-            fix = f"model.roles={{{layer.name}: row}}, or tp=1"
+            fix = f"{roles.suggestion(config, layer.name, 'row')} or tp=1" if roles.fits(layer, "row") else "tp=1"
             return [Problem(what, "model.roles", fix, kind="undefined")]
         open_columns = layer if layer.layer_role == "columns" else None if layer.layer_role == "row" else open_columns
     return []

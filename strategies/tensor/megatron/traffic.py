@@ -22,6 +22,8 @@ from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
+from ..explaining import Step, title
+
 WHOLE = ("columns", "head", "enter")  # roles of layers that read whole rows
 SUMMED = ("row", "embedding", "leave")  # roles of layers that give a sum over ranks
 Call = tuple[str, str, int]  # operation, purpose, payload bytes
@@ -41,19 +43,24 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
     """One rank's collectives over `tp` of one training step (all microbatches) for the blocks it holds."""
     if plan.mesh.size("tp") == 1:
         return []
-    calls: list[Call] = []
-    for block in blocks:
-        forward = [call for layer in block.layers for call in _forward(layer, plan)]
-        calls += forward + _again(block, forward, plan)
-        calls += [call for layer in block.layers for call in _backward(layer, plan)]
-        if block == plan.spec.blocks[-1]:
-            calls += _loss(plan)
     counts: Counter[tuple[str, str]] = Counter()
     payload: Counter[tuple[str, str]] = Counter()
-    for operation, purpose, size in calls:
-        counts[operation, purpose] += plan.batch.microbatches
-        payload[operation, purpose] += plan.batch.microbatches * size
+    for step in (step for block in blocks for step in steps(block, plan)):
+        counts[step.operation, step.purpose] += plan.batch.microbatches
+        payload[step.operation, step.purpose] += plan.batch.microbatches * step.payload
     return [Collective("tp", *key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+
+
+def steps(block: BlockSpec, plan: Plan) -> list[Step]:
+    """What one microbatch of a block sends, in order; of the last block the loss too."""
+    forward = [(layer, call) for layer in block.layers for call in _forward(layer, plan)]
+    found = [(title("forward", layer, block), call) for layer, call in forward]
+    if block == plan.spec.blocks[-1]:
+        found += [("loss", call) for call in _loss(plan)]
+    found += [("forward again, to recompute", call) for call in _again(block, [call for _, call in forward], plan)]
+    for layer in reversed(block.layers):
+        found += [(title("backward", layer, block), call) for call in _backward(layer, plan)]
+    return [Step(name, "tp", operation, purpose, 1, size) for name, (operation, purpose, size) in found]
 
 
 def _activation(operation: str, features: int, plan: Plan) -> Call:

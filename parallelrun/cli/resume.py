@@ -1,0 +1,45 @@
+"""`resume=latest`: the newest run goes on as it was, except for what the command line says otherwise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from parallelrun.checkpoint.resume import LATEST, newest, no_checkpoint, saved_config, step_of
+from parallelrun.config.compose import Composed
+from parallelrun.config.continued import continued, differences
+from parallelrun.errors import ConfigError, Problem
+
+
+def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
+    """`composed`, or for `resume=latest` the configuration of the run that is taken, which is said.
+
+    world: how many ranks another launcher has started. Raises CheckpointError, ConfigError.
+    """
+    asked = composed.config
+    if asked.resume != LATEST or asked.verb not in ("run", "plan"):
+        return composed
+    found = newest(Path(asked.runs).expanduser())
+    if found is None:
+        raise no_checkpoint(asked.runs)
+    among = f"the newest checkpoint of {found.num_runs} run{'s' * (found.num_runs > 1)} under {asked.runs}"
+    said = f"resume=latest: step {step_of(found.path)} of {os.path.relpath(found.run)}, {among}"
+    saved = saved_config(found.run)
+    if saved is None:
+        print(f"{said}; it keeps no config.yaml, so the configuration is this command's", file=sys.stderr)
+        return composed
+    config = continued(asked, composed.given, saved, world)
+    _refuse_code(config.model.source, composed.given)
+    changed = differences(config, saved, composed.given)
+    kept = f"with that run's configuration (checkpoint.every={config.checkpoint.every}"
+    print(f"{said}; {kept}{', changed: ' if changed else ''}{', '.join(changed)})", file=sys.stderr)
+    return replace(composed, config=replace(config, resume=str(found.run)))
+
+
+def _refuse_code(source: str | None, given: frozenset[str]) -> None:
+    """A run directory may be a stranger's: code is named on the command line only."""
+    if source is not None and "model.source" not in given:
+        what = f"that run trains a module of its own, {source}: code is taken from the command line only"
+        raise ConfigError(Problem(what, "resume", f"the same command with model=module model.source={source}"))

@@ -1,0 +1,85 @@
+"""What a sweep can choose and how many points it has, read by Hydra's own grammar before a point is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import ceil, prod
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, RangeSweep
+from hydra.errors import HydraException
+
+from parallelrun.config import presets
+from parallelrun.config.keys import GROUPS
+from parallelrun.config.overrides import Override, unquoted
+from parallelrun.errors import ConfigError, Problem
+
+POINT_LIMIT = 10_000
+
+
+def recipes_of(override: Override, names: Iterable[str]) -> list[str]:
+    """The recipes that `recipe=...` can choose, names or paths, in the sweep's order. Raises ConfigError.
+
+    names: of all recipes, for `glob(...)`.
+    """
+    if not _is_call(override.value):
+        return [unquoted(value) for value in override.values]
+    if not override.multirun:
+        what = f"{override.text}: several values are a sweep"
+        raise ConfigError(Problem(what, "recipe", command=f"parallelrun -m ... {override.text}"))
+    try:
+        parsed = OverridesParser.create().parse_override(f"recipe={override.value}")
+    except HydraException as error:
+        raise ConfigError(Problem(f"{override.text}: {str(error).splitlines()[0]}", "recipe")) from error
+    value: Any = parsed.value()
+    if isinstance(value, Glob):
+        found = value.filter(list(names))
+    elif parsed.is_discrete_sweep():
+        found = [unquoted(text) for text in islice(parsed.sweep_string_iterator(), POINT_LIMIT)]
+    else:
+        raise ConfigError(Problem(f"{override.text}: not a choice of recipes", "recipe", "recipe=choice(a,b)"))
+    if not found:
+        raise ConfigError(Problem(f"{override.text}: no recipe is meant", "recipe", command="parallelrun ls recipes"))
+    return found
+
+
+def check_points(overrides: Sequence[Override]) -> None:
+    """Raise ConfigError where a sweep has more points than POINT_LIMIT: Hydra would make the list of all of them first.
+
+    Another sweeper than Hydra's own (`hydra/sweeper=...`) takes the values as a space to search, which may be large.
+    """
+    if any(override.key == "hydra/sweeper" for override in overrides):
+        return
+    counts = {override.text: _count(override) for override in overrides if override.multirun}
+    total = prod(counts.values())
+    if total > POINT_LIMIT:
+        swept = " x ".join(f"{count:,}" for count in counts.values() if count > 1)
+        what = f"the sweep has {swept}{f' = {total:,}' if ' x ' in swept else ''} points; at most {POINT_LIMIT:,}"
+        raise ConfigError(Problem(what, "command line", command="parallelrun -m ... with fewer values"))
+
+
+def _is_call(value: str) -> bool:
+    """Whether a value is written as a function of Hydra's grammar, `choice(a,b)`, and not as a path or a plain list."""
+    name, opened, _ = value.partition("(")
+    return bool(opened) and value.endswith(")") and name.isidentifier()
+
+
+def _count(override: Override) -> int:
+    """How many values a sweep's override has; 1 where it is none, or none that Hydra can read."""
+    if override.is_hydra:
+        return 1
+    if not _is_call(override.value):
+        return len(override.values)
+    try:
+        parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
+    except HydraException:
+        return 1
+    value: Any = parsed.value()
+    if isinstance(value, Glob):
+        return len(value.filter(presets.options(override.key))) if override.key in GROUPS else 1
+    if isinstance(value, RangeSweep):
+        assert value.start is not None and value.stop is not None
+        return max(0, ceil((value.stop - value.start) / value.step)) if value.step else 1
+    return len(value.list) if parsed.is_choice_sweep() else 1

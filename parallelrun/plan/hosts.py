@@ -1,0 +1,64 @@
+"""Which ranks share a host of the cluster, and how fast a group of them communicates. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
+
+
+def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
+    """Devices a host has, as far as the cluster says; else all ranks are on one host."""
+    return cluster.gpus_per_node or -(-world // (cluster.nodes or 1))
+
+
+def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
+    """Do all groups of `axis` lie inside one host of `cluster.gpus_per_node` consecutive ranks?"""
+    per_node = cluster.gpus_per_node or plan.world
+    if plan.world <= per_node:
+        return True
+    if axis in (WORLD, EMBEDDING, "pp"):
+        return False
+    span, inner = 1, 1  # ranks from a group's first to its last, for a group aligned to its span
+    varying = _leaves(plan, axis)
+    for name, degree in reversed(plan.mesh.leaves):
+        inner *= degree
+        if name in varying and degree > 1:
+            span = inner
+    return span <= per_node and per_node % span == 0
+
+
+def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
+    """How many ranks of a group of `axis` share a host, in the host that has fewest of those it reaches."""
+    per_node = cluster.gpus_per_node or plan.world
+    if axis in (WORLD, EMBEDDING):
+        return min(per_node, plan.world) if axis == WORLD else 1
+    members = [0]
+    inner = 1
+    varying = _leaves(plan, axis)
+    for name, degree in reversed(plan.mesh.leaves):
+        if name in varying:
+            members = [rank + inner * i for i in range(degree) for rank in members]
+        inner *= degree
+    return min(Counter(rank // per_node for rank in members).values())
+
+
+def _leaves(plan: Plan, axis: str) -> set[str]:
+    """The leaf axes that a group of `axis` varies over."""
+    axis = axis if plan.data.group_size(axis) is None else "dp"
+    return {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
+
+
+def rate_gb_s(plan: Plan, cluster: ClusterConfig, axis: str, point_to_point: bool) -> float | None:
+    """GB/s of one rank in a group of `axis`; None where the cluster does not say.
+
+    A collective that leaves a host uses the ports of all its q ranks on that host: min(intra, q x inter). A message
+    from rank to rank uses the sender's port.
+    """
+    if stays_in_node(plan, cluster, axis):
+        return cluster.intra_gb_s
+    if not cluster.inter_gb_s or not cluster.intra_gb_s:
+        return None
+    ports = 1 if point_to_point else ranks_in_node(plan, cluster, axis)
+    return min(cluster.intra_gb_s, ports * cluster.inter_gb_s)

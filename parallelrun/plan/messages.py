@@ -1,0 +1,152 @@
+"""What `parallelrun explain` shows: every message of a strategy's algorithm, as plain data. Torch-free.
+
+A strategy's `explain(plan)` answers with an Explanation for the group of ranks that rank 0 belongs to; other groups do
+the same with their own tensors. A test adds the messages up, and they must equal the predicted calls and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from parallelrun.plan.structure import Collective, Plan
+
+WORDS = {  # what collectives of a purpose carry, where the purpose alone does not say it
+    "tied": "gradients of the tied weight",
+    "partial": "gradients that are partial sums",
+    "parameters": "updated weights",
+    "engine": "weights or gradients, by FSDP2",
+}
+MESH_AXES = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep"}
+
+
+@dataclass(frozen=True)
+class Message:
+    """From one rank to another. calls: how many the runtime starts for it, which sends long ones in pieces."""
+
+    source: int
+    target: int
+    what: str
+    payload_bytes: int
+    purpose: str
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """`calls` alike collectives over `ranks`, of `payload_bytes` together. Their inner messages are the backend's."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    what: str
+    payload_bytes: int
+    axis: str
+    purpose: str
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happens together, before the next round."""
+
+    title: str
+    messages: tuple[Message, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rounds one after the other. repeats: how often in a step, such as once a microbatch."""
+
+    title: str
+    rounds: tuple[Round, ...]
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One strategy of a plan. axis: data | tensor | pipeline | expert. message_axis: the axis that its messages are
+    counted under. text: what it does, in sentences; source: the paper; ranks: those whose messages are listed, of
+    `num_groups` groups that do the same."""
+
+    axis: str
+    kind: str
+    text: str
+    source: str
+    ranks: tuple[int, ...]
+    num_groups: int
+    message_axis: str
+    exchanges: tuple[Exchange, ...]
+
+
+def rows(explanation: Explanation, rank: int) -> list[Collective]:
+    """What the explanation says that `rank` sends and receives in a step, as rows of the prediction."""
+    found = []
+    for exchange in explanation.exchanges:
+        for one in exchange.rounds:
+            for message in one.messages:
+                key = explanation.message_axis
+                calls, payload = exchange.repeats * message.calls, exchange.repeats * message.payload_bytes
+                if message.source == rank:
+                    found.append(Collective(key, "send", message.purpose, calls, payload))
+                if message.target == rank:
+                    found.append(Collective(key, "recv", message.purpose, calls, 0))
+            for call in one.calls:
+                if rank in call.ranks:
+                    calls, payload = exchange.repeats * call.calls, exchange.repeats * call.payload_bytes
+                    found.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
+    return found
+
+
+def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
+    """The group of `rank` over a mesh axis (or several, joined by `+`), over `embedding`, over the `world`, or over
+    groups of the data strategy's own."""
+    place = plan.mesh.coordinate(rank) if rank < plan.num_workers else {}
+    if (own := plan.data.members(axis, place.get("dp", 0))) is not None:
+        everyone = plan.mesh.group_of(rank, "dp")
+        return tuple(everyone[worker] for worker in own)
+    if axis == "world":
+        return tuple(range(plan.world))
+    if axis == "embedding":
+        place = {leaf: plan.mesh.coordinate(rank)[leaf] for leaf in plan.mesh.leaf_names}
+        ends = (plan.stages[0].position, plan.last_stage_position)
+        return tuple(plan.mesh.rank(**{**place, "pp": position}) for position in ends)
+    return plan.mesh.group_of(rank, *axis.split("+"))
+
+
+def calls_of(found: Iterable[Collective], plan: Plan, ranks: Sequence[int]) -> list[tuple[Call, ...]]:
+    """Predicted rows, which are the same on all of `ranks`, as calls: for each row one in every group that they are in.
+
+    Only for collectives; of messages the algorithm itself must tell the peers.
+    """
+    return [
+        tuple(
+            Call(
+                row.operation,
+                members,
+                WORDS.get(row.purpose, row.purpose.replace("_", " ")),
+                row.payload_bytes,
+                row.axis,
+                row.purpose,
+                row.calls,
+            )
+            for members in groups_over(plan, row.axis, ranks)
+        )
+        for row in found
+    ]
+
+
+def groups_over(plan: Plan, axis: str, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """The groups over `axis` that the ranks are in, each once."""
+    return list(dict.fromkeys(ranks_over(plan, axis, rank) for rank in ranks))
+
+
+def explanation_of_calls(
+    axis: str, kind: str, text: str, source: str, plan: Plan, found: Sequence[Collective]
+) -> Explanation:
+    """Of a strategy all of whose traffic is collectives: one round for each row of the prediction of rank 0."""
+    mesh_axis = MESH_AXES[axis]
+    ranks = ranks_over(plan, mesh_axis)
+    rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(found, plan, ranks))
+    exchange = Exchange("the collectives of one step", rounds)
+    return Explanation(axis, kind, text, source, ranks, plan.mesh.num_ranks // len(ranks), mesh_axis, (exchange,))

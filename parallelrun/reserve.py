@@ -1,0 +1,52 @@
+"""Room on the disk that a run keeps back for its last words: freed when there is no other. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+RECORDS, ERRORS, STATUS = ".reserve-records", ".reserve-errors", ".reserve-status"  # each writer has its own
+_BYTES = {RECORDS: 2**18, ERRORS: 2**16, STATUS: 2**14}
+
+T = TypeVar("T")
+
+
+def set_aside(directory: Path) -> bool:
+    """Keep room back in a run directory; False where there is none."""
+    try:
+        for name, num_bytes in _BYTES.items():
+            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, 0, num_bytes)
+                else:
+                    os.write(descriptor, bytes(num_bytes))
+            finally:
+                os.close(descriptor)
+    except OSError:
+        release(directory)
+        return False
+    return True
+
+
+def release(directory: Path, *names: str) -> None:
+    """Give the room back; without names, all of it: the run is over."""
+    for name in names or _BYTES:
+        with contextlib.suppress(OSError):
+            os.unlink(directory / name)
+
+
+def insist(directory: Path, name: str, write: Callable[[], T]) -> T:
+    """`write()`, once more with the room kept back under `name` where the disk is full. Raises what it raises then."""
+    try:
+        return write()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        release(directory, name)
+        return write()

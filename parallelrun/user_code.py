@@ -1,0 +1,65 @@
+"""Where an exception went through the user's own files: what a person needs of a traceback. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from functools import lru_cache
+from pathlib import Path
+
+MOST_FRAMES = 6
+
+
+def frames(error: BaseException) -> list[str]:
+    """The user's own frames of `error`, outermost first: `net.py:12 in forward: return self.q(x)`."""
+    found = []
+    for link in _chain(error):
+        if isinstance(link, SyntaxError) and link.filename and _is_users(link.filename):
+            found.append(_shown(link.filename, link.lineno or 0, "", link.text or ""))
+            break
+        own = [frame for frame in traceback.extract_tb(link.__traceback__) if _is_users(frame.filename)]
+        if own:
+            found = [_shown(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in own]
+            break
+    return found if len(found) <= MOST_FRAMES else [*found[:2], "...", *found[3 - MOST_FRAMES :]]
+
+
+def where(error: BaseException) -> str:
+    """The innermost frame of the user's own, "" where there is none."""
+    found = frames(error)
+    return found[-1] if found else ""
+
+
+def _shown(file: str, line: int, function: str, text: str) -> str:
+    path = os.path.relpath(file)
+    name = file if path.startswith("..") else path
+    return f"{name}:{line}{f' in {function}' if function else ''}: {text.strip()}".rstrip(": ")
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """`error` and what it came from, the origin first."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.insert(0, error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return False
+    path = os.path.realpath(file)
+    return not any(path.startswith(folder + os.sep) for folder in _others())
+
+
+@lru_cache(maxsize=1)
+def _others() -> tuple[str, ...]:
+    """The folders of Python, of installed packages and of this program."""
+    here = Path(__file__).resolve().parent
+    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    installed = {os.path.realpath(path) for path in paths}
+    # a virtual environment may read another's packages
+    shared = {os.path.realpath(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
+    return (str(here), str(here.parent / "strategies"), *sorted(installed | shared))

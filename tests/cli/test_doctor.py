@@ -1,0 +1,41 @@
+"""`doctor` sums over all visible GPUs: their number is faked, the processes and the sum are real."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from parallelrun.cli import doctor, gpu_reduce
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_every_gpu_takes_part_in_the_sum(monkeypatch, two_gpus):
+    asked = []
+    monkeypatch.setattr(gpu_reduce, "run", lambda *words: asked.append(words) or 0.0012)
+    (check,) = doctor._gpu_reduce()
+    assert asked == [(2, "nccl")]
+    assert (check.name, check.state, check.detail) == ("nccl all-reduce", "pass", "2 GPUs, 64 MiB in 1.2 ms")
+
+
+def test_the_processes_of_the_sum_really_add(monkeypatch, two_gpus):
+    (check,) = doctor._gpu_reduce("gloo")
+    assert check.state == "pass", check.detail
+
+
+def test_a_rank_that_cannot_take_part_is_named(two_gpus):
+    if torch.distributed.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    (check,) = doctor._gpu_reduce()
+    assert check.state == "fail" and re.match(r"rank [01] of 2: \w+Error: ", check.detail), check.detail
+
+
+def test_without_gpus_nothing_is_summed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor._gpu_reduce() == []

@@ -1,0 +1,437 @@
+"""What users mistype, one command line each; every one of them ends with exit code 2."""
+
+from __future__ import annotations
+
+# Files that the lines name, in the folder where they are typed.
+FILES = {
+    "tiny.yaml": "tp: 2\n",
+    "notes.txt": "abc\n",
+    "net.py": """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    def __init__(self, vocab, hidden, layers):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList([Attention(hidden) for _ in range(layers)])
+        self.head = nn.Linear(hidden, vocab)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build(vocab, hidden, layers):
+    return Net(vocab, hidden, layers)
+
+
+def number():
+    return 3
+""",
+}
+
+# What is no command but advice for people.
+PROSE = (
+    "another port for one of them",
+    "no global sizes in forward.*",
+    r"heads by unflatten.*",
+    "every module of forward",
+    "in order",
+)
+
+_WORDS = """
+=2
+plan =tp
+tp =2
+tp= 2
+tp = 2
+tp=
+plan tp
+world
+model
+model=
+plan verify
+plan verify tp=2
+verify plan
+run bench
+tp=2 plan
+plan ls
+plan doctor
+doctor=1
+model=gpt plan
+ls=models
+gpt
+quickstart
+gpt2_124m
+ptdp tp=2
+plna
+verfy tp=2
+benhc
+tiny.yaml
+nosuch.yaml
+plan tiny.yaml
+hello world
+plan hello
+~tracker
+~model
+~tp
+~steps
+~nosuch
+~model.layers
+~seed
+~runs
+~optimizer.lr
+~model.kv_heads
+~strategy
+~recipe
+~dataset.path=x
+~hidden
++tp
++model=gpt
++strategy=tp
+++model=mlp
++nosuch=1
+++nosuch.key=1
+--tp 8
+--tp=8
+--tp
+--model gpt
+--model.layers 4
+--num-layers 4
+--learning-rate=0.1
+--batch-size 8
+--epochs 3
+--help-me
+--jsn
+--jsno
+--json=1
+--verison
+--truts
+--multirn tp=1,2
+--dry-run
+-x
+-tp 8
+-n 4
+-np
+-np 0
+-np x
+-np 5 -H localhost:4
+-H h1:x
+-m -H h1:2 tp=1,2
+--cfg
+--cfg nosuch
+--config-name
+tpp=8
+layer=4
+layers=4
+hidden=32
+model.layer=4
+model.hiden=32
+model.nosuch=1
+lr=0.1
+optimizer.learning_rate=0.1
+learning_rate=0.1
+batch_size=8
+epochs=3
+num_layers=2
+world_size=4
+gpus=4
+max_steps=5
+output_dir=x
+strategies=ddp
+models=gpt
+recipes=quickstart
+stratgy=ddp
+strategy.data.shards=2
+strategy.pipeline.chunk=2
+eval_every=3
+checkpoint=10
+eval=3
+model.router=switch
+strategy.data=fsdp
+optimizer.name=adam
+optimizer=adam
+optimizer.schedule=cos
+optimizer.lr=x
+optimizer.lr=-1
+optimizer.lr=nan
+optimizer.lr=[1]
+optimizer.lr={a:1}
+optimizer.betas=0.9
+optimizer.betas=[0.9]
+optimizer.betas=[a,b]
+optimizer.betas={a:1}
+optimizer.lr_scale=-1
+optimizer.lr_scale=fast
+optimizer.clip=-1
+optimizer.warmup=-1
+model=gtp
+model=null
+model=gpt,mlp
+model=GPT
+model.layers={a:1}
+model.layers=[1]
+model.layers=1,2
+model.layers=0
+model.layers=2.5
+model.layers=2.0
+model.layers=010
+model.layers=1_000
+model.layers=true
+model.layers=null
+model.layers=none
+model.layers=
+model.heads=3
+model.heads=0
+model.kv_heads=3
+model.kv_heads=auto
+model.hidden=30
+model.hidden=-1
+model.norm=batchnorm
+model.activation=silu
+model.position=alibi
+model.vocab=10
+model.seq=0
+model.init_std=-1
+model.label_smoothing=2
+model.name=gtp
+model.roles=[1]
+model.roles=x
+model.blocks=x
+model.blocks={a:1}
+model.stages=3
+model.experts=-1
+model.tied_embeddings=2
+model.bias=maybe
+model.dataset=nosuch
+model=module
+model=module model.source=net.py
+model=module model.source=./nosuch.py:build
+model=resnet model.stem=tiny
+model=resnet tp=2
+model=resnet model.norm_samples=7
+model=resnet dataset=text path=notes.txt
+model=resnet strategy=tp2d
+model=resnet model.image=1
+model=resnet model.stages=[0]
+model=alexnet model.image=4
+model=bert model.norm=rmsnorm
+strategy=pdtp
+strategy=null
+strategy=ddp tp=2 world=3
+strategy=ddp staleness=2
+strategy=tp2d layout=1d
+strategy=tp2d tp=5
+strategy=tp2d tp=4 grid=3x2
+strategy=tp2d tp=4 grid=two
+strategy=tp2d tp=6
+strategy=tp25d tp=8 depth=3
+strategy=tp3d tp=4
+strategy=tp3d tp=8 depth=2
+strategy=tp layout=4d
+strategy=ps tp=2
+strategy=ps dp=2 consistency=never
+strategy=ps dp=2 consistency=sync staleness=2
+strategy=ps dp=2 consistency=async backup_workers=1
+strategy=ps dp=2 backup_workers=2
+strategy=ps dp=2 servers=0
+strategy=ps world=2 servers=2
+strategy=ps dp=2 strategy.data.delays=[-1]
+strategy=ps dp=2 strategy.data.delays=[0,0,1]
+strategy=hsdp dp=4 strategy.data.shard=3
+strategy=hsdp dp=4 strategy.data.shard=8
+strategy=fsdp dp=2 strategy.data.kind=zero9
+strategy=ring dp=2 strategy.data.algorithm=tree
+strategy=ring dp=4 strategy.data.algorithm=hierarchical strategy.data.group_size=3
+strategy=ring dp=2 strategy.data.group_size=2
+strategy=horovod dp=2 strategy.data.compression=zip
+strategy=horovod dp=2 strategy.data.reduction=sum
+strategy=horovod dp=3 strategy.data.reduction=adasum
+strategy=horovod dp=2 strategy.data.powersgd_rank=2
+strategy=horovod dp=2 strategy.data.worker_batches=[1]
+strategy=horovod dp=2 strategy.data.worker_batches=[1,2]
+strategy=horovod dp=4 strategy.data.process_sets=[[0,1],[1,2]]
+strategy=horovod dp=2 strategy.data.join_divisor=active
+strategy=horovod dp=2 strategy.data.compression=powersgd precision=fp16
+strategy=diloco dp=2 strategy.data.outer_momentum=0
+strategy=diloco dp=2 strategy.data.sync_every=0
+strategy=local_sgd dp=2 strategy.data.outer_lr=0.1
+strategy=gpipe pp=3 model.layers=2
+strategy=gpipe pp=2 microbatches=7
+strategy=gpipe pp=2 micro_batch=5
+strategy=gpipe pp=2 chunks=2
+strategy=1f1b pp=4 microbatches=2
+strategy=1f1b pp=2 strategy.pipeline.partition=best
+strategy=1f1b pp=2 strategy.pipeline.split=[layers.99]
+strategy=1f1b pp=2 strategy.pipeline.split=[layers.1,layers.2]
+strategy=1f1b pp=3 strategy.pipeline.split=[layers.4,layers.2]
+strategy=1f1b pp=3 strategy.pipeline.partition=uniform
+strategy=interleaved pp=2 chunks=9
+strategy=zero_bubble pp=2 schedule=zb
+schedule=1f1
+schedule=zbv pp=2 chunks=3
+schedule=naive pp=2 microbatches=4
+layout=5d
+layout=3d tp=5
+layout=2d tp=5
+tp=3
+tp=0
+tp=-1
+tp=eight
+tp=8 tp=4
+tp=1,2
+tp=${nosuch}
+tp=choice(1,2)
+tp=16
+tp=1e9
+tp=99999999999999999999
+dp=0
+dp=7
+pp=9
+pp=100
+ep=2
+ep=0
+depth=2
+grid=2x2
+world=0
+world=3 tp=2
+world=4 dp=3
+world=2 dp=4
+global_batch=7 dp=2
+global_batch=0
+global_batch=8 local_batch=4
+micro_batch=7
+micro_batch=2 microbatches=3
+local_batch=0
+steps=0
+steps=-3
+steps=1.5
+seed=-1
+seed=1e30
+seed=99999999999999999999
+dropout=2
+dropout=-0.1
+recompute=some
+recompute=true
+compile=2
+compile=maybe
+device=gpu
+device=cuda:0
+precision=fp8
+precision=float32
+precision=bfloat16
+name=../x
+name=a/b
+name=
+tracker=wandb
+tracker=null
+timeout_s=0
+timeout_s=soon
+ranks=many
+plan plot=/nonexistent/x
+plot=x
+plan strategy=single plot=x
+dataset=tekst
+dataset.name=texts
+dataset.val_fraction=2
+dataset=synthetic dataset.samples=0
+dataset=synthetic dataset.vocab=0
+path=notes.txt
+path=a dataset.path=b
+cluster=a100
+cluster=dgx
+cluster.nodes=0
+cluster.memory_gb=-1
+cluster.ps=[localhost]
+strategy=ddp cluster.ps=[localhost:2222] cluster.worker=[localhost:2223]
+strategy=ps cluster.worker=[localhost:2223]
+strategy=ps cluster.ps=[localhost:2222] cluster.worker=[localhost:2222]
+strategy=ps cluster.ps=[localhost:99999] cluster.worker=[localhost:2222]
+verify.precision=fp16
+verify.optimizer=adam
+verify.steps=0
+bench.steps=0
+eval.every=-1
+eval.batches=0
+checkpoint.every=-1
+checkpoint.keep=0
+sweep.fail_fast=2
+recipe=quikstart
+recipe=nosuch.yaml
+recipe=.
+recipe=null,quickstart
+recipe=quickstart,classics
+verb=plan
+mode=plan
+ls modls
+ls nosuch
+show nosuch
+show a b
+show quickstart tpp=2
+show quickstart tp=x
+model=moe_gpt strategy=gshard dp=4 ep=3
+model=moe_gpt dp=6 ep=4
+model=moe_gpt strategy=dropless model.router.top_k=9
+model=moe_gpt strategy=gshard model.router.capacity_factor=0
+model=moe_gpt strategy=gshard model.router.kind=best
+model=moe_gpt strategy=gshard model.router.top_k=3
+model=moe_gpt strategy=gshard model.router.score=relu
+model=moe_gpt strategy=dropless strategy.expert.kind=capacity
+model=moe_gpt strategy=ddp dp=2 strategy.expert.chunks=2
+model=moe_gpt strategy=gshard strategy.router.jitter=0.1
+model=moe_gpt strategy=gshard dp=4 ep=4 strategy.expert.group_size=3
+model=moe_gpt strategy=gshard dp=2 ep=2 layout=2d tp=4
+model=moe_gpt strategy=gshard dp=2 ep=2 strategy.data.kind=local_sgd
+model=moe_gpt strategy=gshard model.router.group_samples=0
+model=moe_gpt strategy=switch model.experts=0
+model=moe_gpt strategy=dropless model.router.eval_capacity_factor=2
+model=moe_gpt dp=2 ep=2 strategy=horovod strategy.data.compression=fp16
+strategy=gshard
+strategy=tp tp=2 strategy.tensor.sequence_parallel=true model.seq=63
+strategy=tp2d tp=4 strategy.tensor.sequence_parallel=true
+strategy=tp2d tp=4 strategy.tensor.form=best
+strategy=tp2d tp=4 strategy.tensor.kind=5d
+-m model=gtp,gpt
+-m tp=1,two
+-m hydra.sweeper.nosuch=1 tp=1,2
+hydra.nosuch=1
+--config-dir /nonexistent
+-cn nosuch
+--resolve
+"""
+
+CATALOGUE = [line for line in _WORDS.splitlines() if line]
+
+_MODULE = "model=module model.source=./net.py:build"
+OWN_MODULES = [
+    f"{_MODULE} tp=2",
+    f"{_MODULE} pp=2",
+    f"{_MODULE} layout=2d tp=4",
+    f"{_MODULE} model.blocks=[embed,layers.*] pp=2",
+    f"{_MODULE} model.blocks=[embd,layers.*,head] pp=2",
+    f"{_MODULE} model.blocks=[layers.*,embed,head] pp=2",
+    f"{_MODULE} 'model.roles={{embed: columns}}' tp=2",
+    f"{_MODULE} 'model.roles={{embd: embedding}}' tp=2",
+    f"{_MODULE} 'model.roles={{\"*.[qkv]\": column}}' tp=2",
+    f"{_MODULE} 'model.roles={{\"*.[qkv]\": columns}}' tp=2",
+    "model=module model.source=./net.py:biuld",
+    "model=module model.source=./net.py:number",
+    "model=module model.source=./nett.py:build",
+    "model=module model.source=net:build:x",
+]
