@@ -116,6 +116,7 @@ class DataWayConfig:
     kind: str = "ddp"
     shard: int | None = None  # fsdp: ranks that share one copy (HSDP); None: the whole dp axis
     reshard_after_forward: bool | None = None  # fsdp; None: true at pp=1, false otherwise
+    reduce_each_microbatch: bool | None = None  # fsdp; false: once a step; None: true, but under zero bubble schedules
     bucket_mb: float = 25.0
     servers: int | None = None  # ps; None: 1
     consistency: str | None = None  # ps: sync | async | ssp; None: sync, or ssp where staleness is given

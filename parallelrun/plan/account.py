@@ -13,8 +13,8 @@ from math import prod
 from typing import Any
 
 from parallelrun.layout import Layout
-from parallelrun.plan import routing, sample_sets
-from parallelrun.plan.load import Ways, server_way_of, ways_of
+from parallelrun.plan import peak, routing, sample_sets
+from parallelrun.plan.load import server_way_of, ways_of
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, Stage
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, distinct_parameters
@@ -35,8 +35,7 @@ WIRE = {
 LEAVES_OUT = (
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
-    "temporary buffers of collectives and kernels",
-    "weights rounded to the compute dtype while they are used",
+    "what kernels and collectives allocate inside",
 )
 
 
@@ -133,6 +132,7 @@ def memory(plan: Plan, rank: int) -> Memory:
     place = plan.mesh.coordinate(rank)
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = plan.optimizer_states + getattr(ways.data, "kept_states", 0)  # diloco: its outer optimizer's
+    buckets = plan.mesh.size("dp") > 1 and hasattr(ways.data, "backward_bytes")
     weights = gradients = states = 0
     for held, count in distinct_parameters(plan, place["pp"]):
         for_weight = ways.data.weight_layout(held.spec, held.layout, plan)
@@ -141,22 +141,21 @@ def memory(plan: Plan, rank: int) -> Memory:
         weights += count * _numel(held, for_weight, plan, place) * stored
         if held.spec.frozen:
             continue
-        gradients += count * _numel(held, for_gradient, plan, place) * reduce
+        gradients += count * _numel(held, for_gradient, plan, place) * reduce if buckets else 0
         states += 0 if plan.servers else count * _numel(held, for_state, plan, place) * stored * num_states
+    keeps = getattr(ways.data, "held_bytes", None) if plan.mesh.size("dp") > 1 else None
+    gradients += keeps(place["pp"], place, plan) if keeps else 0
     gather = getattr(ways.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
     gathered = gather(place["pp"], place, plan) if gather else 0
-    return Memory(weights + gathered, gradients, states, _activation_bytes(plan, place["pp"], ways), LEAVES_OUT)
-
-
-def _activation_bytes(plan: Plan, position: int, ways: Ways) -> int:
-    """What the blocks of the microbatches in flight keep for backward, and the messages between stages, at the peak."""
-    kept = {}
-    for stage in plan.stages_of(position):
-        blocks = [(plan.spec.block(name), count) for name, count in _alike_blocks(stage, plan).items()]
-        saved = sum(count * ways.tensor.saved_bytes(block, plan) for block, count in blocks)
-        saved += sum(count * ways.expert.saved_bytes(block, plan) for block, count in blocks) if ways.expert else 0
-        kept[stage.index] = saved
-    return ways.pipeline.activation_bytes(plan, position, kept)
+    moment = peak.worst(plan, place["pp"], place)
+    return Memory(
+        weights + gathered,
+        gradients + moment.gradients,
+        states,
+        moment.activations,
+        moment.temporary,
+        LEAVES_OUT,
+    )
 
 
 def position_classes(plan: Plan) -> list[list[int]]:
@@ -271,10 +270,4 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
 
 def memories(plan: Plan) -> dict[int, Memory]:
     """Per pp coordinate the Memory of the rank of it that holds most (the first)."""
-    ways = ways_of(plan)
-    found = {}
-    for positions in position_classes(plan):
-        alike = memory(plan, plan.mesh.rank(pp=positions[0]))
-        for position in positions:
-            found[position] = replace(alike, activations=_activation_bytes(plan, position, ways))
-    return dict(sorted(found.items()))
+    return {position: memory(plan, plan.mesh.rank(pp=position)) for position in range(plan.mesh.size("pp"))}

@@ -145,6 +145,8 @@ def _shardings(case: Case) -> list[Candidate]:
     """What shards weights or the optimizer's state: ZeRO, FSDP and HSDP."""
     plan, size = case.plan, case.size
     again = 2 * plan.batch.microbatches
+    once = plan.data.kind == "fsdp" and not plan.data.reduce_each_microbatch
+    scatters = 1 if once else plan.batch.microbatches
     gathered = case.gathered if plan.data.kind == "fsdp" else size
 
     def sharded(scatters: int, gathers: int) -> Callable[[int, Link], Exchange]:
@@ -152,13 +154,11 @@ def _shardings(case: Case) -> list[Candidate]:
 
     found = [
         Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
-        Candidate(GATHERED_AGAIN, f"fsdp: gathered {again} times", sharded(1, again), pooled=True),
+        Candidate(GATHERED_AGAIN, _fsdp_label(again, scatters), sharded(scatters, again), pooled=True),
     ]
     if _as_set(plan) == SCATTERED_AGAIN:
-        scatters = plan.batch.microbatches
-        found.append(
-            Candidate(SCATTERED_AGAIN, f"zero2: scattered {scatters} times", sharded(scatters, 1), pooled=True)
-        )
+        label = f"{plan.data.kind}: scattered {plan.batch.microbatches} times"
+        found.append(Candidate(SCATTERED_AGAIN, label, sharded(plan.batch.microbatches, 1), pooled=True))
     shard, inside = plan.data.shard, case.fabric.pooled(plan.data.shard)
     if not 1 < shard < case.nodes:
         return found
@@ -166,13 +166,17 @@ def _shardings(case: Case) -> list[Candidate]:
 
     def hsdp(nodes: int, link: Link) -> Exchange:
         assert inside is not None
-        own = forms.sharded(size, shard, inside, 1) + forms.sharded(gathered, shard, inside, gathers)
+        own = forms.sharded(size, shard, inside, scatters) + forms.sharded(gathered, shard, inside, gathers)
         return own + forms.ring(size / shard, nodes // shard, link)
 
     def legal(nodes: int) -> bool:
         return nodes % shard == 0 and nodes > shard and inside is not None
 
     return [*found, Candidate(HSDP, f"hsdp, shards of {shard}", hsdp, legal)]
+
+
+def _fsdp_label(gathers: int, scatters: int) -> str:
+    return f"fsdp: gathered {gathers} times" + (f", scattered {scatters}" if scatters > 1 else "")
 
 
 def _servers(case: Case) -> list[Candidate]:
@@ -217,7 +221,9 @@ def _as_set(plan: Plan) -> str | None:
     if way.kind == "fsdp":
         if 1 < way.shard < plan.mesh.size("dp"):
             return HSDP
-        return GATHERED_AGAIN if way.reshard_after_forward else SHARDED
+        if way.reshard_after_forward:
+            return GATHERED_AGAIN
+        return SCATTERED_AGAIN if way.reduce_each_microbatch and plan.batch.microbatches > 1 else SHARDED
     if way.kind == "ps":
         return SERVERS if plan.servers > 1 else ONE_SERVER
     if way.kind == "zero2" and plan.batch.microbatches > 1 and not plan.pipeline.splits_backward:

@@ -236,5 +236,6 @@ def _bytes(memory: account.Memory) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
+        "temporary": memory.temporary,
         "total": memory.total,
     }

@@ -102,7 +102,7 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
     reads = load("strategies", f"data.{kind}", "plan").Way.reads if has("strategies", f"data.{kind}") else ()
     hints = {
         "shard": "strategy=hsdp",
-        "reshard_after_forward": "strategy=fsdp",
+        **dict.fromkeys(("reshard_after_forward", "reduce_each_microbatch"), "strategy=fsdp"),
         "bucket_mb": "leave strategy.data.bucket_mb out",
         **dict.fromkeys(DATA_SHORTHANDS, "strategy=ps"),
         "sync_every": "strategy=local_sgd or strategy=diloco",

@@ -38,6 +38,7 @@ class Batch:
 @dataclass(frozen=True)
 class DataWay:
     """kind: ddp, zero1, fsdp ... shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1.
+    reduce_each_microbatch: gradients are reduced in every backward pass, so that none are kept unsharded (fsdp).
 
     A way with more to say has a frozen subclass of its own (in its folder's `settings.py`) and makes it in `settle`.
     """
@@ -45,6 +46,7 @@ class DataWay:
     kind: str
     shard: int = 1
     reshard_after_forward: bool = False
+    reduce_each_microbatch: bool = False
     bucket_bytes: int = 25 * 2**20
 
     @property
@@ -288,14 +290,19 @@ class Collective:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they hold. `leaves_out` says what the figure does not count."""
+    """Bytes of one rank at the peak of a step, by what they hold. `leaves_out` says what the figure does not count.
+
+    activations: saved for backward. temporary: what is there only while backward computes at that moment (gradients of
+    activations, recomputed and gathered tensors, what is on its way), and the batch.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    temporary: int = 0
     leaves_out: tuple[str, ...] = field(default=())
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary

@@ -68,6 +68,10 @@ class TensorWayPlan(Protocol):
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Bytes one microbatch of `block` keeps for backward on a rank, under plan.recompute."""
 
+    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+        """What the layers of `block` need in its backward pass, in forward order; where it is computed again (recompute
+        full), of the second forward."""
+
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """One rank's tensor-axis collectives of one whole training step (all microbatches) for those blocks."""
 
@@ -92,8 +96,9 @@ class PipelineWayPlan(Protocol):
     def in_flight(self, plan: Plan, position: int) -> dict[int, int]:
         """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
 
-    def activation_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> int:
-        """The most bytes of activations and of messages under way that a rank at that pp coordinate holds at once.
+    def live_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
+        """The actions of a rank at that pp coordinate in order, each with the bytes of activations and of messages that
+        the rank holds when it begins.
 
         kept: per stage index of that coordinate, the bytes that a microbatch keeps for backward.
         """
@@ -190,3 +195,21 @@ class Action(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer's part of a block's backward pass: bytes on a rank for one microbatch.
+
+    kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
+    and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
+    its weights, in the stored dtype. reads: the gradient of its output, from which the weights' one is computed: where
+    that is done apart (zero bubble), it stays until then.
+    """
+
+    kept: int = 0
+    arriving: int = 0
+    giving: int = 0
+    scratch: int = 0
+    weights: int = 0
+    reads: int = 0

@@ -86,7 +86,8 @@ def _head(plan: Plan) -> Text:
     ways = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
     if plan.data.kind == "fsdp":
         kept = "let go after forward" if plan.data.reshard_after_forward else "kept between microbatches"
-        ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept})"
+        often = "in every backward pass" if plan.data.reduce_each_microbatch else "once a step"
+        ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept}, gradients reduced {often})"
     elif plan.data.detail:
         ways[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
@@ -163,7 +164,7 @@ def _batch(plan: Plan) -> Text:
 
 def _stages(plan: Plan, config: Config, found: Facts) -> Group:
     """Per pp coordinate: its blocks, parameters and the bytes of its rank that holds most."""
-    table = _table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">total")
+    table = _table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages = stage_rows(plan)
     heaviest = found.heaviest_position
     unit, size_of_unit = byte_unit(found.memories[heaviest].total)
@@ -171,7 +172,8 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
     for position in positions:
         mine = [stage for stage in stages if stage["position"] == position]
         memory = found.memories[position]
-        sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        state = (memory.weights, memory.gradients, memory.optimizer)
+        sizes = (*state, memory.activations, memory.temporary, memory.total)
         mark = position == heaviest and len(found.memories) > 1
         table.add_row(
             f"{position}{' *' if mark else ''}",

@@ -6,7 +6,7 @@ The same lists are run (`engine.py`, `evaluation.py`) and measured here, so the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from parallelrun.plan.ways import Action
@@ -15,6 +15,7 @@ from .schedules import Orders
 
 # A rank waits for its oldest message before it has more than this many of its own under way: each holds a buffer.
 SENDS_IN_FLIGHT = 2
+ACTIONS = ("F", "B", "I", "W")
 
 
 class Step(NamedTuple):
@@ -108,14 +109,16 @@ def joined_in_turn(orders: Orders) -> Steps:
     return steps
 
 
-def peak_bytes(steps: Sequence[Step], kept: Mapping[int, int], inputs: Mapping[int, int]) -> int:
-    """The most bytes of activations and message buffers that a rank holds at once.
+def live_bytes(
+    steps: Sequence[Step], kept: Mapping[int, int], inputs: Mapping[int, int]
+) -> Iterator[tuple[Step, int, int]]:
+    """Every step with the bytes of activations and message buffers that the rank holds before it, and at most in it.
 
     kept: per stage what a microbatch keeps for backward, the stage's input included. inputs: per stage the bytes of
     what it takes from the stage before; of none for the first. Sent tensors are held until the rank has waited for
     them; a received activation until the last backward of its microbatch, a received gradient until it has been used.
     """
-    live = peak = 0
+    live = 0
     sent: deque[int] = deque()
     joined: list[int] = []
     for step in steps:
@@ -125,6 +128,7 @@ def peak_bytes(steps: Sequence[Step], kept: Mapping[int, int], inputs: Mapping[i
             live -= sum(joined) + sum(sent)  # messages to one neighbour arrive in order: the earlier ones are over too
             joined.clear()
             sent.clear()
+        before = peak = live
         if step.kind == "RECV_F":
             live += taken
         elif step.kind == "RECV_B":
@@ -143,5 +147,4 @@ def peak_bytes(steps: Sequence[Step], kept: Mapping[int, int], inputs: Mapping[i
             (joined if step.joined else sent).append(given if step.kind == "SEND_F" else taken)
             while len(sent) > SENDS_IN_FLIGHT:
                 live -= sent.popleft()
-        peak = max(peak, live)
-    return peak
+        yield step, before, max(peak, live)

@@ -75,8 +75,16 @@ class PipelineWay:
 
         kept: per stage of that coordinate, what a microbatch keeps for backward.
         """
+        return max(most for _, _, most in self._walk(plan, position, kept))
+
+    def live_bytes(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
+        """The actions of that rank in order, each with those bytes when it begins."""
+        steps = self._walk(plan, position, kept)
+        return [(Action(*step[:3]), before) for step, before, _ in steps if step.kind in messages.ACTIONS]
+
+    def _walk(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[messages.Step, int, int]]:
         inputs = {stage.index: boundary_bytes(plan, stage.index) for stage in plan.stages if stage.index > 0}
-        return messages.peak_bytes(self.steps(plan)[position], kept, inputs)
+        return list(messages.live_bytes(self.steps(plan)[position], kept, inputs))
 
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
         """One rank's messages of one step: each microbatch crosses each cut between coordinates once each way.

@@ -23,6 +23,7 @@ ZERO1 = {"strategy.data.kind": "zero1"}
 ZERO2 = {"strategy.data.kind": "zero2"}
 FSDP = {"strategy.data.kind": "fsdp"}
 HSDP = {"strategy.data.kind": "fsdp", "strategy.data.shard": 2}
+REDUCED_ONCE = {"strategy.data.reduce_each_microbatch": False}
 GATHERED = {**FSDP, "strategy.data.reshard_after_forward": False}
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
@@ -55,6 +56,15 @@ CELLS: dict[str, dict[str, Any]] = {
     "fsdp, untied": {"dp": 2, "microbatches": 2, "model.tied_embeddings": False, **FSDP},
     "fsdp, an empty chunk": {"dp": 3, "model.hidden": 4, "model.heads": 2, "global_batch": 12, **FSDP},
     "fsdp x tp, sequence parallel": {"dp": 2, "tp": 2, "microbatches": 2, **FSDP, **SEQUENCE},
+    "fsdp, reduced once a step": {"dp": 2, "microbatches": 4, **FSDP, **REDUCED_ONCE},
+    "fsdp x pp, reduced once a step": {"dp": 2, "pp": 2, **FSDP, **REDUCED_ONCE},
+    "fsdp x pp, two stages a rank": {
+        "dp": 2,
+        "pp": 2,
+        "strategy.pipeline.kind": "interleaved",
+        "model.layers": 4,
+        **FSDP,
+    },
     "fsdp x pp, let go between passes": {"dp": 2, "pp": 2, **FSDP, "strategy.data.reshard_after_forward": True},
     "fsdp under zbv: one weight in two stages of a rank": {
         "dp": 2,
@@ -65,6 +75,8 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "fsdp, recomputed": {"dp": 2, "microbatches": 2, "recompute": "full", **FSDP},
     "hsdp, accumulation": {"dp": 4, "microbatches": 2, **HSDP},
+    "hsdp, reduced once a step": {"dp": 4, "microbatches": 2, **HSDP, **REDUCED_ONCE},
+    "hsdp x pp, a tied weight in two stages": {"dp": 4, "pp": 2, "global_batch": 16, **HSDP},
 }
 PLACEMENT = ("dp", "tp", "pp", "microbatches", "recompute")
 

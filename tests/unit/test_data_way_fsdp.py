@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from parallelrun.errors import ConfigError
+from parallelrun.plan.account import memory
 from parallelrun.plan.resolve import load_way
 from parallelrun.strategies.data.fsdp.units import units
 from tests.plans import tiny_plan
 
 FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}
+REDUCED_ONCE = {"strategy__data__reduce_each_microbatch": False}
+REDUCED_EACH = {"strategy.data.reduce_each_microbatch": True}
 
 
 def summary(position: int = 0, **overrides: Any) -> list[tuple[str, str, bool, bool]]:
@@ -59,12 +62,15 @@ def rows(**overrides: Any) -> dict[tuple[str, str], tuple[int, int]]:
     return {(row.axis, row.operation): (row.calls, row.payload_bytes) for row in found}
 
 
-def test_gathers_follow_accumulation_and_reductions_do_not():
-    """Two blocks let go after forward: twice a microbatch; the root once a microbatch; three reductions a step."""
+def test_gathers_and_reductions_follow_accumulation():
+    """Two blocks let go after forward: twice a microbatch; the root once a microbatch; three reductions a microbatch,
+    or a step where that is asked for."""
     for microbatches in (1, 2, 4):
         found = rows(dp=2, microbatches=microbatches)
         assert found["dp", "all_gather"][0] == (2 * 2 + 1) * microbatches
-        assert found["dp", "reduce_scatter"][0] == 3
+        assert found["dp", "reduce_scatter"][0] == 3 * microbatches
+        once = rows(dp=2, microbatches=microbatches, **REDUCED_ONCE)
+        assert once["dp", "all_gather"] == found["dp", "all_gather"] and once["dp", "reduce_scatter"][0] == 3
     kept = rows(dp=2, microbatches=4, strategy__data__reshard_after_forward=False)
     assert kept["dp", "all_gather"][0] == 3
 
@@ -77,19 +83,36 @@ def test_bf16_halves_the_gathers_of_what_is_rounded_and_no_reduction():
     assert wide["dp", "all_gather"][1] - narrow["dp", "all_gather"][1] == 2 * 2 * blocks
 
 
-def test_hsdp_reduces_shards_over_the_replicas():
+def test_hsdp_reduces_shards_over_the_replicas_once_a_step():
     found = rows(dp=4, strategy__data__shard=2)
     calls, payload = found["dp_shard", "reduce_scatter"]
     assert found["dp_replicate", "all_reduce"] == (calls, payload // 2)
+    again = rows(dp=4, microbatches=2, strategy__data__shard=2)
+    assert again["dp_shard", "reduce_scatter"] == (2 * calls, 2 * payload)
+    assert again["dp_replicate", "all_reduce"] == found["dp_replicate", "all_reduce"]
 
 
-def test_memory_counts_gathered_weights_and_whole_gradients_while_accumulating():
-    one, many = (tiny_plan({**FSDP, "dp": 2, "microbatches": m}) for m in (1, 4))
-    way = load_way("data", "fsdp")
-    spec = one.spec.parameters["layers.0.mlp.up.up.weight"]
-    layout = load_way("tensor", "megatron").layout(spec, one)
-    assert way.gradient_layout(spec, layout, one).dims[0] == (*layout.dims[0], "dp")
-    assert "dp" not in way.gradient_layout(spec, layout, many).axes
+def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once():
+    zero_bubble = {"pp": 2, "model.layers": 4, "schedule": "zero_bubble"}
+    once = {"strategy.data.reduce_each_microbatch": False}
+    cases = [({}, True), ({"microbatches": 4}, True), (once, True), (once | {"microbatches": 4}, False)]
+    for overrides, is_sharded in [*cases, ({"pp": 2, "microbatches": 4}, True), (zero_bubble, False)]:
+        plan = tiny_plan({**FSDP, "dp": 2, **overrides})
+        spec = plan.spec.parameters["layers.0.mlp.up.up.weight"]
+        layout = load_way("tensor", "megatron").layout(spec, plan)
+        assert ("dp" in load_way("data", "fsdp").gradient_layout(spec, layout, plan).axes) == is_sharded, overrides
+
+
+def test_llama3_8b_keeps_a_sixteenth_of_its_gradients_while_accumulating():
+    sizes = {"model.layers": 32, "model.hidden": 4096, "model.heads": 32, "model.kv_heads": 8, "model.ffn": 14336}
+    llama = {**sizes, "model.vocab": 128256, "model.bias": False, "model.norm": "rmsnorm", "model.position": "rope"}
+    llama |= {"model.activation": "swiglu", "model.tied_embeddings": False, "dataset.vocab": 128256, "model.seq": 8}
+    plan = tiny_plan({**FSDP, **llama, "dp": 16, "global_batch": 128, "microbatches": 8, "precision.name": "bf16"})
+    assert memory(plan, 0).gradients == pytest.approx(8.03e9 * 4 / 16, rel=0.01)
+
+
+def test_weights_that_are_kept_are_counted():
+    one, way = tiny_plan({**FSDP, "dp": 2}), load_way("data", "fsdp")
     kept = tiny_plan({**FSDP, "dp": 2, "strategy.data.reshard_after_forward": False})
     assert way.gathered_bytes(0, one.mesh.coordinate(0), kept) == 4 * one.spec.num_parameters
 
@@ -111,8 +134,13 @@ def test_memory_counts_gathered_weights_and_whole_gradients_while_accumulating()
             "reshard_after_forward=true under schedule=zero_bubble",
             "reshard_after_forward=false",
         ),
+        (
+            {"dp": 2, "pp": 2, "model.layers": 4, "strategy.pipeline.kind": "zbv", **REDUCED_EACH},
+            "reduce_each_microbatch=true under schedule=zbv",
+            "reduce_each_microbatch=false",
+        ),
     ],
-    ids=["uneven", "too many", "one", "zero bubble"],
+    ids=["uneven", "too many", "one", "zero bubble", "zbv"],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(overrides, what, suggestion):
     with pytest.raises(ConfigError) as caught:

@@ -514,3 +514,34 @@ def test_thousands_of_experts_cost_no_table_of_assignments_by_experts() -> None:
     with Watch():
         route(torch.zeros(1, 64, 2048), TOP_K, training=True)
     assert largest == 64 * 2048
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "factor", "slots"),
+    [
+        (10, 4, 1, 1.0, 3),  # 2.5 tokens an expert
+        (10, 4, 2, 1.0, 5),
+        (10, 4, 1, 1.25, 4),  # 3.125
+        (10, 8, 1, 1.0, 2),  # 1.25
+        (7, 3, 2, 1.5, 7),
+        (9, 8, 2, 1.0, 3),  # 2.25
+        (12, 4, 1, 1.0, 3),  # exactly 3
+        (2, 4, 1, 0.5, 1),  # an expert has at least min_capacity
+        (3, 4, 2, 8.0, 3),  # never more than there are tokens
+    ],
+)
+@pytest.mark.parametrize("kind", ["switch", "gshard"])
+def test_an_expert_takes_its_even_share_rounded_up(kind, num_tokens, num_experts, top_k, factor, slots) -> None:
+    """Slots worked out by hand: `verify` changes both sides of its comparison alike, so it cannot see a wrong rule."""
+    spec = replace(KINDS[kind], top_k=top_k, capacity_factor=factor, min_capacity=1)
+    assert spec.capacity(num_tokens, num_experts) == slots
+    evaluated = replace(spec, capacity_factor=0.01, eval_capacity_factor=factor)
+    assert evaluated.capacity(num_tokens, num_experts, training=False) == slots
+
+
+def test_tokens_for_one_expert_fill_its_share_rounded_up() -> None:
+    """Ten tokens want the first of four experts, which has three slots: one of them would be lost by rounding down."""
+    logits = torch.zeros(1, 10, 4)
+    logits[..., 0] = 5.0
+    routing = route(logits, replace(SWITCH, capacity_factor=1.0, min_capacity=1), training=True)
+    assert routing.tokens[routing.kept].tolist() == [0, 1, 2]

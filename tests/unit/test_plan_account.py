@@ -96,11 +96,11 @@ def test_wire_bytes_are_what_a_bandwidth_optimal_algorithm_must_send(operation, 
 
 
 def test_memory_of_one_device_is_four_times_its_weights_under_adamw():
-    plan = tiny_plan()
+    plan = tiny_plan(microbatches=2)  # in the second backward pass, the gradients of the first are there
     memory = account.memory(plan, 0)
     weights = 4 * plan.spec.num_parameters
     assert (memory.weights, memory.gradients, memory.optimizer) == (weights, weights, 2 * weights)
-    assert memory.total == 4 * weights + memory.activations and memory.leaves_out
+    assert memory.total == 4 * weights + memory.activations + memory.temporary and memory.leaves_out
 
 
 def test_sgd_keeps_no_state_and_one_with_momentum():
@@ -126,7 +126,11 @@ def test_zero2_shares_the_gradients_too_unless_the_schedule_leaves_them_to_its_e
             for stage in (1, 2)
         )
         assert (one.optimizer, one.weights) == (two.optimizer, two.weights)
-        assert two.gradients == pytest.approx(one.gradients / (2 if is_shared else 1), rel=0.05)
+        # zero1 has buckets for all gradients and this rank's half of their sum; zero2 its half. What a split backward
+        # leaves in the weights comes in addition.
+        in_weights = 0 if is_shared else one.weights
+        assert one.gradients >= 1.49 * one.weights
+        assert two.gradients == pytest.approx(0.5 * one.weights + in_weights, rel=0.05)
 
 
 def test_zero2_reduces_in_every_backward_pass_and_gathers_once():

@@ -6,6 +6,7 @@ Gradients of experts that are spread over ep are summed over `expert_dp`, in buc
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from parallelrun.errors import Problem
 from parallelrun.plan.account import merge
@@ -17,6 +18,7 @@ from .. import buckets
 from ..compression import settings as compression
 from ..compression.settings import CompressedWay, Message
 from ..replicated import Replicated
+from ..waiting import Waiting
 
 
 class Way(Replicated):
@@ -35,6 +37,14 @@ class Way(Replicated):
 
     def settle(self, request: Request) -> CompressedWay:
         return compression.settle(request)
+
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
+        """Gradients that no bucket has collected yet: all of them where buckets wait for the schedule's end."""
+        if plan.pipeline.splits_backward:
+            return None
+        position = plan.stages[stage].position
+        filled = partial(buckets.partition, plan=plan)
+        return [beside for beside, _ in Waiting(position, coordinate, plan, filled).of_stage(stage)]
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The sums of every bucket, then what the final gradients need (partial axes, tied copies)."""

@@ -37,7 +37,7 @@ class Way:
         "computes, forward and backward; a reduce-scatter sums its gradients and leaves each rank its shard.",
         "Zhao et al. 2023",
     )
-    reads = ("shard", "reshard_after_forward")
+    reads = ("shard", "reshard_after_forward", "reduce_each_microbatch")
     takes_experts = True
 
     def explain(self, plan: Plan) -> Explanation:
@@ -48,14 +48,18 @@ class Way:
 
     def check(self, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
-        problems = [*check_splits(request, "fsdp"), *_check_shard(request), *_check_reshard(request)]
-        return [*problems, *_check_empty_vocabulary_shard(request)]
+        problems = [*check_splits(request, "fsdp"), *_check_shard(request)]
+        return [*problems, *_check_split_backward(request), *_check_empty_vocabulary_shard(request)]
 
     def settle(self, request: Request) -> DataWay:
         data = request.config.strategy.data
-        asked = data.reshard_after_forward
-        reshard = asked if asked is not None else request.pp == 1
-        return DataWay(data.kind, shard=data.shard or request.dp, reshard_after_forward=reshard)
+        reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
+        return DataWay(
+            data.kind,
+            shard=data.shard or request.dp,
+            reshard_after_forward=request.pp == 1 if reshard is None else reshard,
+            reduce_each_microbatch=not _splits_backward(request) if reduce_each is None else reduce_each,
+        )
 
     def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         shard = request.config.strategy.data.shard or request.dp
@@ -71,8 +75,9 @@ class Way:
         return shard_layout(parameter, tensor_layout, shard_axis(plan, tensor_layout), plan)
 
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
-        """Split as the weights, unless gradients are accumulated: then they are whole until the last microbatch."""
-        whole = plan.batch.microbatches > 1 or plan.mesh.size("pp") > 1
+        """Split as the weights, unless a step reduces several microbatches at once: until then gradients are whole."""
+        once = not plan.data.reduce_each_microbatch
+        whole = once and (plan.batch.microbatches > 1 or plan.pipeline.splits_backward)
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
     def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
@@ -87,9 +92,21 @@ class Way:
                 let_go[unit.stage, unit.block] += size
         return kept + sum(size for _, size in let_go.most_common(2))
 
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+        """In passes that reduce, the gradients of the block behind, on their way. Until a pass reduces, whole gradients
+        are held (`gradient_layout`)."""
+        position, names = plan.stages[stage].position, plan.stages[stage].blocks
+        own = [unit for unit in units(plan, position) if unit.stage == stage]
+        reduces = plan.data.reduce_each_microbatch or number == plan.batch.microbatches - 1
+        sent = dict.fromkeys(names, 0)
+        for unit in own:
+            if unit.block and reduces:
+                sent[unit.block] += buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
+        return [*[sent[name] for name in names][1:], 0]
+
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """All-gathers per use, one reduce-scatter (HSDP: and all-reduce) per unit; the sums of what is in no unit; then
-        the final sums."""
+        """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
+        the shards a step); the sums of what is in no unit; then the final sums."""
         held = held_parameters(plan, position)
         layouts = [(p, self.state_layout(p.spec, p.layout, plan)) for p in held]
         final = buckets.final_collectives(layouts, coordinate, plan)
@@ -103,7 +120,8 @@ class Way:
             if not unit.trained.parameters:
                 continue
             reduced = buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-            rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, 1, reduced))
+            often = plan.batch.microbatches if plan.data.reduce_each_microbatch else 1
+            rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, often, often * reduced))
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
                 rows.append(Collective("dp_replicate", "all_reduce", ENGINE, 1, shard))
@@ -171,16 +189,26 @@ def _smallest_part(request: Request) -> int:
     return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]
 
 
-def _check_reshard(request: Request) -> list[Problem]:
-    way, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
-    if not (way.reshard_after_forward and kind in SPLIT_BACKWARD and request.pp > 1):
+def _splits_backward(request: Request) -> bool:
+    return request.pp > 1 and request.config.strategy.pipeline.kind in SPLIT_BACKWARD
+
+
+def _check_split_backward(request: Request) -> list[Problem]:
+    """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
+    if not _splits_backward(request):
         return []
+    data, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
+    too_early = {
+        "reshard_after_forward": (data.reshard_after_forward, "would let the weights go"),
+        "reduce_each_microbatch": (data.reduce_each_microbatch, "would reduce them"),
+    }
     return [
         Problem(
-            f"strategy.data.reshard_after_forward=true under schedule={kind}: its weight gradients come after the "
-            "backward that would let the weights go",
-            where="strategy.data.reshard_after_forward",
-            suggestion="strategy.data.reshard_after_forward=false, or schedule=1f1b",
+            f"strategy.data.{key}=true under schedule={kind}: its weight gradients come after the backward that {does}",
+            where=f"strategy.data.{key}",
+            suggestion=f"strategy.data.{key}=false, or schedule=1f1b",
             kind="undefined",
         )
+        for key, (asked, does) in too_early.items()
+        if asked
     ]

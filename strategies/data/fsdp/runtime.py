@@ -1,8 +1,9 @@
 """fsdp at run time: torch's FSDP2 wraps every block; here are its units, when it reduces, and its local tensors.
 
-FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in the
-last microbatch only: at pp=1 under that microbatch's backward, else when the schedule is done with the stage. What is
-in no unit (`units.is_whole`) it ignores; ddp's buckets sum those gradients.
+FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in every
+backward pass, or in the last one of each stage only (`reduce_each_microbatch=false`, which keeps unsharded gradients
+until then); HSDP sums the shards over the replicas in the last one. Under schedules that split backward, all of it
+follows the schedule. What is in no unit (`units.is_whole`) it ignores; ddp's buckets sum those gradients.
 """
 
 from __future__ import annotations
@@ -87,13 +88,14 @@ class FsdpRuntime(LocalRuntime):
         self.frozen = [parameters[held.name] for held, _ in frozen(pairs)]
         self._sharded = [(parameters[held.name], w) for held, w in trained(pairs) if not is_whole(held, plan)]
         self.flat_gradients = self._whole.flat_gradients
-        self._num_forwards = 0
-        self._reduces: bool | None = None  # not said yet
+        self._num_backwards = dict.fromkeys(parts, 0)
+        self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
         # Then every backward is a last one, and nothing need be said again: saying it walks all modules.
         self._always_last = plan.pipeline.kind == "none" and plan.batch.microbatches == 1
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
+            part.register_forward_hook(self._after_forward)
 
     def begin_step(self) -> None:
         """No gradients, no weights gathered (an evaluation leaves old ones), and no reduction before its time."""
@@ -104,8 +106,9 @@ class FsdpRuntime(LocalRuntime):
         for parameter, sharded in self._sharded:
             parameter.tensor.grad = sharded.grad = None
         self._whole.begin_step()
-        self._num_forwards = 0
-        self._set_last(self._always_last)
+        self._num_backwards = dict.fromkeys(self._num_backwards, 0)
+        for root in self._roots:
+            self._set_last(root, self._always_last)
 
     def launch_gradients(self) -> None:
         """Send what is left of what is in no unit."""
@@ -113,9 +116,9 @@ class FsdpRuntime(LocalRuntime):
 
     def finish_gradients(self) -> None:
         """Reduce what backward has not, and hand the shards' gradients over."""
-        if not self._reduces:
-            self._set_last(True)
-            for root in self._roots:
+        for root in self._roots:
+            if not self._is_last[root]:
+                self._set_last(root, True)
                 torch_private.fsdp_reduce(root)
         with torch.no_grad():
             for parameter, sharded in self._sharded:
@@ -123,25 +126,34 @@ class FsdpRuntime(LocalRuntime):
         self._whole.finish_gradients()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
-        """A weight of two stages is gathered. At pp=1 microbatches alternate forward and backward, so from the last
-        one's forward on, backward may reduce."""
+        """Gather a weight of two stages."""
         for holder in self._holders:
             holder.unshard()
         if not torch.is_grad_enabled():
             self._left_gathered = True
-        elif self._plan.pipeline.kind == "none":
-            self._num_forwards += 1
-            if self._num_forwards == self._plan.batch.microbatches:
-                self._set_last(True)
 
-    def _set_last(self, last: bool) -> None:
-        """Whether the backward passes from now on reduce. Weights that are kept go when it is done."""
-        if last == self._reduces:
+    def _after_forward(self, part: nn.Module, _: object, output: Tensor) -> None:
+        """Notice when the last backward pass of a stage begins: with the gradient of that stage's output."""
+        if self._always_last or self._plan.pipeline.splits_backward or not output.requires_grad:
             return
-        self._reduces = last
-        for root in self._roots:
-            root.set_requires_gradient_sync(last)
-            root.set_reshard_after_backward(last or self._plan.data.reshard_after_forward)
+        assert isinstance(part, FSDPModule), "every stage is a root of FSDP"
+
+        def backward_begins(_: Tensor) -> None:
+            self._num_backwards[part] += 1
+            if self._num_backwards[part] == self._plan.batch.microbatches:
+                self._set_last(part, True)
+
+        output.register_hook(backward_begins)
+
+    def _set_last(self, root: FSDPModule, last: bool) -> None:
+        """Tell a root whether its next backward pass is the last of the step: then all that is left is reduced, and
+        weights that are kept go when it is done."""
+        if self._is_last.get(root) == last:
+            return
+        self._is_last[root] = last
+        root.set_requires_gradient_sync(last or self._plan.data.reduce_each_microbatch)
+        root.set_requires_all_reduce(last)
+        root.set_reshard_after_backward(last or self._plan.data.reshard_after_forward)
 
 
 def _local(tensor: Tensor) -> Tensor:

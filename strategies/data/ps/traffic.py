@@ -76,7 +76,9 @@ def server_memory(plan: Plan, server: int) -> Memory:
     """Its weights, the sum of gradients of an update and one that arrives, and the optimizer's state."""
     weights = server_bytes(plan)[server]
     leaves_out = ("the framework's own memory", "messages on their way")
-    return Memory(weights, 2 * _gradient_bytes(plan, weights), weights * plan.optimizer_states, 0, leaves_out)
+    return Memory(
+        weights, 2 * _gradient_bytes(plan, weights), weights * plan.optimizer_states, 0, leaves_out=leaves_out
+    )
 
 
 def _gradient_bytes(plan: Plan, weights: int) -> int:

@@ -7,6 +7,7 @@ layout and the one-device name; along dim 0 they may be uneven or empty, and are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import prod
 
 from parallelrun.errors import Problem
@@ -22,6 +23,7 @@ from parallelrun.train.parameters import HeldParameter, held_parameters
 from .. import buckets
 from ..replicated import Replicated
 from ..sharding import check_splits, shard_dim, shard_layout
+from ..waiting import Waiting
 
 
 class Way(Replicated):
@@ -54,6 +56,35 @@ class Way(Replicated):
         ]
         return BYTES[plan.precision.stored] * sum(numels)
 
+    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Beside the buckets: each one's sum over dp, of which this rank keeps its part, and what pads them."""
+        trained = buckets.trained_parameters(plan, position)
+        shapes = buckets.local_shapes(trained, coordinate, plan)
+        padded = part = whole = 0
+        for bucket in buckets.partition(trained, shapes, plan, padded=True):
+            numel = sum(buckets.exchanged_numel(trained[i], shapes[i], plan, padded=True) for i in bucket.indices)
+            padded += numel
+            part += numel // plan.mesh.size(bucket.axis)
+            whole += sum(prod(shapes[i]) for i in bucket.indices)
+        return BYTES[plan.precision.reduce] * (padded - whole + part)
+
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
+        """Gradients that no bucket has collected yet, all of them where buckets wait for the schedule's end; in the
+        last pass, what full buckets receive over gloo."""
+        if plan.pipeline.splits_backward:
+            return None
+        waiting = _waiting(plan.stages[stage].position, coordinate, plan)
+        is_last = number == plan.batch.microbatches - 1
+        return [
+            beside + (sum(_received(one, waiting, plan) for one in full) if is_last else 0)
+            for beside, full in waiting.of_stage(stage)
+        ]
+
+    def ending_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """What all buckets receive over gloo, before the sums."""
+        waiting = _waiting(position, coordinate, plan)
+        return sum(_received(number, waiting, plan) for number in range(len(waiting.buckets)))
+
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter of gradients and an all-gather of updated parameters, then the final sums."""
         trained = buckets.trained_parameters(plan, position)
@@ -63,6 +94,15 @@ class Way(Replicated):
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")
+
+
+def _waiting(position: int, coordinate: dict[str, int], plan: Plan) -> Waiting:
+    return Waiting(position, coordinate, plan, partial(buckets.partition, plan=plan, padded=True))
+
+
+def _received(number: int, waiting: Waiting, plan: Plan) -> int:
+    """Bytes of the parts that a bucket's reduce-scatter receives and then sums, over gloo (`comm`)."""
+    return waiting.sent_bytes(number) if plan.device == "cpu" else 0
 
 
 def exchanges(

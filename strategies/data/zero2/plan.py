@@ -8,6 +8,8 @@ and memory.
 
 from __future__ import annotations
 
+from functools import partial
+
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.models.spec import ParameterSpec
@@ -17,7 +19,10 @@ from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .. import buckets
 from ..sharding import check_splits
+from ..waiting import Waiting
 from ..zero1 import plan as zero1
+
+UNDER_WAY = 2  # buckets whose reduction is not waited for yet: one is sent while the next one fills
 
 
 class Way(zero1.Way):
@@ -31,6 +36,34 @@ class Way(zero1.Way):
         whole = plan.pipeline.splits_backward
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
+    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """This rank's shards, beside the whole gradients that a split backward leaves."""
+        if not plan.pipeline.splits_backward:
+            return 0
+        waiting = Waiting(position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        return sum(waiting.sent_bytes(i) // plan.mesh.size(one.axis) for i, one in enumerate(waiting.buckets))
+
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
+        """Gradients that no bucket holds yet, and the last buckets on their way, those of the pass before included."""
+        waiting = Waiting(plan.stages[stage].position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        if plan.pipeline.splits_backward:  # nothing is reduced before the schedule is done
+            return [0] * len(plan.stages[stage].blocks)
+        of_stage = waiting.of_stage(stage)
+        own = [number for number, one in enumerate(waiting.buckets) if waiting.stage_of(one) == stage]
+        started = [(one, number > 1) for one in own] if number else []  # (bucket, is its sum added to earlier ones?)
+        return [
+            beside
+            + sum(_under_way(*one, waiting, plan) for one in [*started, *((x, number > 0) for x in full)][-UNDER_WAY:])
+            for beside, full in ((beside, [x for x in full if x in own]) for beside, full in of_stage)
+        ]
+
+    def ending_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """The last buckets on their way; all at once where the schedule leaves them to its end."""
+        waiting = Waiting(position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        again = plan.batch.microbatches > 1
+        sizes = [_under_way(number, again, waiting, plan) for number in range(len(waiting.buckets))]
+        return sum(sizes[-UNDER_WAY:])
+
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""
         trained = buckets.trained_parameters(plan, position)
@@ -39,6 +72,17 @@ class Way(zero1.Way):
         sent = zero1.exchanges(filled, trained, coordinate, plan, reductions(plan))
         layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, position)]
         return sent + buckets.final_collectives(layouts, coordinate, plan)
+
+
+def _flat_buckets(trained: list[HeldParameter], shapes: list[tuple[int, ...]], plan: Plan) -> list[buckets.Filled]:
+    return [bucket for of_stage in stage_buckets(trained, shapes, plan) for bucket in of_stage]
+
+
+def _under_way(number: int, again: bool, waiting: Waiting, plan: Plan) -> int:
+    """A bucket while it is reduced: its buffer, over gloo what is received (`comm`), and the sum of later passes."""
+    sent = waiting.sent_bytes(number)
+    total = sent // plan.mesh.size(waiting.buckets[number].axis) if again else 0
+    return sent + (sent if plan.device == "cpu" else 0) + total
 
 
 def reductions(plan: Plan) -> int:

@@ -19,11 +19,9 @@ from parallelrun.train.parameters import LocalParameter
 from ..chunks import Cut, cut, local_parameter, starts_of
 from ..local import LocalRuntime, Pair, by_axis, frozen, match, set_gradient, trained
 from ..zero1.runtime import shard
-from .plan import reductions, stage_buckets
+from .plan import UNDER_WAY, reductions, stage_buckets
 
 __all__ = ["attach", "shard"]
-
-UNDER_WAY = 2  # buckets whose reduction is not waited for yet: one is sent while the next one fills
 
 
 def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from math import prod
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.models.spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
-from parallelrun.product import Activation, Product, transfers
+from parallelrun.product import Activation, Product, num_panels, transfers
 
 from ..keeping import (
     INDEX,
@@ -33,7 +34,9 @@ from ..keeping import (
     follows_attention,
     norm_bytes,
 )
+from ..megatron import backward
 from ..megatron import memory as one_device
+from . import layouts
 from .axes import degree, outside
 from .products import lies, product_of
 from .traffic import overlaps, rows
@@ -45,8 +48,72 @@ def saved_bytes(block: BlockSpec, plan: Plan) -> int:
         return one_device.saved_bytes(block, plan)
     if plan.recompute == "full" and block.is_recomputed:
         return _elements(outside(plan), plan.spec.hidden, plan) * BYTES[plan.precision.compute]
-    total = sum(_layer(layer, block, plan) for layer in block.layers)
-    return total + (_loss(plan) if block.name == plan.spec.blocks[-1].name else 0)
+    return sum(one.kept for one in passes(block, plan))
+
+
+def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    """The layers of `block` in its backward pass, in forward order, the loss behind the last."""
+    if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
+        return one_device.passes(block, plan)
+    found = [one for layer in block.layers for one in _passes(layer, block, plan)]
+    return (*found, *([_loss_pass(plan)] if block.name == plan.spec.blocks[-1].name else []))
+
+
+def _passes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    """A product reads the gradient of Y and gives that of X, and holds what backward gathers and scatters meanwhile:
+    over gloo a reduce-scatter receives as much as it sends. Panels go two at a time."""
+    kept, compute = _layer(layer, block, plan), BYTES[plan.precision.compute]
+    between = _elements(outside(plan), plan.spec.hidden, plan) * compute
+    beside = between if block.kind in backward.RESIDUAL_KINDS else 0
+    own = sum(_local_numel(weight, plan) for weight in layer.parameters) * BYTES[plan.precision.stored]
+    product = product_of(layer, plan)
+    if product is None or product.lookup:
+        own_norm = between if layer.layer_role == "norm" else 0
+        return (Pass(kept, beside + between, own_norm, 0, own, own_norm),)
+    reads = _elements(product.y, layer.out_features, plan) * compute
+    gives = _elements(product.x, layer.in_features, plan) * compute
+    first = Pass(
+        kept, beside if layer.layer_role == "row" else beside + reads, gives, _moved(layer, product, plan), own, reads
+    )
+    if layer.layer_role != "columns":
+        return (first,)
+    if attends(layer):
+        return first, Pass(0, beside + reads // 3, reads)
+    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
+    return first, Pass(0, beside + (reads // 2 if gated else reads), reads)
+
+
+def _moved(layer: LayerSpec, product: Product, plan: Plan) -> int:
+    """Bytes of what a product's backward gathers and scatters."""
+    sizes = plan.mesh.sizes
+    moved = transfers(
+        product, rows(plan), layer.in_features, layer.out_features, sizes, save_gathered=plan.tensor.save_gathered
+    )
+    parts = num_panels(product, sizes) if product.panels else 1
+    total = 0
+    for move in moved:
+        if move.phase == "backward":
+            dtype = plan.precision.reduce if move.operand == "dw" else plan.precision.compute
+            times = 2 if move.operation == "reduce_scatter" and plan.device == "cpu" else 1
+            total += times * BYTES[dtype] * move.elements * min(2, parts) // parts
+    return total
+
+
+def _local_numel(parameter: ParameterSpec, plan: Plan) -> int:
+    return layouts.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
+
+
+def _loss_pass(plan: Plan) -> Pass:
+    """The gradient of the logits on this rank, in the accurate dtype beside their copy in it, then rounded."""
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    return Pass(_loss(plan), 0, _logits(plan) * (2 * accurate + (compute if compute != accurate else 0)))
+
+
+def _logits(plan: Plan) -> int:
+    head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
+    product = product_of(head, plan) if head else None
+    targets = plan.batch.micro_batch * plan.spec.targets_per_sample
+    return prod(product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)) if product else targets * plan.spec.vocab
 
 
 def _elements(activation: Activation, features: int, plan: Plan) -> int:

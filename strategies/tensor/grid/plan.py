@@ -11,7 +11,7 @@ from parallelrun.layout import Layout
 from parallelrun.models.spec import BlockSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
-from parallelrun.plan.ways import Request
+from parallelrun.plan.ways import Pass, Request
 
 from .. import explaining
 from . import axes, checks, choose, layouts, products, shapes, traffic
@@ -98,6 +98,12 @@ class Way:
         from . import memory
 
         return memory.saved_bytes(block, plan)
+
+    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+        """See `memory`."""
+        from . import memory
+
+        return memory.passes(block, plan)
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""

@@ -24,6 +24,7 @@ from math import prod
 
 from parallelrun.models.spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
 
 from ..keeping import (
@@ -36,7 +37,7 @@ from ..keeping import (
     follows_attention,
     norm_bytes,
 )
-from . import expert_memory
+from . import backward, expert_memory
 from .layouts import AXIS, largest, row_range
 from .traffic import overlaps, rows
 
@@ -54,8 +55,19 @@ def saved_bytes(block: BlockSpec, plan: Plan) -> int:
         return round(kept * plan.batch.micro_batch * compute)
     if plan.recompute == "full" and block.is_recomputed:
         return _local_rows(plan) * plan.spec.hidden * compute
-    total = sum(_layer(layer, block, plan) for layer in block.layers)
-    return total + (_loss(plan) if block == plan.spec.blocks[-1] else 0)
+    return sum(one.kept for one in passes(block, plan))
+
+
+def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    """The layers of `block` in its backward pass, in forward order, the loss behind the last."""
+    if plan.spec.kind == "images" or all(layer.layer_role in ("", SAMPLE_SET_ROLE) for layer in block.layers):
+        return _own_passes(block, plan)
+    found = [one for layer in block.layers for one in backward.of_layer(layer, block, plan, _layer(layer, block, plan))]
+    return (*found, *([backward.of_loss(plan, _loss(plan))] if block == plan.spec.blocks[-1] else []))
+
+
+def _own_passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    return (Pass(kept=round((block.saved_elements or 0) * plan.batch.micro_batch * BYTES[plan.precision.compute])),)
 
 
 def _local_rows(plan: Plan) -> int:

@@ -13,7 +13,7 @@ from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSp
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
-from parallelrun.plan.ways import Request
+from parallelrun.plan.ways import Pass, Request
 
 from .. import explaining, roles
 from . import layouts, memory, traffic
@@ -88,6 +88,10 @@ class Way:
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Bytes one microbatch of `block` keeps for backward on the rank that keeps most. See `memory`."""
         return memory.saved_bytes(block, plan)
+
+    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+        """See `memory` and `backward`."""
+        return memory.passes(block, plan)
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""

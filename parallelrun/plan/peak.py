@@ -1,0 +1,190 @@
+"""The most bytes a worker holds at once in a step: a walk through its schedule's backward passes. Torch-free.
+
+Memory is highest in backward: when the pass of a stage begins, everything that its microbatches in flight have saved is
+there, and while it goes through the blocks, gradients of activations and of weights come in addition. Forward needs
+less than the backward pass that follows it, and so does the optimizer, unless a step has hardly any activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from parallelrun.models.spec import BlockSpec
+from parallelrun.plan.load import Ways, ways_of
+from parallelrun.plan.structure import Plan, Stage
+from parallelrun.plan.ways import Pass
+from parallelrun.precision import BYTES
+from parallelrun.train.parameters import HeldParameter, held_parameters
+
+INDEX_BYTES = 8  # of a token, a target and the number of a sample
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rank holds at one moment beside weights, optimizer state and what its data way always holds.
+
+    gradients: complete ones of whole stages. activations: saved for backward. temporary: all that is there only while a
+    block's backward pass runs, and the batch.
+    """
+
+    gradients: int
+    activations: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.temporary
+
+
+@dataclass(frozen=True)
+class BackwardBlock:
+    """A block as its backward pass finds it. kept: what every microbatch in flight holds of it. passes: its layers in
+    forward order. again: saved tensors that recomputation brings back first."""
+
+    kept: int
+    passes: tuple[Pass, ...]
+    again: int = 0
+
+    def working_bytes(self, accumulates: bool) -> int:
+        """The most that the pass holds at once beyond `kept`.
+
+        accumulates: gradients of weights stay until the pass is over; else each is added to a sum and freed.
+        """
+        remaining = total = sum(one.kept for one in self.passes)
+        most, produced = 0, 0
+        for one in reversed(self.passes):
+            here = one.arriving + one.giving + one.scratch + one.weights
+            most = max(most, remaining - total + produced + here)
+            produced += one.weights if accumulates else 0
+            remaining -= one.kept
+        return self.again + most
+
+
+def worst(plan: Plan, position: int, coordinate: dict[str, int]) -> Moment:
+    """The moment of a step at which the rank at that coordinate holds most."""
+    return _Walk(plan, position, coordinate).worst()
+
+
+def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
+    """Bytes of the gradients as backward leaves them: in the stored dtype, whole on the data axis."""
+    sizes, each = plan.mesh.sizes, BYTES[plan.precision.stored]
+    return each * sum(
+        p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in held if not p.spec.frozen
+    )  # fmt: skip
+
+
+class _Walk:
+    """One rank's step. Stages are looked at once each; the order of actions says what is in flight at each backward."""
+
+    def __init__(self, plan: Plan, position: int, coordinate: dict[str, int]):
+        self._plan, self._position, self._coordinate = plan, position, coordinate
+        self._ways = ways_of(plan)
+        self._stages = {stage.index: stage for stage in plan.stages_of(position)}
+        held = held_parameters(plan, position)
+        self._gradients = {
+            index: _by_block(stage, [p for p in held if p.stage == index], plan, coordinate)
+            for index, stage in self._stages.items()
+        }
+        self._looks: dict[tuple[str, bool], BackwardBlock] = {}
+        self._blocks = {
+            index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
+        }
+        self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
+        self._flow = getattr(self._ways.data, "backward_bytes", None) if plan.mesh.size("dp") > 1 else None
+        self._waiting = {index: self._waits(index, 0) for index in self._stages}
+        self._beyond: dict[tuple[int, int], int] = {}
+
+    def worst(self) -> Moment:
+        begun: Counter[int] = Counter()  # backward passes by stage
+        waiting: Counter[int] = Counter()  # microbatches by stage whose weights' gradients are still to be computed
+        batch = _batch_bytes(self._plan, self._position)
+        moments = []
+        for action, activations in self._ways.pipeline.live_bytes(self._plan, self._position, self._kept):
+            index = action.stage
+            if action.kind == "I" and index > 0:
+                waiting[index] += 1
+            if action.kind != "F" and (action.kind != "I" or index > 0):
+                apart = sum(number * self._apart(stage) for stage, number in waiting.items())
+                split = action.kind in "IW" and index > 0
+                temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
+                moments.append(Moment(self._complete(begun), activations, temporary))
+            if action.kind in "BW":
+                begun[index] += 1
+                waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
+        ending = getattr(self._ways.data, "ending_bytes", None)
+        last = ending(self._position, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
+        return max([*moments, Moment(self._complete(begun), 0, last + batch)], key=lambda moment: moment.total)
+
+    def _backward_block(self, name: str) -> BackwardBlock:
+        """Blocks that are alike are looked at once; the loss is behind the model's last."""
+        spec = self._plan.spec
+        key = spec.first_alike[name], name == spec.blocks[-1].name
+        if key not in self._looks:
+            self._looks[key] = _backward_block(spec.block(name), self._plan, self._ways)
+        return self._looks[key]
+
+    def _apart(self, index: int) -> int:
+        """What a microbatch of a stage keeps, beside what forward has saved, from its input pass to its weight pass."""
+        return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
+
+    def _largest(self, index: int) -> int:
+        """The gradient of the largest layer's weights, before it is added up."""
+        return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
+
+    def _waits(self, index: int, number: int) -> list[int] | None:
+        return self._flow(index, number, self._coordinate, self._plan) if self._flow else None
+
+    def _complete(self, begun: Iterable[int]) -> int:
+        """Gradients that the data way does not take from the weights: those of stages whose backward has run before."""
+        return sum(sum(self._gradients[index]) for index in begun if self._waiting[index] is None)
+
+    def _beyond_kept(self, index: int, number: int) -> int:
+        """The most that backward pass `number` of a stage holds beyond what all microbatches in flight have saved."""
+        middle = 0 < number < self._plan.batch.microbatches - 1  # all alike
+        key = index, 1 if middle else number
+        if key not in self._beyond:
+            self._beyond[key] = self._compute_beyond(*key)
+        return self._beyond[key]
+
+    def _compute_beyond(self, index: int, number: int) -> int:
+        blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)
+        accumulates = number == 0 or waiting is not None
+        freed = produced = 0
+        most = 0
+        for place in reversed(range(len(blocks))):
+            beside = waiting[place] if waiting is not None else produced
+            most = max(most, blocks[place].working_bytes(accumulates) + beside - freed)
+            freed += blocks[place].kept
+            produced += gradients[place] if accumulates else 0
+        return most
+
+
+def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinate: dict[str, int]) -> list[int]:
+    """Per block of a stage, bytes of its gradients. That of a tied weight comes first with the block that reads it."""
+    reader = {original: block.name for block in plan.spec.blocks for layer in block.layers for original in [layer.tied]}
+    sizes = dict.fromkeys(stage.blocks, 0)
+    for parameter in held:
+        reads = reader.get(parameter.spec.name)
+        block = reads if reads in sizes else parameter.block
+        sizes[block] += gradient_bytes(plan, [parameter], coordinate)
+    return list(sizes.values())
+
+
+def _backward_block(block: BlockSpec, plan: Plan, ways: Ways) -> BackwardBlock:
+    passes = ways.tensor.passes(block, plan)
+    extra = ways.expert.saved_bytes(block, plan) if ways.expert else 0
+    kept = ways.tensor.saved_bytes(block, plan) + extra
+    again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
+    return BackwardBlock(kept, passes, max(0, again))
+
+
+def _batch_bytes(plan: Plan, position: int) -> int:
+    """The samples of the data replica in this step: inputs on the first stage, targets on the last."""
+    spec, samples = plan.spec, plan.batch.replica_batch
+    each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]
+    inputs = prod(spec.sample_shape) * each if position == plan.stages[0].position else 0
+    targets = spec.targets_per_sample * INDEX_BYTES if position == plan.last_stage_position else 0
+    return samples * (inputs + targets + INDEX_BYTES)
