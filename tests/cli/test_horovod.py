@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.cli.test_program import TINY, run
@@ -14,32 +10,12 @@ from tests.cli.test_program import TINY, run
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_the_printed_command_brings_the_other_hosts_ranks(tmp_path):
-    """Two "hosts" on loopback: this one starts its slots and waits, the other's command is run by hand."""
-    words = ["-np", "2", "-H", "127.0.0.1:1,elsewhere:4", "strategy=horovod", "device=cpu", *TINY]
-    command = [sys.executable, "-m", "parallelrun", *words]
-    environ = {**os.environ, **ENVIRONMENT}
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as here:
-        assert here.stdout is not None
-        assert here.stdout.readline() == "on elsewhere (rank 1):\n"
-        printed = shlex.split(here.stdout.readline().partition("&&")[2])
-        assert printed[0] == "torchrun" and "--nproc-per-node=1" in printed and "-np" not in printed
-        there = [sys.executable, "-m", "torch.distributed.run", *printed[1:]]
-        done = subprocess.run(there, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        said = here.stdout.read()
-        assert here.wait(timeout=60) == 0, said
-    assert "here: rank 0, waiting for the others" in said
-    (summary,) = Path(tmp_path).glob("runs/*/*/summary.json")
-    assert json.loads(summary.read_text())["world"] == 2
-
-
 def test_more_processes_than_slots_and_hosts_elsewhere_start_nothing(tmp_path):
     done = run("-np", "5", "-H", "localhost:4", *TINY, cwd=tmp_path)
     assert done.returncode == 2
     assert "Requested more processes (5) than there are available slots (4)" in done.stderr
     done = run("-np", "2", "-H", "elsewhere:2", "strategy=horovod", *TINY, cwd=tmp_path)
-    assert done.returncode == 3 and "on elsewhere (ranks 0 to 1)" in done.stdout
+    assert done.returncode == 3 and "elsewhere" in done.stderr  # tests/cli/test_hosts_over_ssh.py has hosts that answer
     assert list(tmp_path.iterdir()) == []
 
 

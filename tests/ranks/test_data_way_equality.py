@@ -257,10 +257,11 @@ def test_zero2_keeps_one_part_in_dp_of_the_gradients_and_two_buckets_under_way()
 
 def reduce_every_microbatch(training: Training) -> None:
     set_last = training.data._set_last
-    training.data._set_last = lambda last: set_last(True)
+    training.data._set_last = lambda root, last: set_last(root, True)
 
 
 def test_reducing_more_often_than_planned_is_seen_in_the_account():
     """The numbers stay right, so only the count can tell."""
-    for result in on_ranks({"dp": 2, "microbatches": 2, **FSDP}, run, 1, reduce_every_microbatch):
+    once = {"strategy.data.reduce_each_microbatch": False}
+    for result in on_ranks({**once, "dp": 2, "microbatches": 2, **FSDP}, run, 1, reduce_every_microbatch):
         assert result.counted != result.predicted

@@ -10,6 +10,7 @@ import torch
 
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.plan import account
+from parallelrun.plan.load import ways_of
 from parallelrun.train import checkpointing
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
@@ -82,6 +83,8 @@ def frozen_under(overrides: dict[str, Any], folder: Path, resume: bool) -> dict[
     for step in (start + 1, start + 2):
         train_step(training, step, 0.01, scaler)
     said = account.memory(plan, training.mesh.rank)
+    way, place = ways_of(plan).data, plan.mesh.coordinate(training.mesh.rank)
+    row = way.held_bytes(place["pp"], place, plan) if plan.data.kind == "zero1" else 0  # where a sum arrives
     modules = {name: p for part in training.parts for name, p in part.named_parameters()}
     weights = sum(p.numel() * p.element_size() for p in modules.values())
     gradients = 0 if plan.data.kind != "zero1" else sum(p.numel() * p.element_size() for p in reduced(training))
@@ -90,7 +93,7 @@ def frozen_under(overrides: dict[str, Any], folder: Path, resume: bool) -> dict[
     checkpointing.save(training, scaler, start + 2, folder)
     return {
         "gradient of frozen": [n for n, p in modules.items() if plan.spec.parameters[n].frozen and p.grad is not None],
-        "said and held": [(said.weights, weights), (said.gradients, gradients), (said.optimizer, states)],
+        "said and held": [(said.weights, weights), (said.gradients - row, gradients), (said.optimizer, states)],
         "num_frozen": plan.spec.num_frozen,
     }
 

@@ -247,7 +247,7 @@ def test_a_passing_stall_is_hidden_and_a_permanent_one_is_not(tmp_path) -> None:
 
 
 def test_a_worker_that_ends_early_holds_nobody_back(tmp_path) -> None:
-    settings = {"steps": 12, **SSP, "strategy.data.staleness": 1}
+    settings = {"steps": 12, "checkpoint.last": False, **SSP, "strategy.data.staleness": 1}  # all save together
     run(tmp_path, settings, change="worker_2_ends_early")
     clocks = [(row.pushes[0].worker, row.clock) for row in updates(tmp_path)]
     assert max(clock for worker, clock in clocks if worker == 2) == 3

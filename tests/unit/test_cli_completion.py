@@ -31,7 +31,10 @@ def test_verbs_tools_and_groups_are_offered_in_the_first_place():
     [
         ("model.la", ["model.layers=", "model.label_smoothing="]),
         ("model.router.k", ["model.router.kind="]),
-        ("strategy.", ["strategy.data.", "strategy.tensor.", "strategy.pipeline.", "strategy.expert."]),
+        (
+            "strategy.",
+            ["strategy.data.", "strategy.tensor.", "strategy.pipeline.", "strategy.expert.", "strategy.fill_order="],
+        ),
         ("strategy.pipeline.p", ["strategy.pipeline.partition="]),
         ("optimizer.w", ["optimizer.warmup=", "optimizer.weight_decay="]),
         ("strategy=pt", ["strategy=ptdp"]),
