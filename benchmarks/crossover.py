@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
 import time
 from collections import Counter
@@ -167,8 +168,15 @@ def crossovers(rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]
     return found
 
 
-def picture(rows: list[dict[str, Any]]) -> str:
-    """The figure, as SVG."""
+def read_back(path: Path) -> list[dict[str, Any]]:
+    """The rows that `_write` wrote as CSV."""
+    kinds = {"nodes": int, "bytes": int, "busiest_bytes": int, "seconds": float, "foretold_25g_s": float}
+    with path.open(newline="") as file:
+        return [{key: kinds.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
+    """The figure, as SVG. facts: of `environment`, where the rows were measured."""
     nodes = Axis("nodes", digits, ticks=tuple(float(n) for n in sorted({row["nodes"] for row in rows})))
 
     def panel(title: str, size: int, key: str, y: Axis) -> Panel:
@@ -180,7 +188,8 @@ def picture(rows: list[dict[str, Any]]) -> str:
         ]
         return Panel(title, nodes, y, tuple(lines))
 
-    seconds, amount = Axis("median of all nodes' slowest", _seconds), Axis("sent or received", bytes_text)
+    seconds = Axis("median of all nodes' slowest", _seconds)
+    amount = Axis("sent or received", bytes_text, of_bytes=True)
     across = crossovers(rows)
     panels = [
         panel(f"The busiest node, {bytes_text(LARGE)} (counted)", LARGE, "busiest_bytes", amount),
@@ -189,12 +198,11 @@ def picture(rows: list[dict[str, Any]]) -> str:
         Panel(
             "Below: one server is faster",
             nodes,
-            Axis("bytes of gradients", bytes_text, log=True),
+            Axis("bytes of gradients", bytes_text, log=True, of_bytes=True),
             (Line(3, tuple(across["ethernet_25g"])), Line(4, tuple(across["measured"]))),
         ),
     ]
     legend = (*SYSTEMS, "crossover, closed form (25 Gb/s, 30 us)", "crossover, measured here")
-    facts = environment()
     notes = (
         f"torch {facts['torch']}, gloo over loopback, {facts['cores']} cores shared by all nodes, {facts['date']}:",
         "measured time follows what all nodes send together, which is the same for all; ports of their own would show",
@@ -214,8 +222,10 @@ def _write(name: str, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    Path(f"{stem}.svg").write_text(picture(rows))
-    print(f"written to {stem}.csv and .svg")
+    facts = environment()
+    Path(f"{stem}.json").write_text(json.dumps({"environment": facts}) + "\n")
+    Path(f"{stem}.svg").write_text(picture(rows, facts))
+    print(f"written to {stem}.csv, .json and .svg")
 
 
 def main() -> None:

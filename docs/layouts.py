@@ -67,7 +67,7 @@ def draw(picture: Picture, rank: int = 0) -> str:
         ("W", "K rows, N columns", product.weight, brought_w, True),
         ("Y", "rows M, features N", y, partial_y, False),
     )
-    width, height = 3 * SIDE + 4 * GAP, TOP + SIDE + 64
+    width, height = 3 * SIDE + 4 * GAP, TOP + SIDE + 86
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12" fill="{TEXT}">',
@@ -85,9 +85,9 @@ def draw(picture: Picture, rank: int = 0) -> str:
     parts += [
         f'<rect x="{GAP}" y="{below - 11}" width="14" height="14" fill="{HELD}"/>',
         f'<text x="{GAP + 20}" y="{below}">held by rank {rank} ({place})</text>',
-        f'<rect x="{GAP + 230}" y="{below - 11}" width="14" height="14" fill="{BROUGHT}"/>',
-        f'<text x="{GAP + 250}" y="{below}">{_legend(product)}</text>',
-        f'<text x="{GAP}" y="{below + 22}" fill="#4a5568">Numbers in the blocks are the ranks that hold them.</text>',
+        f'<rect x="{GAP}" y="{below + 11}" width="14" height="14" fill="{BROUGHT}"/>',
+        f'<text x="{GAP + 20}" y="{below + 22}">{_legend(product)}</text>',
+        f'<text x="{GAP}" y="{below + 44}" fill="#4a5568">Numbers in the blocks are the ranks that hold them.</text>',
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

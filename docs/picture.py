@@ -1,53 +1,82 @@
-"""Draws docs/run.svg: the README's picture, from a real run in a pseudo-terminal.
+"""Draws docs/run.svg: the README's picture, the screen of the main job, from the files of a real run.
 
-python docs/picture.py            # runs the main job and draws its screen
+python docs/picture.py            # draws it again from docs/run/
+python docs/picture.py --run      # runs the main job first, and keeps its files in docs/run/
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import pty
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
+
+from parallelrun.launch.preflight import crowding
+from parallelrun.launch.start import starting
+from parallelrun.report.progress import Progress
+from parallelrun.report.run import FILES, show
 
 COMMAND = ["parallelrun", "model=gpt", "strategy=ptdp", "tp=2", "pp=2"]
-WIDTH = 92
+WIDTH = 80
+HERE = Path(__file__).resolve().parent
+KEPT = HERE / "run"
+FILES_READ = ("metrics.jsonl", "summary.json", "comm.json")
+PICTURE = HERE / "run.svg"
 
 
-def screen_of(command: list[str]) -> str:
-    """Everything the command writes to a terminal WIDTH columns wide, ANSI colours included."""
-    chunks: list[bytes] = []
-
-    def read(descriptor: int) -> bytes:
-        data = os.read(descriptor, 4096)
-        chunks.append(data)
-        return b" "  # keep this terminal quiet; an empty answer would mean end of file
-
-    os.environ.update(COLUMNS=str(WIDTH), TERM="xterm-256color")
-    status = pty.spawn(command, read)
-    if status:
-        sys.exit(f"{command} ended with {status}")
-    return b"".join(chunks).decode()
+def run() -> None:
+    """Run the main job, and keep the files that its screen is drawn from."""
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([*COMMAND, f"hydra.run.dir={place}/run"], check=True)
+        KEPT.mkdir(exist_ok=True)
+        for name in FILES_READ:
+            shutil.copyfile(Path(place) / "run" / name, KEPT / name)
 
 
-def settled(screen: str) -> list[str]:
-    """Lines as they stand at the end: of a line that was redrawn, the last drawing."""
-    lines = [line.rstrip("\r") for line in screen.replace("\r\n", "\n").split("\n")]
-    return [next((part for part in reversed(line.split("\r")) if part.strip()), "") for line in lines]
+def draw() -> str:
+    """The screen as SVG: what is said at the start, the last progress line, the panel."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=WIDTH, record=True, force_terminal=True, color_system="truecolor", highlight=False,
+                          file=nowhere)  # fmt: skip
+        summary = json.loads((KEPT / "summary.json").read_text())
+        rows = [json.loads(line) for line in (KEPT / "metrics.jsonl").read_text().splitlines()]
+        console.print(f"[bold]$ {' '.join(COMMAND)}[/]")
+        console.print(starting(summary["world"], summary["dataset"]))
+        for note in crowding(summary["world"], round(summary["world"] / summary["ranks_per_core"])):
+            console.print(f"note: {note}")
+        console.print(Progress(summary["steps"], enabled=False).line(rows[-1], WIDTH))
+        with _as_a_run() as directory:
+            show(directory, console)
+        return console.export_svg(title="parallelrun", unique_id="run")
 
 
-def main() -> None:
-    console = Console(width=WIDTH, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(f"[bold]$ {' '.join(COMMAND)}[/]")
-    for line in settled(screen_of(COMMAND)):
-        console.print(Text.from_ansi(line), soft_wrap=True)
-    target = Path(__file__).with_name("run.svg")
-    console.save_svg(str(target), title="parallelrun")
-    print(f"\nwritten to {target}")
+@contextlib.contextmanager
+def _as_a_run():
+    """The kept files under the name that a run directory has, relative to where the command was typed."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path("runs/gpt-ptdp-tp2pp2/20261122T024500Z-3f1c52")
+        (place / directory).mkdir(parents=True)
+        for name in FILES:
+            if (KEPT / name).exists():
+                shutil.copyfile(KEPT / name, place / directory / name)
+            elif not name.startswith(("routing", "servers")):
+                (place / directory / name).touch()
+        os.chdir(place)
+        try:
+            yield directory
+        finally:
+            os.chdir(before)
 
 
 if __name__ == "__main__":
-    main()
+    if "--run" in sys.argv[1:]:
+        run()
+    PICTURE.write_text(draw())
+    print(f"written to {PICTURE}")

@@ -106,3 +106,9 @@ class CollectiveMismatch(ParallelrunError):
     """Ranks issue different collectives: exit 6."""
 
     exit_code = EXIT_RANK_DIED
+
+
+def with_article(name: str) -> str:
+    """`a list`, `an int`, `an LSTM`."""
+    spelled_out = name[:2].isupper() and name[0] in "AEFHILMNORSX"
+    return f"an {name}" if spelled_out or name[0] in "aeioAEIO" else f"a {name}"

@@ -31,7 +31,7 @@ def saving(see: Callable[[Tensor], object]) -> Iterator[None]:
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages of at least `smallest` bytes that were made inside and still live, and their
-    peak."""
+    peak. Views of what was there before are not counted."""
 
     def __init__(self, smallest: int = 0):
         super().__init__()
@@ -43,12 +43,17 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self._storages.values())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {reference.cdata for reference, _ in _storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                if storage.nbytes() >= self.smallest:
-                    reference = StorageWeakRef(storage)
-                    self._storages.setdefault(reference.cdata, (reference, storage.nbytes()))
+        for reference, size in _storages(result):
+            if size >= self.smallest and reference.cdata not in given:
+                self._storages[reference.cdata] = reference, size
         self.peak = max(self.peak, self.live())
         return result
+
+
+def _storages(tree: object) -> Iterator[tuple[StorageWeakRef, int]]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            storage = leaf.untyped_storage()
+            yield StorageWeakRef(storage), storage.nbytes()

@@ -16,6 +16,7 @@ from typing import Any
 
 from parallelrun.checkpoint.files import sha256_of, size_of
 from parallelrun.errors import CheckpointError, Problem
+from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.structure import Plan
 
 INDEX_FILE = "index.json"
@@ -29,7 +30,6 @@ DTYPES = {
     "float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "int64": ("I64", 8),
     "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1),
 }  # torch's name -> (safetensors' name, bytes)  # fmt: skip
-_STATE_KINDS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
 _REPLICA = re.compile(r"replica/\d+of\d+/")
 _SHOWN = 5
 
@@ -220,9 +220,10 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
             wrong.append(f"{key} is {list(tensor.shape)}, its parameter {list(names[name])}")
         elif tensor.dtype != plan.precision.stored and not (kind == "step" and tensor.dtype == "float32"):
             wrong.append(f"{key} is {tensor.dtype}, expected {plan.precision.stored}")
-    wanted = _STATE_KINDS.get(index.optimizer)
+    known = OPTIMIZERS.get(index.optimizer)
+    wanted = known.state_names if known else frozenset()
     for name, kinds in index.state_kinds.items():
-        if wanted is not None and set(kinds) != wanted:
+        if known is not None and set(kinds) != wanted:
             wrong.append(f"the state of {name} is {sorted(kinds)}, {index.optimizer} has {sorted(wanted)}")
     return wrong
 

@@ -21,8 +21,8 @@ from parallelrun.checkpoint.find import (
     step_name,
 )
 from parallelrun.checkpoint.headers import check_header
-from parallelrun.checkpoint.index import INDEX_FILE, check_model
-from parallelrun.checkpoint.schema import check_training, read_index
+from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
+from parallelrun.checkpoint.schema import check_training
 from parallelrun.config.freeze import freeze, load_frozen
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
@@ -40,6 +40,7 @@ class Newest:
     """The checkpoint that was written last, and among how many runs with checkpoints."""
 
     path: Path
+    step: int
     num_runs: int
 
     @property
@@ -63,9 +64,9 @@ def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Ne
             num_runs += bool(found)
         if not candidates:
             return None
-        path = max(candidates)[1]
+        (_, step), path = max(candidates)
         if path.exists():
-            return Newest(path, num_runs)
+            return Newest(path, step, num_runs)
     return None
 
 
@@ -149,7 +150,21 @@ def _of_a_training(frozen: Config) -> list[Any]:
     return [getattr(scaled, key) for key in _OF_A_TRAINING]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint to go on from, and its index as it was read: the file may be gone by now."""
+
+    path: Path
+    index: Index
+
+
 def check_resume(config: Config, plan: Plan) -> Path | None:
+    """The path that `choose` gives."""
+    chosen = choose(config, plan)
+    return chosen.path if chosen else None
+
+
+def choose(config: Config, plan: Plan) -> Chosen | None:
     """Before any process is started: the checkpoint that `config.resume` means, if it can be gone on from.
 
     None without `resume`, and for `resume=auto` where this training has not saved yet. Looks at names, sizes, headers
@@ -167,15 +182,14 @@ def check_resume(config: Config, plan: Plan) -> Path | None:
         else:
             path = resolve_resume(config.resume, config.runs)
         try:
-            _check(path, plan)
-            return path
+            return Chosen(path, _check(path, plan))
         except CheckpointError:
             if path.exists() or attempt == TRIES - 1:
                 raise
     raise AssertionError("unreachable")
 
 
-def _check(path: Path, plan: Plan) -> None:
+def _check(path: Path, plan: Plan) -> Index:
     index = open_complete(path)
     check_model(index, plan, path)
     check_training(index, path)
@@ -191,18 +205,16 @@ def _check(path: Path, plan: Plan) -> None:
                 suggestion=f"global_batch={trained_with}",
             )
         )
+    return index
 
 
-def hold(path: Path, run_directory: Path) -> Path | None:
+def hold(chosen: Chosen, run_directory: Path) -> Path | None:
     """Give a run the checkpoint it goes on from as its own first one; its path there, None if it is gone meanwhile.
 
     The run that saved it may be alive and delete it at any moment: links keep the files, and take no room. Where the
     file system has none between the two places, the checkpoint stays where it is.
     """
-    try:
-        index = read_index(path)
-    except CheckpointError:
-        return None
+    path, index = chosen.path, chosen.index
     folder = run_directory / FOLDER
     aside = folder / f".{step_name(index.step)}.tmp-{secrets.token_hex(4)}"
     try:
@@ -219,18 +231,13 @@ def hold(path: Path, run_directory: Path) -> Path | None:
     return folder / step_name(index.step)
 
 
-def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved. Raises CheckpointError."""
-    return read_index(path).step
-
-
-def resumed_from(path: Path, dataset: str, fingerprint: str) -> tuple[dict[str, Any], str | None]:
+def resumed_from(chosen: Chosen, dataset: str, fingerprint: str) -> tuple[dict[str, Any], str | None]:
     """(what the manifest says of the checkpoint a run goes on from, a warning if it was trained on other data).
 
     dataset, fingerprint: name and sha256 of the data this run reads. Other data is no reason to refuse (fine-tuning),
-    but never goes unsaid: the order of samples is that of the new data. Raises CheckpointError.
+    but never goes unsaid: the order of samples is that of the new data.
     """
-    index = read_index(path)
+    path, index = chosen.path, chosen.index
     before = index.extra.get("dataset") or {"name": None, "fingerprint": None}
     changed = before["fingerprint"] is not None and before["fingerprint"] != fingerprint
     facts = {

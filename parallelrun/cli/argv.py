@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from parallelrun.cli import hosts as host_list
 from parallelrun.cli.hosts import HostRanks, SshOptions
-from parallelrun.cli.words import CFG_VALUES, HYDRA_FLAGS, INFO_VALUES, PICKLE_FLAG, TOOLS, VERBS
+from parallelrun.cli.words import CFG_VALUES, HYDRA_FLAGS, INFO_VALUES, OUR_FLAGS, PICKLE_FLAG, TOOLS, VERBS
+from parallelrun.config import config_folder
 from parallelrun.config import overrides as override_checks
 from parallelrun.config.keys import GROUPS, known_keys, nearest
 from parallelrun.config.overrides import Override
@@ -26,7 +27,6 @@ _VALUED = {
     "--ssh-identity-file": "identity_file",
     "--ssh-config": "config",
 }
-_OUR_FLAGS = (*_SWITCHES, *_VALUED, "--version", "--help")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def read(argv: list[str]) -> CommandLine:
         placed=placed,
         ssh=ssh,
     )
-    parsed, found = override_checks.read(given, multirun, COMMAND_LINE)
+    parsed, found = override_checks.read(given, multirun, COMMAND_LINE, config_folder.groups(flags))
     problems += found
     if problems:
         raise ConfigError(*problems)
@@ -135,7 +135,7 @@ def _flag(word: str, words: list[str], flags: list[str]) -> list[Problem]:
     if takes_next:
         value = words.pop(0)
     is_key = key in known_keys() or key in GROUPS
-    near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *_OUR_FLAGS], n=1, cutoff=0.75)
+    near_flag = difflib.get_close_matches(name, [*HYDRA_FLAGS, *OUR_FLAGS], n=1, cutoff=0.75)
     fix = near_flag[0] if near_flag and not is_key else override_checks.suggest_pairs(key, value)
     typed = f"{word} {value}" if takes_next else word
     what = f"{typed}: options are written without dashes, as key=value"

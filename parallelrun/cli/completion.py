@@ -1,18 +1,19 @@
-"""Completion with verbs: Hydra's own, shown a command line without the verb. The verbs and tools we answer ourselves.
+"""TAB completion: verbs, tools, groups, keys and their values. Ours alone: Hydra knows neither verbs nor values.
 
-The shell calls `parallelrun -sc query=bash` with COMP_LINE and COMP_POINT set; Hydra stumbles over a bare word there.
+The shell calls `parallelrun -sc query=bash` with COMP_LINE and COMP_POINT set. No Hydra, no torch: it has to be quick.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from parallelrun.cli.words import TOOLS, VERBS
-from parallelrun.config import recipes
-from parallelrun.config.keys import GROUPS
+from parallelrun.cli.words import HYDRA_FLAGS, OUR_FLAGS, TOOLS, VERBS
+from parallelrun.config import presets, recipes
+from parallelrun.config.keys import GROUPS, MAPPINGS, Key, known_keys
 
 LISTABLE = ("recipes", "models", "strategies", "datasets", "optimizers", "precisions", "clusters")
+_ONE_OF_A_PRESET = ("preset", "description", "demo", "own_axis", "router", "verb")  # keys that no user types
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -20,28 +21,23 @@ def is_asked(argv: Sequence[str]) -> bool:
     return any(word in ("-sc", "--shell-completion") for word in argv)
 
 
-def answer(environment: MutableMapping[str, str]) -> tuple[list[str], bool]:
-    """(candidates of our own, whether Hydra should be asked too). Takes the verb out of COMP_LINE and COMP_POINT."""
+def answer(environment: Mapping[str, str]) -> list[str]:
+    """What may stand where the cursor is."""
     line = environment.get("COMP_LINE", "")
     point = environment.get("COMP_POINT", "")
-    cursor = int(point) if point.isdigit() else len(line)
-    match = re.match(r"(\s*\S+\s+)(\S*)(\s+|$)", line)
-    if match is None:
-        return [], True
-    program, first, gap = match.groups()
-    if cursor <= match.end(2):  # still in the first word
-        typed = line[match.start(2) : cursor]
-        words = [word for word in (*VERBS, *TOOLS) if word.startswith(typed)]
-        return words, "=" in typed or not typed or any(group.startswith(typed) for group in GROUPS)
-    last = line[:cursor].rpartition(" ")[2]
-    if first in TOOLS:
-        candidates = _of_tool(first)
-        return [word for word in candidates if word.startswith(last)], False
-    if first in VERBS:
-        removed = len(first) + len(gap)
-        environment["COMP_LINE"] = program + line[match.end(3) :]
-        environment["COMP_POINT"] = str(cursor - removed)
-    return [], True
+    before = line[: int(point)] if point.isdigit() else line
+    words = before.split()
+    typed = words.pop() if words and not before[-1:].isspace() else ""
+    if not words:  # still in the program's own name
+        return []
+    if len(words) > 1 and words[1] in TOOLS:
+        return _starting(typed, _of_tool(words[1]))
+    first = [*VERBS, *TOOLS] if len(words) == 1 else []
+    return _starting(typed, [*first, *_flags(typed), *_keys(typed), *_pairs(typed)])
+
+
+def _starting(typed: str, candidates: Iterable[str]) -> list[str]:
+    return [candidate for candidate in candidates if candidate.startswith(typed)]
 
 
 def _of_tool(tool: str) -> list[str]:
@@ -50,3 +46,57 @@ def _of_tool(tool: str) -> list[str]:
     if tool == "ls":
         return [*LISTABLE, "--json"]
     return ["--json"] if tool == "doctor" else []
+
+
+def _flags(typed: str) -> list[str]:
+    return sorted({*HYDRA_FLAGS, *OUR_FLAGS}) if typed.startswith("-") else []
+
+
+def _keys(typed: str) -> list[str]:
+    """`tp=`, `model=`, and below what is typed one level more: `model.layers=`, `strategy.data.`."""
+    if "=" in typed:
+        return []
+    level = typed.count(".")
+    found = {f"{group}=": None for group in GROUPS} if level == 0 else {}
+    for name in known_keys():
+        parts = name.split(".")
+        if parts[-1] in _ONE_OF_A_PRESET or (len(parts) > 1 and parts[-1] == "name"):
+            continue
+        if len(parts) > level:
+            found[".".join(parts[: level + 1]) + ("=" if len(parts) == level + 1 else ".")] = None
+    return list(found)
+
+
+def _pairs(typed: str) -> list[str]:
+    """`strategy=ptdp`, `schedule=1f1b`, `compile=true`; after a comma the next value of a sweep."""
+    match = re.match(r"(?P<key>(?:~|\+\+|\+|)[A-Za-z_][\w.]*)=(?P<before>(?:.*,)?)", typed)
+    if match is None:
+        return []
+    return [f"{match[0]}{value}" for value in values(match["key"].lstrip("+~"))]
+
+
+def values(key: str) -> list[str]:
+    """The values that a key is known to take; [] where it takes any number or text."""
+    if key in GROUPS:
+        return presets.options(key)
+    known: Key | None = known_keys().get(key)
+    if known is None or key in MAPPINGS:
+        return []
+    if known.kind == "bool":
+        return ["true", "false"]
+    from parallelrun.models.gpt import spec as gpt
+    from parallelrun.plan import rules, shorthands
+
+    axes = {f"strategy.{axis}.kind": axis for axis in ("data", "tensor", "pipeline", "expert")}
+    if key == "schedule" or key in axes:
+        return list(shorthands.kinds(axes.get(key, "pipeline")))
+    listed = {
+        **rules.CHOICES,
+        **{f"model.{name}": legal for name, legal in gpt.CHOICES.items()},
+        "layout": tuple(shorthands.LAYOUTS),
+        "device": ("auto", "cpu", "cuda"),
+        "consistency": ("sync", "async", "ssp"),
+        "strategy.data.consistency": ("sync", "async", "ssp"),
+        "resume": ("latest",),
+    }
+    return list(listed.get(key, ()))

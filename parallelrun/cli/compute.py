@@ -65,7 +65,7 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
     if line.multirun and line.verb == "explain":
         what = "explain shows one plan at a time"
-        raise ConfigError(Problem(what, "command line", "parallelrun plan -m ..., which compares several"))
+        raise ConfigError(Problem(what, "command line", command="parallelrun plan ..."))
     if line.multirun:
         from parallelrun.cli import sweep
         from parallelrun.config import compose
@@ -175,9 +175,10 @@ def show_plan(plan: Any, config: Any, as_json: bool, point: int | None = None, f
     if as_json:
         print_json(report.document(plan, config, found))
         return
-    from rich.console import Console
+    from parallelrun.report.screen import open_console
 
-    report.show(plan, config, Console(emoji=False), found)  # emoji: rich would look for :names: and load their table
+    # emoji: rich would look for :names: and load their table
+    report.show(plan, config, open_console(emoji=False), found)
     for path in written:
         print(f"written: {path}")
 
@@ -248,10 +249,9 @@ def _complete(words: list[str]) -> int:
     if asked and "COMP_LINE" not in os.environ:  # only a shell asks so
         raise ConfigError(Problem(f"{' '.join(words)}: completion is asked for by a shell", "COMP_LINE",
                                   command="parallelrun -sc install=bash"))  # fmt: skip
-    candidates, ask_hydra = completion.answer(os.environ) if asked else ([], True)
-    for candidate in candidates:
+    for candidate in completion.answer(os.environ) if asked else []:
         print(candidate)
-    if ask_hydra:
+    if not asked:
         from parallelrun.config import compose
 
         compose.run_hydra(compose.prepare_completion(words), lambda config: None)

@@ -247,13 +247,14 @@ def _wait(child: int, deadline: float) -> int:
 
 
 def _print(checks: list[Check], usable: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from parallelrun.report.screen import open_console
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     colors = {"pass": "green", "warn": "yellow", "fail": "bold red"}
     for check in checks:
         table.add_row(check.name, f"[{colors[check.state]}]{check.state}[/]", check.detail)
-    console = Console()
+    console = open_console()
     console.print(table)
     console.print("ready" if usable else "not usable: see the failed checks")

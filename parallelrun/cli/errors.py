@@ -85,6 +85,11 @@ def translate(error: Exception) -> ParallelrunError | None:
     for link in chain:
         if isinstance(link, ParallelrunError):
             return link
+    marked = next((link for link in chain if getattr(link, "problem_mark", None) is not None), None)
+    if marked is not None:  # a YAML file of a group, in a folder of the user's own
+        mark = marked.problem_mark  # type: ignore[attr-defined]
+        what = f"not YAML: {getattr(marked, 'problem', None) or marked}"
+        return ConfigError(Problem(what, f"{mark.name}:{mark.line + 1}:{mark.column + 1}"))
     names = {name for link in chain for name in (base.__name__ for base in type(link).__mro__)}
     if "MissingConfigException" in names:
         return _missing_plugin(chain) or _missing(next(link for link in chain if hasattr(link, "missing_cfg_file")))
@@ -135,8 +140,9 @@ def _missing(error: BaseException) -> ConfigError:
     wanted = str(getattr(error, "missing_cfg_file", "") or "")
     group, _, name = wanted.partition("/")
     options = list(getattr(error, "options", None) or [])
-    if group not in GROUPS:
-        return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration"))
+    if group.split("/")[0] not in GROUPS:
+        close = [f"{group}={option}" for option in nearest(name, options) or options[:8]] if group else []
+        return ConfigError(Problem(_first_lines(str(error)), wanted or "configuration", " or ".join(close)))
     if group == "recipe":
         from parallelrun.config import recipes
 

@@ -24,7 +24,7 @@ SHORT = """parallelrun: one command composes a model, a dataset and a parallelis
   parallelrun --help                                everything else"""
 
 _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                plan, explain, ls, show, doctor: one JSON document on stdout and nothing else
+  --json                one JSON document on stdout and nothing else (all verbs; ls, show, doctor)
   -v, --verbose         tracebacks
   --trust               let a recipe name code
   -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order; other hosts by ssh

@@ -65,10 +65,11 @@ def _rows(kind: str) -> list[dict[str, str]]:
 
 
 def _print_tables(found: dict[str, list[dict[str, str]]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from parallelrun.report.screen import open_console
+
+    console = open_console()
     for kind, rows in found.items():
         table = Table(title=kind, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("name", no_wrap=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.names import did_you_mean
+from parallelrun.report.sweep import FINISHED
 
 DEFAULTS = {"run": "val_loss", "bench": "median_s", "verify": "max_error.params", "plan": "step_time_predicted_s"}
-FINISHED = ("done", "planned")
 
 
 class Pruned(Exception):

@@ -67,6 +67,7 @@ class Launcher:
         self._forwarded = 0
         self._deadline = float("inf")
         self._codes: dict[str, int] = {}  # by host, in the order of their ends
+        self._ended_by_us: set[str] = set()  # hosts whose codes say nothing of the cause
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[int, bytes] = {}  # by descriptor: output that is not a whole line yet
 
@@ -109,6 +110,7 @@ class Launcher:
 
     def end_all(self) -> None:
         """End all agents that still run: their ranks end with them."""
+        self._ended_by_us |= {agent.name for agent in self._agents if agent.process.poll() is None}
         for agent in self._agents:
             agent.hang_up()
         deadline = time.monotonic() + END_S
@@ -237,7 +239,8 @@ class Launcher:
         """The one that a signal asked for; else the first host's, where rank 0 knows the cause; else the first one."""
         if self._signals and (signal.SIGINT in self._signals or len(self._signals) > 1):
             return EXIT_INTERRUPTED if signal.SIGINT in self._signals else EXIT_TERMINATED
-        ordered = [self._codes[self._placed[0].host.name], *self._codes.values()]
+        own = {name: code for name, code in self._codes.items() if name not in self._ended_by_us} or self._codes
+        ordered = [own[name] for name in (self._placed[0].host.name, *own) if name in own]
         failed = [code for code in ordered if code not in (EXIT_OK, EXIT_PREEMPTED)]
         code = failed[0] if failed else max(ordered)
         return code if code >= 0 else EXIT_RANK_DIED

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from parallelrun.checkpoint.resume import LATEST, newest, no_checkpoint, saved_config, step_of
+from parallelrun.checkpoint.resume import LATEST, newest, no_checkpoint, saved_config
 from parallelrun.config.compose import Composed
 from parallelrun.config.continued import continued, differences
 from parallelrun.errors import ConfigError, Problem
@@ -25,7 +25,7 @@ def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
     if found is None:
         raise no_checkpoint(asked.runs)
     among = f"the newest checkpoint of {found.num_runs} run{'s' * (found.num_runs > 1)} under {asked.runs}"
-    said = f"resume=latest: step {step_of(found.path)} of {os.path.relpath(found.run)}, {among}"
+    said = f"resume=latest: step {found.step} of {os.path.relpath(found.run)}, {among}"
     saved = saved_config(found.run)
     if saved is None:
         print(f"{said}; it keeps no config.yaml, so the configuration is this command's", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any, TextIO, cast
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
-_GONE = (errno.EPIPE, errno.ECONNRESET)  # the reader has seen enough: no error
+_GONE = (BrokenPipeError, ConnectionResetError)  # the reader has seen enough: no error
 
 
 class Output:
@@ -64,6 +63,6 @@ def guarded() -> Iterator[None]:
         output.flush()
     finally:
         sys.stdout = before
-    if output.error is not None and output.error.errno not in _GONE:
+    if output.error is not None and not isinstance(output.error, _GONE):
         what = f"standard output cannot be written to: {output.error.strerror or output.error}"
         raise EnvironmentProblem(Problem(what, "standard output"))

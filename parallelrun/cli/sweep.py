@@ -21,7 +21,7 @@ from typing import Any
 from parallelrun.cli import errors
 from parallelrun.cli.argv import CommandLine
 from parallelrun.cli.gpus import visible_gpus
-from parallelrun.cli.objective import FINISHED, objective
+from parallelrun.cli.objective import objective
 from parallelrun.config import compose
 from parallelrun.config.compose import Composed, Prepared
 from parallelrun.config.freeze import identity
@@ -38,7 +38,7 @@ from parallelrun.errors import (
     Problem,
 )
 from parallelrun.records import append_jsonl, document
-from parallelrun.report import comparison
+from parallelrun.report import comparison, scaling
 from parallelrun.report import sweep as report
 
 _BASIC = "basic"  # Hydra's sweeper that takes every point and ignores what points answer
@@ -89,13 +89,15 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: lis
         elif rows:
             report.write_csv(directory)
             report.show(directory)
-            for path in comparison.write(directory):
-                print(f"comparison: {path}", flush=True)
+            for path in (*comparison.write(directory), *scaling.write(directory)):
+                print(f"{path.stem}: {path}", flush=True)
     if stopped:
         print(f"parallelrun: stopped; go on with sweep.resume={directory}", file=sys.stderr)
         return stopped
     states = {row["state"] for row in rows if "same_as" not in row}
-    if failure is not None and states & set(FINISHED):  # else the sweeper complains that no point gave it a number
+    if failure is not None and states & set(
+        report.FINISHED
+    ):  # else the sweeper complains that no point gave it a number
         raise failure
     if "failed" in states:
         return EXIT_RUN_FAILED

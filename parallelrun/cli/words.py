@@ -15,8 +15,12 @@ TOOLS = {
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
-# Ours: --json, -v/--verbose, --trust, --version, -h/--help, -np N, -H HOSTS and how ssh reaches them (--ssh-port P,
-# --ssh-identity-file F, --ssh-config F). Hydra's, with whether a value follows:
+# --ssh-...: how ssh reaches the hosts of -H.
+OUR_FLAGS = (
+    "--json", "-v", "--verbose", "--trust", "--version", "--help",
+    "-np", "-H", "--ssh-port", "--ssh-identity-file", "--ssh-config",
+)  # fmt: skip
+# Hydra's, with whether a value follows:
 HYDRA_FLAGS = {
     "--hydra-help": False,
     "--run": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -19,11 +20,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import presets, recipe_result, recipes, sweeps
+from parallelrun.config import config_folder, presets, recipe_result, recipes, sweeps
 from parallelrun.config.keys import nearest
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
-from parallelrun.config.schema import Config, DatasetConfig
+from parallelrun.config.schema import Config, DatasetConfig, ModelConfig, StrategyConfig
 from parallelrun.errors import ConfigError, Problem
 
 
@@ -53,6 +54,7 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     store = ConfigStore.instance()
     store.store(name="base_schema", node=Config)
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
+    own_files = config_folder.recipes(flags)
     shown: dict[str, str] = {}
     chosen: list[str] = []
     argv = [*flags, f"verb={verb}"]
@@ -61,9 +63,10 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
             argv.append(override.hydra())
             continue
         names = []
-        for value in sweeps.recipes_of(override, files):
-            if recipes.is_path(value):
-                file = recipes.at_path(value)
+        for value in sweeps.recipes_of(override, {**own_files, **files}):
+            own = own_files.get(value) if value not in files else None  # a built-in recipe cannot be shadowed
+            if own or recipes.is_path(value):
+                file = recipes.at_path(str(own.path) if own else value)
                 files[file.name] = file
                 shown[file.name] = value
                 value = file.name
@@ -81,6 +84,9 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
         argv = list(flags)
     families = {name: _family(name, loaded, ()) for name in loaded}
     keys = {name: frozenset().union(*(loaded[one].keys for one in family)) for name, family in families.items()}
+    for override in overrides:
+        if override.is_own_group:
+            keys |= config_folder.keys(flags, override.key)
     untrusted = _untrusted(families, loaded, nodes, trust)
     typed = frozenset(override.key for override in overrides if "${" not in override.value)
     return Prepared(tuple(argv), keys, shown, untrusted, typed)
@@ -177,6 +183,9 @@ def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
         if problems:
             raise ConfigError(*problems)
     given |= keys
+    for group, option in HydraConfig.get().runtime.choices.items():
+        given |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
+    config = _titled(config, HydraConfig.get().runtime.choices)
     config, given = _fold_path(_with_own_choices(config, given), given)
     if config.strategy.router and "model.own_router" not in given and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
@@ -234,6 +243,16 @@ def _preset_has_router() -> bool:
     files = [folder / "model" / f"{runtime.choices.get('model')}.yaml" for folder in (presets.folder(), *folders)]
     file = next((file for file in files if file.is_file()), None)
     return file is not None and "router" in yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def _titled(config: Config, choices: Mapping[str, Any]) -> Config:
+    """A model or strategy of the user's own folder that does not say its name has its file's."""
+    model, strategy = config.model, config.strategy
+    if choices.get("model") not in presets.options("model") and model.preset == ModelConfig().preset:
+        model = replace(model, preset=str(choices["model"]))
+    if choices.get("strategy") not in presets.options("strategy") and strategy.name == StrategyConfig().name:
+        strategy = replace(strategy, name=str(choices["strategy"]))
+    return replace(config, model=model, strategy=strategy)
 
 
 def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
@@ -299,13 +318,18 @@ def _untrusted(
 
 @contextmanager
 def _process_state(argv: Sequence[str]) -> Iterator[None]:
-    """Hydra reads sys.argv and one environment variable; both are given back as they were."""
+    """Hydra reads sys.argv and one environment variable and sets up logging; all are given back as they were."""
     old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    loggers = [logging.getLogger(name) for name in (None, "hydra")]  # Hydra's own handlers hold today's stdout
+    old_logging = [(logger.level, list(logger.handlers)) for logger in loggers]
     sys.argv = ["parallelrun", *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
     finally:
+        for logger, (level, handlers) in zip(loggers, old_logging):
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
         sys.argv = old_argv
         if old_full is None:
             os.environ.pop("HYDRA_FULL_ERROR", None)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from parallelrun.config import recipes
 from parallelrun.config.keys import GROUPS, MAPPINGS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
@@ -31,6 +32,7 @@ class Override:
     package: str
     value: str
     multirun: bool
+    is_own_group: bool = False  # of a group that only the user's own configuration folder has
 
     @property
     def is_hydra(self) -> bool:
@@ -44,7 +46,7 @@ class Override:
     def hydra(self) -> str:
         """The override as Hydra must read it: paths and texts quoted, `~` expanded, own mappings opened."""
         key = known_keys().get(self.key)
-        if self.is_hydra or (self.key in GROUPS and self.key != "recipe"):
+        if self.is_hydra or self.is_own_group or (self.key in GROUPS and self.key != "recipe"):
             return self.text
         sign = "++" if in_mapping(self.key) or self.key in MAPPINGS else self.sign
         if key is not None and key.kind == "dict" and self.value[:1] == "{" and self.value[-1:] == "}":
@@ -55,8 +57,11 @@ class Override:
         return f"{sign}{self.key}{self.package}={','.join(values)}"
 
 
-def read(texts: list[str], multirun: bool, where: str) -> tuple[list[Override], list[Problem]]:
-    """(the overrides, every problem that can be told without composing)."""
+def read(
+    texts: list[str], multirun: bool, where: str, own_groups: Collection[str] = ()
+) -> tuple[list[Override], list[Problem]]:
+    """(the overrides, every problem that can be told without composing). own_groups: groups of the user's own
+    configuration folder, which Hydra judges; they are no part of the defaults, so Hydra wants them added."""
     found: list[Override] = []
     problems: list[Problem] = []
     seen: dict[str, str] = {}
@@ -67,14 +72,17 @@ def read(texts: list[str], multirun: bool, where: str) -> tuple[list[Override], 
             problems.append(Problem(f"{text}: not key=value", where, "=".join(parts) if all(parts) else ""))
             continue
         sign, key, package, value = (match[name] or "" for name in ("sign", "key", "package", "value"))
-        override = Override(text, sign, "dataset.path" if key == "path" else key, package, value, multirun)
+        name = "dataset.path" if key == "path" else key
+        override = Override(text, sign, name, package, value, multirun, name in own_groups)
         found.append(override)
         if override.is_hydra:
             continue
+        if key in own_groups and not sign:
+            found[-1] = override = replace(override, text=f"+{text}", sign="+")
         if override.key in seen:
             problems.append(Problem(f"{override.key} is given twice: {seen[override.key]} and {text}", where))
         seen[override.key] = text
-        problems += _check(override, where)
+        problems += _check(override, where) if key not in own_groups else []
     return found, problems
 
 

@@ -7,6 +7,7 @@ from collections.abc import Set
 
 import yaml
 
+from parallelrun.config import presets
 from parallelrun.config.schema import Config
 
 # What says where a run was and how it was started, not what it computed. `world` follows from the degrees, so that one
@@ -22,5 +23,8 @@ def of(text: str, keys: Set[str]) -> str | None:
     expected = {field.name for field in dataclasses.fields(Config)}
     if not expected <= roots:
         return None
-    values = yaml.safe_load(text)
-    return yaml.safe_dump({key: value for key, value in values.items() if key not in _NOT_REPEATED}, sort_keys=False)
+    values = {key: value for key, value in yaml.safe_load(text).items() if key not in _NOT_REPEATED}
+    preset = values["strategy"]["name"]
+    if preset in presets.options("strategy"):  # mappings are merged with those of the preset that is chosen
+        values = {"defaults": [{"override /strategy": preset}], **values}
+    return yaml.safe_dump(values, sort_keys=False)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parallelrun.checkpoint.resume import AUTO, check_resume, hold, resumed_from, step_of
+from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
@@ -36,6 +36,7 @@ from parallelrun.launch.processes import Job
 from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
 
@@ -115,6 +116,11 @@ def say(lines: Sequence[str]) -> None:
         print(lead + "\n".join(lines), file=sys.stderr, flush=True)
 
 
+def starting(world: int, dataset: str | None) -> str:
+    """What is said at once, before data sets are read and ranks import torch."""
+    return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
+
+
 def _prepare(
     config: Config,
     plan: Plan,
@@ -133,47 +139,52 @@ def _prepare(
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached)
     tracker.check(config.tracker)
-    dataset = open_dataset(config, plan.spec) if config.model.name != "matmul" else None  # it makes its own numbers
-    found = check_resume(config, plan) if config.verb == "run" else None
+    has_dataset = config.model.name != "matmul"  # it makes its own numbers
+    print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
+    dataset = open_dataset(config, plan.spec) if has_dataset else None
+    found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
     notes += data_notes(config, plan.spec, dataset) if dataset else []
     for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
+    os.umask(0o077)
+    place = directory.create(Path(config.runs), name, run_root)
     resumed = None
+    if found:
+        config, found = _holding(config, plan, found, place)
+    elif config.resume == AUTO:
+        print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
+        config = replace(config, resume=None)
     if found and dataset:
         resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
-    os.umask(0o077)
-    place = directory.create(Path(config.runs), name, run_root)
-    config = _holding(config, plan, found, place) if config.verb == "run" else config
     directory.describe(place, config, plan, command.argv, command.overrides, resumed)
     return Job(config, plan, place, worker, method)
 
 
-def _is_finished(found: Path, config: Config) -> bool:
+def _is_finished(found: Chosen, config: Config) -> bool:
     """Whether the checkpoint to go on from is that of the last step, or beyond; said if so."""
-    step = step_of(found)
+    step = found.index.step
     if step >= config.steps:
-        print(f"finished: {found} is step {step} of {config.steps}, nothing is left to do (steps={2 * step} trains on)")
+        left = f"nothing is left to do (steps={2 * step} trains on)"
+        print(f"finished: {found.path} is step {step} of {config.steps}, {left}")
     elif config.resume == AUTO:
-        print(f"resume=auto: goes on from step {step}, {found}", file=sys.stderr)
+        print(f"resume=auto: goes on from step {step}, {found.path}", file=sys.stderr)
     return step >= config.steps
 
 
-def _holding(config: Config, plan: Plan, found: Path | None, place: Path) -> Config:
-    """`config` for all ranks, where `resume` is one checkpoint, which nobody deletes before they have read it."""
-    if found is None:
-        if config.resume == AUTO:
-            print(f"resume=auto: no checkpoint of this training under {config.runs}: starting fresh", file=sys.stderr)
-        return replace(config, resume=None)
+def _holding(config: Config, plan: Plan, found: Chosen, place: Path) -> tuple[Config, Chosen]:
+    """(`config` for all ranks, where `resume` is one checkpoint that nobody deletes before they have read it; that of
+    the run that saved it, which may be alive and by now have saved a newer one)."""
     held = hold(found, place)
-    while held is None:  # the run that saved it is alive, and has saved a newer one
-        found = check_resume(config, plan)
-        assert found is not None
+    while held is None:
+        again = choose(config, plan)
+        assert again is not None, "resume=auto has found this run before"
+        found = again
         held = hold(found, place)
-    return replace(config, resume=str(held))
+    return replace(config, resume=str(held)), found
 
 
 def _inline(job: Job, command: Command) -> Outcome:

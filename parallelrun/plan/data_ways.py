@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from parallelrun.plan import account
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.data_cost import Exchange, Link
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
@@ -194,7 +195,7 @@ def _servers(case: Case) -> list[Candidate]:
     found = [Candidate(ONE_SERVER, "ps, 1 server", lambda n, link: served(n, 1, link), servers=lambda n: 1)]
     if own > 1:
         found.append(
-            Candidate(SERVERS, f"ps, {own} servers", lambda n, link: served(n, own, link),
+            Candidate(SERVERS, f"ps, {counted(own, 'server')}", lambda n, link: served(n, own, link),
                        legal=lambda n: n > own, servers=lambda n: own)
         )  # fmt: skip
     label = "ps, best share" if compute else "ps, half serve"

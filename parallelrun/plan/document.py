@@ -14,7 +14,7 @@ from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
 from parallelrun.plan.load import server_way_of, ways_of
-from parallelrun.plan.names import gib
+from parallelrun.plan.names import counted, gib
 from parallelrun.plan.structure import Plan
 
 LINKED_RANKS = 64  # more are not listed link by link
@@ -136,7 +136,8 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     texts += _across_hosts(plan, cluster)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
-        texts.append(f"{plan.world:,} ranks on {cores} cores of this host: step time is no scaling measurement")
+        crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
+        texts.append(f"{crowd}: step time is no scaling measurement")
     texts += bubble.warnings(plan, config, found.simulation)
     if config.model.attention_dropout > 0:
         texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")

@@ -16,8 +16,7 @@ def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
     Times are None where the cluster gives no rates. The step time assumes that communication overlaps nothing.
     """
     memory = found.memories[found.heaviest_position]
-    compute, communication = found.cost.compute_s, found.cost.communication_s
-    step_time = None if compute is None or communication is None else compute + communication
+    step_time = found.cost.step_s[0] if found.cost.step_s else None
     batch = plan.batch.global_batch
     return {
         "global_batch": batch,

@@ -51,9 +51,9 @@ def gib(count: float) -> str:
     return f"{number:.1f} GiB" if number >= 1 else f"{number:.3g} GiB"
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 server`, `2 servers`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """`1 server`, `2 servers`, `0 microbatches`."""
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
 def either(key: str, values: Iterable[int]) -> str:

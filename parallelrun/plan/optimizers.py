@@ -10,16 +10,18 @@ from parallelrun.config.schema import OptimizerConfig
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """own_keys: the keys of `optimizer` that not every optimizer reads. num_states: tensors of state per weight."""
+    """own_keys: the keys of `optimizer` that not every optimizer reads. num_states: tensors of state per weight.
+    state_names: torch's names of what it keeps of a weight, where it keeps anything."""
 
     own_keys: tuple[str, ...]
+    state_names: frozenset[str]
     num_states: Callable[[OptimizerConfig], int]
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(("betas", "eps"), lambda config: 2),
-    "sgd": OptimizerKind(("momentum",), lambda config: int(config.momentum > 0)),
-    "adagrad": OptimizerKind(("eps",), lambda config: 1),
+    "adamw": OptimizerKind(("betas", "eps"), frozenset({"step", "exp_avg", "exp_avg_sq"}), lambda config: 2),
+    "sgd": OptimizerKind(("momentum",), frozenset({"momentum_buffer"}), lambda config: int(config.momentum > 0)),
+    "adagrad": OptimizerKind(("eps",), frozenset({"step", "sum"}), lambda config: 1),
 }
 
 

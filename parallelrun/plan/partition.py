@@ -124,9 +124,11 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int],
     if not middle:
         middle = list(range(len(blocks)))
     if len(middle) % num_stages:
+        legal = [n for n in range(1, len(middle) + 1) if len(middle) % n == 0]
         return [], [
             Problem(
-                f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for",
+                f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for; "
+                f"numbers of stages that do: {', '.join(map(str, legal))}",
                 "strategy.pipeline.partition",
                 "strategy.pipeline.partition=cost",
                 kind="arithmetic",

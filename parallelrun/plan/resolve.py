@@ -35,6 +35,8 @@ from parallelrun.plan.ways import Request
 from parallelrun.precision import TABLE
 
 REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are filled in
+LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
+
 
 __all__ = ["load_way", "resolve", "server_way_of", "ways_of"]
 
@@ -82,7 +84,7 @@ def solve(
     servers = _servers(config, cluster, problems)
 
     def num_problems(trial: Degrees) -> int:
-        return len(_trial_problems(config, spec, trial)) if spec is not None and known_ways else 0
+        return _num_trial_problems(config, spec, trial) if spec is not None and known_ways else 0
 
     degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
@@ -113,15 +115,19 @@ def solve(
     return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
 
 
-def _trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> list[Problem]:
-    """The violations of a plan of these degrees; nothing is appended to what was filled."""
+def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
+    """The number of violations of a plan of these degrees; a large one where plain arithmetic refuses them."""
+    size = config.global_batch
+    most_tp = spec.heads**2 or max(spec.hidden, 1)  # a grid of heads x heads
+    if trial.pp > partition.num_cuttable(spec) or trial.tp > most_tp or (type(size) is int and size % trial.dp):
+        return degree_rules.LARGEST
     problems = images.check(spec, config, trial.tp)
     if not problems:
         trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
         ways = _ways(config, spec, trial)
         request = _request(config, spec, trial, ways, problems)
         problems += [] if problems else _stages(config, spec, request, ways)[1] + _set_problems(request, ways)
-    return problems
+    return len(problems)
 
 
 def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Ways:
@@ -198,7 +204,7 @@ def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, prob
     batch = batches.fill(config, degrees.dp, degrees.pp, rules, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
-        problems += violations(batch)
+        problems += violations(batch) + _actions(request)
         for way in (ways.tensor, ways.data):
             problems += way.check(request)
         problems += ways.expert.check(request) if ways.expert else []
@@ -255,6 +261,17 @@ def _depth(request: Request) -> list[Problem]:
     if request.config.model.name in ("gpt", "bert", "mlp"):
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
+
+
+def _actions(request: Request) -> list[Problem]:
+    """What the schedule does is simulated action by action (`simulate.of_plan`), so there is a limit to it."""
+    assert request.batch is not None
+    num_stages, count = request.pp * request.chunks, request.batch.microbatches
+    if request.pp == 1 or num_stages * min(count, 16 * request.pp) <= LARGEST_SCHEDULE:
+        return []
+    what = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
+    most = LARGEST_SCHEDULE // num_stages
+    return [Problem(what, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]
 
 
 def _stages(config: Config, spec: ModelSpec, request: Request, ways: Ways) -> tuple[tuple[Stage, ...], list[Problem]]:

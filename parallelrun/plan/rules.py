@@ -47,7 +47,7 @@ LARGEST_OF = {
     **dict.fromkeys(
         ("global_batch", "local_batch", "micro_batch", "microbatches", "model.router.group_samples"), 2**20
     ),
-    **dict.fromkeys(("model.layers", "model.stages", "model.dense_layers", "model.expert_period"), 16_384),
+    **dict.fromkeys(("model.layers", "model.stages", "model.dense_layers", "model.expert_period"), 10_000),
     **dict.fromkeys(("model.heads", "model.kv_heads", "model.experts", "model.shared_experts"), 2**20),
     **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn", "model.vocab", "model.seq"), 2**30),
     **dict.fromkeys(("model.image", "model.channels", "model.width"), 2**16),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from parallelrun.plan.names import counted
 from parallelrun.report.figures import degrees_text
+from parallelrun.report.screen import open_console
 
 
 def show(document: dict[str, Any], enabled: bool = True) -> None:
     """Print median and spread; nothing on ranks that do not own the console."""
     if not enabled:
         return
-    console = Console(highlight=False)
+    console = open_console()
     degrees = degrees_text(document["degrees"])
     table = Table(title=f"bench: {document['model']} {document['preset']} {degrees} ({document['precision']})")
     for heading in ("step time", "", "rate", ""):
@@ -34,9 +35,10 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     for (name, value), (rate, figure) in zip(left, right):
         table.add_row(name, _milliseconds(value), rate, figure)
     console.print(table)
-    console.print(f"{document['steps']} steps after {document['warmup']} of warm-up, {document['device']}")
+    console.print(f"{counted(document['steps'], 'step')} after {document['warmup']} of warm-up, {document['device']}")
     if document["device"] == "cpu" and document["world"] > document["cores"]:
-        console.print(f"step time is no scaling measurement: {document['world']} ranks on {document['cores']} cores")
+        crowd = f"{counted(document['world'], 'rank')} on {counted(document['cores'], 'core')}"
+        console.print(f"step time is no scaling measurement: {crowd}")
 
 
 def _milliseconds(value: float | tuple[float, float]) -> str:

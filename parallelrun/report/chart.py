@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil, floor, log10
+from math import ceil, floor, log2, log10
+from textwrap import wrap
+
+from parallelrun.report.figures import byte_unit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -19,6 +22,8 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46  # of a panel around its plot
 LEGEND_ROW, MOST_MARKERS, MOST_TICKS = 18, 16, 6
 LEAST_SPAN = 0.05  # of the numbers' size: smaller differences are drawn small
 ROOM_FOR_ZERO = 0.1  # of an axis of factors, where there are numbers that it has no place for
+NOTE = 11  # font size
+CHARACTER = 0.58  # of a sans-serif font's size: the mean width of a character
 INK, GRID = "#1a202c", "#e2e8f0"
 
 
@@ -35,13 +40,14 @@ class Line:
 class Axis:
     """label, how a number is written on it, and whether its steps are factors. On such an axis numbers of 0 or less lie
     at its lower end. ticks: where to write numbers; empty: where they are round. from_zero: an axis of
-    even steps begins at 0."""
+    even steps begins at 0. of_bytes: round means round in KiB, MiB, ..."""
 
     label: str
     text: Callable[[float], str]
     log: bool = False
     ticks: tuple[float, ...] = ()
     from_zero: bool = False
+    of_bytes: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,11 @@ class _Scale:
     def ticks(self) -> list[float]:
         if self.axis.ticks:
             return [tick for tick in self.axis.ticks if self.low <= tick <= self.high]
-        return round_factors(self.low, self.high) if self.axis.log else round_steps(self.low, self.high)
+        if self.axis.of_bytes and self.axis.log:
+            return powers_of_two(self.low, self.high)
+        unit = byte_unit(max(abs(self.low), abs(self.high)))[1] if self.axis.of_bytes else 1
+        rounded = round_factors if self.axis.log else round_steps
+        return [tick * unit for tick in rounded(self.low / unit, self.high / unit)]
 
 
 def draw(
@@ -97,6 +107,7 @@ def draw(
     """The panels in rows of `columns`, over one legend (its n-th text is of style n) and notes, as one SVG document."""
     columns = max(1, min(columns, len(panels)))
     width = columns * WIDTH
+    notes = [line for note in notes for line in wrap(note, int((width - 40) / (CHARACTER * NOTE)))]
     top = 40
     bottom = top + -(-len(panels) // columns) * HEIGHT
     per_row = max(1, width // max(150, 60 + 7 * max((len(text) for text in legend), default=1)))
@@ -117,7 +128,7 @@ def draw(
         parts += [_marker(x + 15, y, index), f'<text x="{x + 38}" y="{y + 4}">{escape(text)}</text>']
     for index, text in enumerate(notes):
         y = bottom + 16 + (legend_rows + index) * LEGEND_ROW
-        parts.append(f'<text x="20" y="{y}" fill="#4a5568" font-size="11">{escape(text)}</text>')
+        parts.append(f'<text x="20" y="{y}" fill="#4a5568" font-size="{NOTE}">{escape(text)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -243,6 +254,12 @@ def round_factors(low: float, high: float) -> list[float]:
     if len(ticks) < 2:
         return round_steps(low, high)
     return ticks[:: ceil(len(ticks) / (MOST_TICKS + 2))]
+
+
+def powers_of_two(low: float, high: float) -> list[float]:
+    """At most six powers of two in [low, high], evenly far apart; of a range without two of them, round steps."""
+    ticks = [2.0**power for power in range(ceil(log2(low)), floor(log2(high)) + 1)]
+    return ticks[:: ceil(len(ticks) / MOST_TICKS)] if len(ticks) > 1 else round_steps(low, high)
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:

@@ -1,4 +1,4 @@
-"""A sweep's one picture: validation loss and top-1 accuracy of every point against time and against bytes sent.
+"""A sweep's one picture: losses and top-1 accuracy of every point against time and against bytes sent.
 
 From the run directories' files alone, so that it can be drawn again at any time; `comparison.csv` has its numbers. No
 torch.
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from parallelrun.records import write_text
@@ -21,16 +22,17 @@ from parallelrun.report.figures import byte_unit, digits
 from parallelrun.report.sweep import read, read_json, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
-MEASURES = {"val_loss": "validation loss", "val_top1": "top-1 accuracy"}
+MEASURES = {"loss": "training loss", "val_loss": "validation loss", "val_top1": "top-1 accuracy"}
 CONTROL = "control"  # the purpose of what carries no training
 MOST_LINES = 20
-SPREAD = 30  # above it bytes are drawn in factors
+SPREAD = 30  # above it bytes and losses are drawn in factors
+MOST_POINTS = 150  # of a line; more are averaged
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """One evaluated step. time_s: since training began, evaluation included. sent_bytes: by all ranks until then, what
-    they must send under bandwidth-optimal algorithms."""
+class Measured:
+    """One row of metrics.jsonl. time_s: since training began, evaluation included. sent_bytes: by all ranks until then,
+    what they must send under bandwidth-optimal algorithms."""
 
     step: int
     time_s: float
@@ -45,22 +47,31 @@ class Series:
     point: int
     label: str
     crowded: bool  # its ranks shared cores
-    evaluations: tuple[Evaluation, ...]
+    measured: tuple[Measured, ...]
+
+    def with_measure(self, key: str) -> list[Measured]:
+        return [at for at in self.measured if key in at.measures]
 
 
 def series(directory: Path) -> list[Series]:
-    """Every finished point that was evaluated, from a sweep directory's files."""
+    """Every finished point from a sweep directory's files."""
     rows = read(directory)
     found = []
     for row, names in zip(rows, varied(rows), strict=True):
         if row.get("state") != "done" or not row.get("directory"):
             continue
-        evaluations = _evaluations(directory / row["directory"])
-        if evaluations:
-            label = _label(names) if len(rows) > 1 else ""
+        measured = _measured(directory / row["directory"])
+        if measured:
+            label = _label(_read(names, row)) if len(rows) > 1 else ""
             label = label or str(row.get("strategy", f"point {row['point']}"))
-            found.append(Series(row["point"], label, (row.get("ranks_per_core") or 0) > 1, tuple(evaluations)))
+            found.append(Series(row["point"], label, (row.get("ranks_per_core") or 0) > 1, tuple(measured)))
     return found
+
+
+def _read(names: list[str], row: dict[str, Any]) -> list[str]:
+    """Without the overrides of which the point notes that its strategy does not read them."""
+    notes = row.get("notes", ())
+    return [name for name in names if not any(note.startswith(f"{name} is read by none") for note in notes)]
 
 
 def _label(names: list[str]) -> str:
@@ -68,8 +79,8 @@ def _label(names: list[str]) -> str:
     return " ".join(name.removeprefix("strategy=") for name in names)
 
 
-def _evaluations(run: Path) -> list[Evaluation]:
-    """The evaluated rows of metrics.jsonl. A torn line is left out; so is a measure that was no number."""
+def _measured(run: Path) -> list[Measured]:
+    """The rows of metrics.jsonl that measure something. A torn line is left out; so is a measure that was no number."""
     try:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -83,7 +94,7 @@ def _evaluations(run: Path) -> list[Evaluation]:
             continue
         measures = {key: row[key] for key in MEASURES if isinstance(row.get(key), (int, float))}
         if measures:
-            found.append(Evaluation(row["step"], row["time_s"], sent.until(row), measures))
+            found.append(Measured(row["step"], row["time_s"], sent.until(row), measures))
     return found
 
 
@@ -117,7 +128,7 @@ class _Sent:
 
 
 def write(directory: Path) -> list[Path]:
-    """comparison.svg and comparison.csv in a sweep directory; nothing where no point was evaluated."""
+    """comparison.svg and comparison.csv in a sweep directory; nothing where no point was finished."""
     found = series(directory)
     if not found:
         return []
@@ -127,30 +138,41 @@ def write(directory: Path) -> list[Path]:
 
 
 def to_csv(found: list[Series]) -> str:
-    """A row per point and evaluation."""
+    """A row per point and measured step."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("point", "label", "step", "time_s", "sent_bytes", *MEASURES))
+    writer.writerow(("point", "label", "crowded", "step", "time_s", "sent_bytes", *MEASURES))
     for one in found:
-        for at in one.evaluations:
+        for at in one.measured:
             values = (at.measures.get(key, "") for key in MEASURES)
-            writer.writerow((one.point, one.label, at.step, at.time_s, round(at.sent_bytes), *values))
+            place = (one.point, one.label, int(one.crowded), at.step)
+            writer.writerow((*place, round(at.time_s, 3), round(at.sent_bytes), *values))
     return text.getvalue()
+
+
+def from_csv(text: str) -> list[Series]:
+    """What `to_csv` wrote, so that a picture can be drawn again from its numbers."""
+    found: dict[tuple[int, str, bool], list[Measured]] = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        measures = {key: float(row[key]) for key in MEASURES if row[key]}
+        at = Measured(int(row["step"]), float(row["time_s"]), float(row["sent_bytes"]), measures)
+        found.setdefault((int(row["point"]), row["label"], row["crowded"] == "1"), []).append(at)
+    return [Series(*key, tuple(steps)) for key, steps in found.items()]
 
 
 def to_svg(found: list[Series]) -> str:
     """Loss, and accuracy where there is one, against time and against bytes; at most 20 points, the first ones."""
     shown = found[:MOST_LINES]
-    sent = [at.sent_bytes for one in shown for at in one.evaluations if at.sent_bytes > 0]
+    sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
     factors = bool(sent) and max(sent) / min(sent) > SPREAD
     time = chart.Axis("seconds of training", digits, from_zero=True)
     volume = chart.Axis(f"{unit} sent by all ranks", digits, log=factors, from_zero=True)
     panels = []
     for key, name in MEASURES.items():
-        if not any(key in at.measures for one in shown for at in one.evaluations):
+        if not any(key in at.measures for one in shown for at in one.measured):
             continue
-        value = chart.Axis("", "{:.3g}".format)
+        value = chart.Axis("", "{:.3g}".format, log="loss" in key and _wide(shown, key))
         panels.append(chart.Panel(f"{name} against time", time, value, _lines(shown, key, lambda at: at.time_s)))
         panels.append(
             chart.Panel(
@@ -160,11 +182,24 @@ def to_svg(found: list[Series]) -> str:
     return chart.draw("comparison of the sweep's points", panels, [one.label for one in shown], _notes(found, shown))
 
 
-def _lines(shown: list[Series], measure: str, along: Callable[[Evaluation], float]) -> tuple[chart.Line, ...]:
+def _wide(shown: list[Series], measure: str) -> bool:
+    """Whether the numbers spread over so many factors that even steps would show the largest only."""
+    values = [at.measures[measure] for one in shown for at in one.measured if at.measures.get(measure, 0) > 0]
+    return bool(values) and max(values) / min(values) > SPREAD
+
+
+def _lines(shown: list[Series], measure: str, along: Callable[[Measured], float]) -> tuple[chart.Line, ...]:
     return tuple(
-        chart.Line(style, tuple((along(at), at.measures[measure]) for at in one.evaluations if measure in at.measures))
+        chart.Line(style, _thinned([(along(at), at.measures[measure]) for at in one.with_measure(measure)]))
         for style, one in enumerate(shown)
     )
+
+
+def _thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """At most MOST_POINTS: means of as many neighbours each."""
+    size = -(-len(points) // MOST_POINTS) or 1
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return tuple((fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts)
 
 
 def _notes(found: list[Series], shown: list[Series]) -> list[str]:

@@ -30,13 +30,13 @@ from parallelrun.report.data_axis import panel as data_axis_panel
 from parallelrun.report.experts import panel as experts_panel
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, flops_text, seconds_text
 from parallelrun.report.layouts import panel as layouts_panel
+from parallelrun.report.screen import WIDEST
 from parallelrun.report.timeline import draw, shown_positions
 
 __all__ = ["document", "show"]
 
 MOST_RANK_ROWS = 200
 MOST_STAGE_ROWS = 16
-WIDEST = 120
 MOST_SERVER_ROWS = 16
 
 
@@ -157,8 +157,8 @@ def _batch(plan: Plan) -> Text:
     if plan.spec.kind == "images":
         unit = f" of {' x '.join(map(str, plan.spec.sample_shape))}"
     return Text(
-        f"{batch.global_batch:,} samples{unit} = dp {dp} x {batch.microbatches:,} microbatches x {batch.micro_batch} "
-        f"samples; {batch.replica_batch:,} samples a data replica"
+        f"{counted(batch.global_batch, 'sample')}{unit} = dp {dp} x {counted(batch.microbatches, 'microbatch', 'es')} "
+        f"x {counted(batch.micro_batch, 'sample')}; {counted(batch.replica_batch, 'sample')} a data replica"
     )
 
 

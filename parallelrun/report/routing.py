@@ -20,6 +20,7 @@ from rich.text import Text
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
+from parallelrun.report.screen import WIDEST
 from parallelrun.train.routing_log import FILE
 
 PICTURE = "routing.svg"
@@ -131,8 +132,9 @@ def _lines(directory: Path) -> Iterator[str]:
 
 def panel(directory: Path, summary: dict[str, Any], console: Console) -> Group | None:
     """The heat maps of a finished run, side by side where there is room, under MaxVio from first to last."""
-    side_by_side = console.width >= 2 * (LEAST_WIDTH + 16)
-    width = (console.width - 8) // (2 if side_by_side else 1) - 10
+    screen = min(console.width, WIDEST)
+    side_by_side = screen >= 2 * (LEAST_WIDTH + 16)
+    width = (screen - 8) // (2 if side_by_side else 1) - 10
     width = max(LEAST_WIDTH, min(40 if side_by_side else 64, width))
     maps = read(directory, width)
     if maps is None:

@@ -12,10 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.plan.account import as_predicted
+from parallelrun.plan.names import counted
 from parallelrun.report import routing
 from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
+from parallelrun.report.screen import WIDEST, open_console
 
 BARS = "▁▂▃▄▅▆▇█"
+LABEL, FRAME = 9, 4  # columns of the labels, and of the panel's frame
+FILES = (
+    "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "summary.json",
+    "servers.json", "logs",
+)  # fmt: skip
 _SUMMED = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes", "wire_bytes")  # of comm.json's rows
 
 
@@ -35,53 +42,74 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 
 def show(directory: Path, console: Console | None = None) -> None:
-    """Draw the panel of a finished run from its metrics.jsonl, summary.json and comm.json."""
-    console = console or Console(highlight=False)
+    """Draw a finished run from its metrics.jsonl, summary.json and comm.json; without a terminal as lines."""
+    console = console or open_console()
     summary = json.loads((directory / "summary.json").read_text())
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     communication = json.loads((directory / "comm.json").read_text())["rows"]
-    parts: list[Any] = [_losses(metrics, summary), Text(""), _speed(summary)]
+    width = min(console.width, WIDEST)
+    rows = [*_losses(metrics, summary, width - FRAME), ("", Text("")), *_speed(summary)]
+    parts: list[Any] = [_labelled(rows)]
     experts = routing.panel(directory, summary, console)
     if experts:
         parts += [Text(""), experts]
     if communication:
         parts += [Text(""), communication_table(communication)]
-    parts += [Text(""), _files(directory)]
+    parts += [Text(""), _labelled(_files(directory))]
     degrees = degrees_text({axis: summary.get(axis, 1) for axis in ("dp", "tp", "pp", "ep")})
     title = f"{summary['model']} · {summary['strategy']} · {degrees} · {summary['state']}"
-    console.print(Panel(Group(*parts), title=title, expand=False))
+    if console.is_terminal:
+        console.print(Panel(Group(*parts), title=title, expand=False))
+    else:
+        console.print(Text(title, "bold"), *parts, sep="\n")
 
 
-def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Text:
-    losses = [row["loss"] for row in metrics]
-    text = Text.assemble(
-        ("loss      ", "bold"), f"{losses[0]:.4f} ", (sparkline(losses), "green"), f" {losses[-1]:.4f}"
-    )
-    for name, form in (("val_loss", ".4f"), ("val_top1", ".1%")):
-        evaluated = [row[name] for row in metrics if name in row]
-        if evaluated:
-            text.append(f"\n{name}  ", "bold")
-            text.append(f"{evaluated[0]:{form}} ")
-            text.append(sparkline(evaluated), "cyan")
-            text.append(f" {evaluated[-1]:{form}}")
-    text.append(
-        f"\n{summary['steps']} steps of {summary['global_batch']} samples, {summary['parameters']:,} parameters"
-    )
-    return text
+def _labelled(rows: list[tuple[str, Text]]) -> Table:
+    """Texts beside their labels; a text that needs several lines stays in its column."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(style="bold", no_wrap=True, min_width=LABEL)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, text)
+    return table
 
 
-def _speed(summary: dict[str, Any]) -> Text:
-    median = summary["step_time_median_s"]
-    text = Text.assemble(("speed     ", "bold"), f"{median * 1e3:.0f} ms a step (median), {_rate(summary)}")
-    text.append(_parts_of_a_step(summary))
-    text.append(f"\nmemory    {bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")
+def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any], width: int) -> list[tuple[str, Text]]:
+    rows = []
+    for name, form, style in (("loss", ".4f", "green"), ("val_loss", ".4f", "cyan"), ("val_top1", ".1%", "cyan")):
+        values = [row[name] for row in metrics if name in row]
+        if values:
+            first, last = f"{values[0]:{form}} ", f" {values[-1]:{form}}" if len(values) > 1 else ""
+            bars = sparkline(values, min(60, width - LABEL - 1 - len(first) - len(last))) if len(values) > 1 else ""
+            rows.append((name, Text.assemble(first, (bars, style), last)))
+    steps, samples = counted(summary["steps"], "step"), counted(summary["global_batch"], "sample")
+    return [*rows, ("", Text(f"{steps} of {samples}, {summary['parameters']:,} parameters"))]
+
+
+def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
+    speed = Text(f"{summary['step_time_median_s'] * 1e3:.0f} ms a step (median), {_rate(summary)}")
+    speed.append(_parts_of_a_step(summary))
+    rows = [("speed", speed)]
+    if summary.get("bubble_measured") is not None and summary["pp"] > 1:
+        measured = f"{summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])})"
+        rows.append(("bubble", Text(f"{measured}, {summary['bubble_predicted']:.0%} predicted")))
+    if summary.get("staleness_mean") is not None:
+        rows.append(("staleness", Text(_staleness(summary))))
+    rows.append(("memory", Text(f"{bytes_text(summary['peak_memory_bytes'])} at the peak of the largest rank")))
     crowd = summary["ranks_per_core"]
     if crowd and crowd > 1:
-        cores = round(summary["world"] / crowd)
-        text.append(
-            f"\n          step time is no scaling measurement: {summary['world']} ranks on {cores} cores", "yellow"
-        )
-    return text
+        world, cores = summary["world"], counted(round(summary["world"] / crowd), "core")
+        rows.append(("", Text(f"step time is no scaling measurement: {world} ranks on {cores}", "yellow")))
+    return rows
+
+
+def _staleness(summary: dict[str, Any]) -> str:
+    """How many updates others made between a worker's read and its own, and how far workers were apart."""
+    most, gap = counted(summary["staleness_max"], "update"), counted(summary["clock_gap_max"], "step")
+    text = f"{summary['staleness_mean']:.2f} updates on average, at most {most}; workers at most {gap} apart"
+    bound = summary.get("staleness_bound")
+    dropped = f"; {counted(summary['dropped_gradients'], 'gradient')} dropped" if summary["dropped_gradients"] else ""
+    return text + (f" (bound {bound})" if bound is not None else "") + dropped
 
 
 def _rate(summary: dict[str, Any]) -> str:
@@ -95,14 +123,7 @@ def _parts_of_a_step(summary: dict[str, Any]) -> str:
     names = {"compute_s": "computing", "comm_exposed_s": "waiting to communicate", "data_s": "data"}
     if summary.get("bubble_measured") is None or summary["world"] == 1:
         return ""
-    parts = [f"{name} {seconds_text(summary[key])}" for key, name in names.items()]
-    text = "\n          " + ", ".join(parts)
-    if summary["pp"] > 1:
-        text += (
-            f"\nbubble    {summary['bubble_measured']:.0%} of a step measured ({seconds_text(summary['bubble_s'])}), "
-            f"{summary['bubble_predicted']:.0%} predicted"
-        )
-    return text
+    return "\n" + ", ".join(f"{name} {seconds_text(summary[key])}" for key, name in names.items())
 
 
 def communication_table(rows: list[dict[str, Any]]) -> Group:
@@ -120,7 +141,8 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     title = f"sent in one step, over all ranks: {right if exact else 'NOT as predicted'}"
     table = Table(box=None)
     for heading in ("axis", "operation", "purpose", "calls", "payload", "wire"):
-        table.add_column(heading, justify="right" if heading in ("calls", "payload", "wire") else "left", no_wrap=True)
+        number = heading in ("calls", "payload", "wire")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for (axis, operation, purpose), alike in sorted(merged.items()):
         total = {name: sum(row[name] for row in alike) for name in _SUMMED}
         every = alike[0].get("every", 1)
@@ -138,25 +160,10 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     return Group(Text(title, style="green" if exact else "red"), table)  # a table's own title wraps at its width
 
 
-def _files(directory: Path) -> Text:
-    text = Text.assemble(("run       ", "bold"), str(directory))
-    names = [
-        name
-        for name in (
-            "config.yaml",
-            "plan.json",
-            "metrics.jsonl",
-            "routing.jsonl",
-            "routing.svg",
-            "comm.json",
-            "summary.json",
-            "profile",
-            "logs",
-        )
-        if (directory / name).exists()
-    ]
-    text.append("\n          " + "  ".join(names), "dim")
+def _files(directory: Path) -> list[tuple[str, Text]]:
+    names = [name for name in FILES if (directory / name).exists()]
+    rows = [("run", Text(str(directory))), ("", Text("  ".join(names), "dim"))]
     checkpoints = sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     if checkpoints:
-        text.append(f"\n          last checkpoint {checkpoints[-1].name}: resume={directory}")
-    return text
+        rows.append(("", Text(f"last checkpoint {checkpoints[-1].name}: resume={directory}")))
+    return rows

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 NO_LIMIT = 10_000  # columns: a pipe or a file has no width, and a wrapped line cannot be searched
+WIDEST = 120  # columns of what is drawn to fill the screen
 
 
 def open_console(**options: Any) -> Console:

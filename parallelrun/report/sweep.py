@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
 DEGREES = ("world", "dp", "tp", "pp", "ep", "servers")
+FINISHED = ("done", "planned")  # states of points that have figures
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
 _NOT_IN_CSV = ("schema", "problems", "invocation")
 _COLUMNS = (
@@ -31,6 +32,7 @@ _COLUMNS = (
     ("step_time_median_s", "step time"),
     ("median_s", "step time"),
     ("tokens_per_s", "tokens/s"),
+    ("efficiency", "efficiency"),
     ("wire_bytes_per_step", "sent a step"),
     ("fits", "fits"),
     ("memory_bytes", "memory"),
@@ -85,7 +87,7 @@ def summary(directory: Path, verb: str) -> dict[str, Any]:
 
 def write_csv(directory: Path) -> None:
     """results.csv: the rows of results.jsonl, one line each; every column that any row has, every override's key."""
-    found = read(directory)
+    found = with_efficiency(read(directory))
     rows = [{**overridden(row), **{key: _cell(value) for key, value in row.items()}} for row in found]
     keys = [key for row in found for key in overridden(row)]
     columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
@@ -95,6 +97,15 @@ def write_csv(directory: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(directory / "results.csv", text.getvalue())
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, with `scaling` (strong | weak) and `efficiency` where points differ only in world and degrees."""
+    from parallelrun.report.scaling import efficiencies
+
+    known = efficiencies(rows)
+    names = ("scaling", "efficiency")
+    return [{**row, **dict(zip(names, known[row["point"]]))} if row["point"] in known else row for row in rows]
 
 
 def overridden(row: dict[str, Any]) -> dict[str, str]:
@@ -123,6 +134,7 @@ def show(directory: Path) -> None:
 
 def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     """Print one table with a line per point, and the reasons below it."""
+    rows = with_efficiency(rows)
     present = [(key, title) for key, title in _COLUMNS if any(row.get(key) is not None for row in rows)]
     columns = [(key, title) for i, (key, title) in enumerate(present) if title not in [t for _, t in present[:i]]]
     left_out = []
@@ -142,6 +154,12 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         for note in row.get("notes", ()):
             console.print(f"# {row['point']} note: {note}", markup=False, highlight=False, soft_wrap=True)
+    kinds = sorted({row["scaling"] for row in rows if "scaling" in row})
+    if kinds:
+        said = " and ".join(kinds)
+        note = f"efficiency: {said} scaling, samples a second of a rank against the smallest world's"
+        crowded = any((row.get("ranks_per_core") or 0) > 1 for row in rows if "scaling" in row)
+        console.print(note + ("; ranks shared cores: no scaling measurement" if crowded else ""), soft_wrap=True)
     if len(rows) > _MAX_ROWS:
         console.print(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
 
@@ -192,6 +210,8 @@ def _cell_text(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None or isinstance(value, str):
         return value or ""
+    if key == "efficiency":
+        return f"{value:.0%}"
     if key == "tokens_per_s":
         return f"{value:,.0f}"
     if key.endswith("_s"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from parallelrun.plan.names import counted
 from parallelrun.report.figures import degrees_text
+from parallelrun.report.screen import open_console
 
 MEANING = {
     "initial": "initial weights",
@@ -24,7 +25,7 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
     """Print the comparison; nothing on ranks that do not own the console."""
     if not enabled:
         return
-    console = Console(highlight=False)
+    console = open_console()
     degrees = degrees_text(document["degrees"])
     table = Table(title=f"{document['preset']} {degrees} against {document['against']} ({document['precision']})")
     for heading in ("compared", "largest error", "bound", "where", ""):
@@ -44,9 +45,9 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
             "Both trainings take the routing decisions of the plan, because rounding may move scores that nearly tie. "
             "The scores themselves are compared."
         )
-    count, steps = document["parameters_compared"], document["steps"]
+    count, steps = counted(document["parameters_compared"], "parameter"), counted(document["steps"], "step")
     verdict = "[green]verified[/]" if document["passed"] else "[red]NOT EQUAL[/]"
     if document["reports_only"]:
         verdict = "reported (verify.optimizer=same is not checked)"
     detail = f" ({document['equivalence_detail']})" if document["equivalence_detail"] else ""
-    console.print(f"{verdict}: {document['equivalence']}{detail}, {count} parameters, {steps} steps")
+    console.print(f"{verdict}: {document['equivalence']}{detail}, {count}, {steps}")

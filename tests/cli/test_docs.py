@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,42 +16,72 @@ from parallelrun.cli.words import TOOLS, VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"(?:^|&& |-m )(parallelrun(?: [^#\n`]*)?)", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|&& |-m |\()parallelrun ")
+PLACEHOLDER = re.compile(r"\.\.\.|<|\b[A-Z]{3,}\b")  # `path=...`, `<recipe>`, `FILE`: no command to type as it is
+# What bash runs in the place of every program: parallelrun tells its words, torchrun those of the module it starts.
+PROGRAMS = r"""
+tell() { printf '%s\0' "$@" >&3; printf '\n\0' >&3; }
+parallelrun() { tell "$@"; }
+torchrun() { while [ "$1" != parallelrun ]; do shift; done; shift; tell "$@"; }
+pip() { :; }
+pytest() { :; }
+"""
 
 
-def printed_commands() -> list[str]:
-    """Lines of code blocks that start parallelrun, comments cut off, and the help's examples."""
-    found = [
-        line.strip().split("  ")[0] for line in texts.SHORT.splitlines() if line.strip().startswith("parallelrun ")
-    ]
-    found += [command for command, _ in texts.EXAMPLES]
+def printed_lines() -> list[str]:
+    """Every line that starts parallelrun: of code blocks and code spans, of the help's texts, as it is printed."""
+    found = [line.split("  ")[0] for text in (texts.SHORT, texts.full()) for line in map(str.strip, text.splitlines())]
     for page in PAGES:
-        for block in re.findall(r"```[a-z]*\n(.*?)```", page.read_text(), re.DOTALL):
-            found += [match.strip() for match in COMMAND.findall(block)]
-    return sorted({command for command in found if command != "parallelrun"})
+        text = page.read_text()
+        for block in re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL):
+            found += re.sub(r"\\\n\s*", "", block).splitlines()
+        found += re.findall(r"(?<!`)`(parallelrun [^`]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = {" ".join(line.split("\n")) for line in found if COMMAND.search(line)}
+    return sorted(line for line in lines if not PLACEHOLDER.search(line.partition("#")[0]))
 
 
-def as_plan(command: str) -> list[str]:
-    """The command's arguments with its verb replaced by `plan`."""
-    words = shlex.split(command)[1:]
-    return ["plan", *(words[1:] if words and words[0] in VERBS else words)]
+def as_the_shell_splits(lines: list[str]) -> list[list[str]]:
+    """The words of each call of parallelrun, read by bash itself: quotes, braces, patterns, comments."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told"
+        script = f"{PROGRAMS}exec 3>{shlex.quote(str(told))}\n" + "\n".join(lines)
+        subprocess.run(["bash", "-e", "-c", script], cwd=folder, check=True, timeout=60, capture_output=True)
+        records = told.read_bytes().decode().split("\n\0")
+    return [record.split("\0")[:-1] for record in records if record]
 
 
-def is_planned(command: str) -> bool:
-    words = shlex.split(command)[1:]
-    return words[0] not in TOOLS and not words[0].startswith("--") and "..." not in command
+CALLS = as_the_shell_splits(printed_lines())
+PLANNED = [words for words in CALLS if words and words[0] not in TOOLS and not words[0].startswith(("--", "-sc"))]
+OTHERS = [words for words in CALLS if words and words not in PLANNED and words[0] != "tokenize"]
 
 
-@pytest.mark.parametrize("command", [c for c in printed_commands() if is_planned(c)])
-def test_a_printed_command_is_legal(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.fixture
+def own_files(tmp_path: Path, monkeypatch) -> None:
+    """The files that a page prints: a code block whose first line is `# net.py`."""
     monkeypatch.chdir(tmp_path)
-    assert main(as_plan(command)) == 0, capsys.readouterr().err
+    for page in PAGES:
+        for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
+            (tmp_path / name).write_text(text)
 
 
-@pytest.mark.parametrize("command", [c for c in printed_commands() if not is_planned(c) and "tokenize" not in c])
-def test_a_printed_tool_command_works(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize("words", PLANNED, ids=" ".join)
+def test_a_printed_command_is_legal(words: list[str], own_files, capsys) -> None:
+    keeps_verb = words[0] in ("plan", "explain")
+    rest = words[1:] if words[0] in VERBS else words
+    assert main([words[0] if keeps_verb else "plan", *rest]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=" ".join)
+def test_a_printed_tool_command_works(words: list[str], own_files, capsys) -> None:
+    assert main(words) == 0, capsys.readouterr().err
+
+
+def test_commands_are_found_in_every_page_that_has_them() -> None:
+    assert len(PLANNED) >= 45 and len(OTHERS) >= 4
+    assert ["plan", "model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=64", "dp=6"] in PLANNED
+    roles = [word for words in PLANNED for word in words if word.startswith("model.roles=")]
+    assert roles and all('"*.[qkv]": columns' in word for word in roles), "docs/own_module.md"
+    assert any(words[0] == "explain" for words in PLANNED)
 
 
 def test_the_readme_prints_the_commands_that_newcomers_need() -> None:

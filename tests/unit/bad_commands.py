@@ -257,7 +257,6 @@ strategy=ps dp=2 strategy.data.delays=[0,0,1]
 strategy=hsdp dp=4 strategy.data.shard=3
 strategy=hsdp dp=4 strategy.data.shard=8
 strategy=fsdp dp=2 strategy.data.kind=zero9
-strategy=ring dp=2 strategy.data.algorithm=tree
 strategy=ring dp=4 strategy.data.algorithm=hierarchical strategy.data.group_size=3
 strategy=ring dp=2 strategy.data.group_size=2
 strategy=horovod dp=2 strategy.data.compression=zip

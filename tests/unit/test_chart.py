@@ -8,7 +8,7 @@ import pytest
 
 from parallelrun.report import chart, terminal_plot
 from parallelrun.report.chart import Axis, Line, Panel
-from parallelrun.report.figures import digits
+from parallelrun.report.figures import bytes_text, digits
 
 X, Y = Axis("nodes", digits), Axis("seconds", digits)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -122,6 +122,22 @@ def test_round_factors(low, high, ticks):
     found = chart.round_factors(low, high)
     assert 2 <= len(found) <= 8 and all(low <= tick <= high * (1 + 1e-9) for tick in found)
     assert ticks is None or found == pytest.approx(ticks)
+
+
+def test_ticks_of_bytes_are_round_in_their_unit():
+    amount = Axis("sent", bytes_text, of_bytes=True)
+    found = texts(drawn(Line(0, ((2.0, 16 * 2.0**20), (8.0, 112 * 2.0**20))), y=amount))
+    assert {"50 MiB", "100 MiB"} <= set(found)
+    factors = Axis("sent", bytes_text, log=True, of_bytes=True)
+    found = texts(drawn(Line(0, ((2.0, 70 * 2.0**10), (8.0, 12 * 2.0**20))), y=factors))
+    assert {"64 KiB", "256 KiB", "1 MiB", "4 MiB"} <= set(found)
+
+
+def test_a_long_note_is_wrapped_inside_the_picture():
+    note = "what all nodes send together " * 8
+    root = ElementTree.fromstring(chart.draw("t", [Panel("p", X, Y, (Line(0, ((1.0, 1.0),)),))], ["a"], [note]))
+    lines = [text for text in texts(root) if "nodes send" in text]
+    assert len(lines) > 2 and max(map(len, lines)) * chart.CHARACTER * chart.NOTE < chart.WIDTH - 20
 
 
 RISING = tuple((float(n), float(n)) for n in range(2, 17))

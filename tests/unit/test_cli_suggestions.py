@@ -77,8 +77,8 @@ def shell(capsys, monkeypatch, tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments: 0)
-    monkeypatch.setattr("parallelrun.cli.hosts.start", lambda *arguments: 0)
+    monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments, **more: 0)
+    monkeypatch.setattr("parallelrun.cli.remote.run", lambda *arguments: 0)
     monkeypatch.setattr("parallelrun.cli.doctor.main", lambda words: 0)
     return Shell(capsys)
 

@@ -36,9 +36,18 @@ class TestInTheConfiguration:
     @pytest.mark.parametrize(
         ("overrides", "said"),
         [
-            ({"cluster.worker": ["a"], "cluster.ps": SERVERS}, "cluster.worker: 'a' is no host:port (a:2222)"),
-            ({"cluster.worker": ["grpc://a:1"], "cluster.ps": SERVERS}, "'grpc://a:1' is no host:port (a:2222)"),
-            ({"cluster.worker": ["a:70000"], "cluster.ps": SERVERS}, "a:70000 has no port from 1 to 65535 (a:2222)"),
+            (
+                {"cluster.worker": ["a"], "cluster.ps": SERVERS},
+                "cluster.worker: 'a' is no host:port (cluster.worker=[a:2222])",
+            ),
+            (
+                {"cluster.worker": ["grpc://a:1"], "cluster.ps": SERVERS},
+                "'grpc://a:1' is no host:port (cluster.worker=[a:2222])",
+            ),
+            (
+                {"cluster.worker": ["a:70000"], "cluster.ps": SERVERS},
+                "a:70000 has no port from 1 to 65535 (cluster.worker=[a:2222])",
+            ),
             ({"cluster.worker": ["a:1", "a:1"], "cluster.ps": SERVERS}, "a:1 is the address of two tasks"),
             ({"cluster.ps": SERVERS}, "cluster.ps is given without cluster.worker"),
             ({"cluster.worker": WORKERS}, "strategy=ps needs a server, and the cluster of 3 workers names none"),
@@ -109,10 +118,10 @@ class TestTfConfig:
             ("[]", "is not of the form"),
             ('{"cluster": []}', None),
             ('{"cluster": [1]}', "is not of the form"),
-            ('{"cluster": {"paramserver": ["a:1"]}}', "no job is called 'paramserver' (worker, ps, chief)"),
+            ('{"cluster": {"paramserver": ["a:1"]}}', "no job is called 'paramserver' (worker or ps or chief)"),
             ('{"cluster": {"wroker": ["a:1"]}}', "no job is called 'wroker' (worker)"),
             ('{"cluster": {"worker": "a:1"}}', "worker is not a list of host:port"),
-            ('{"cluster": {"worker": ["a"]}}', "'a' is no host:port (a:2222)"),
+            ('{"cluster": {"worker": ["a"]}}', "'a' is no host:port (cluster.worker=[a:2222])"),
             ('{"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}}', "has an evaluator; the workers evaluate"),
             ('{"cluster": {"chief": ["a:1", "b:1"]}}', "there is one chief at most"),
             ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}', "last one is worker:1"),

@@ -9,8 +9,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from parallelrun.records import append_jsonl, write_json
 from parallelrun.report import comparison
 from parallelrun.report.comparison import NUMBERS, PICTURE
@@ -42,7 +40,8 @@ def steps(count: int, every: int = 2, samples: int = 8, **more: float) -> list[d
 
 
 def sent(sweep: Path) -> dict[str, list[float]]:
-    return {one.label: [at.sent_bytes for at in one.evaluations] for one in comparison.series(sweep)}
+    """Bytes sent until every evaluation."""
+    return {one.label: [at.sent_bytes for at in one.with_measure("val_loss")] for one in comparison.series(sweep)}
 
 
 def test_every_point_is_a_series_by_what_is_varied(tmp_path):
@@ -50,9 +49,11 @@ def test_every_point_is_a_series_by_what_is_varied(tmp_path):
     run(tmp_path, 1, "ring", steps(4), wire=[("gradients", 30), ("gradients", 70), ("activations", 5)])
     found = comparison.series(tmp_path)
     assert [one.label for one in found] == ["ddp", "ring"]
-    assert [at.step for at in found[0].evaluations] == [2, 4, 6] and found[0].evaluations[0].time_s == 1.0
+    evaluated = found[0].with_measure("val_loss")
+    assert [at.step for at in evaluated] == [2, 4, 6] and evaluated[0].time_s == 1.0
+    assert [at.measures["loss"] for at in found[0].measured] == [4.0, 3.0, 2.0, 1.0, 0.0, -1.0]
     assert sent(tmp_path) == {"ddp": [200, 400, 600], "ring": [210, 420]}
-    assert found[0].evaluations[1].measures == {"val_loss": 1.0}
+    assert evaluated[1].measures == {"loss": 1.0, "val_loss": 1.0}
 
 
 def test_labels_name_every_key_that_varies_but_the_strategys(tmp_path):
@@ -92,12 +93,42 @@ def test_unfinished_points_torn_lines_and_numbers_that_are_none_are_left_out(tmp
     run(tmp_path, 1, "tp", steps(4), state="failed")
     append_jsonl(tmp_path / "results.jsonl", {"point": 2, "state": "skipped", "overrides": ["strategy=single"]})
     (found,) = comparison.series(tmp_path)
-    assert [at.step for at in found.evaluations] == [2, 6]
+    assert [at.step for at in found.with_measure("val_loss")] == [2, 6]
 
 
-@pytest.mark.parametrize("metrics", [[], [{"step": 1, "samples": 8, "time_s": 1.0, "loss": 2.0}]])
-def test_where_nothing_was_evaluated_there_is_no_picture(tmp_path, metrics):
-    run(tmp_path, 0, "ddp", metrics)
+def test_where_nothing_was_evaluated_the_training_loss_is_drawn(tmp_path):
+    run(tmp_path, 0, "ddp", [{"step": 1, "samples": 8, "time_s": 1.0, "loss": 2.0}])
+    comparison.write(tmp_path)
+    found = texts((tmp_path / PICTURE).read_text())
+    assert "training loss against time" in found and "validation loss against time" not in found
+
+
+def test_losses_over_many_factors_are_drawn_in_factors(tmp_path):
+    """A spike to 58 would flatten everything below it."""
+    for name, losses in (("even", (2.0, 3.0, 1.0)), ("spike", (58.0, 2.0, 0.02))):
+        rows = [{"step": n, "samples": 8 * n, "time_s": n, "loss": loss} for n, loss in enumerate(losses, 1)]
+        run(tmp_path / name, 0, "ddp", rows)
+        comparison.write(tmp_path / name)
+    assert {"0.1", "1", "10"} <= set(texts((tmp_path / "spike" / PICTURE).read_text()))
+    assert "0.1" not in texts((tmp_path / "even" / PICTURE).read_text())
+
+
+def test_a_long_run_is_drawn_by_means(tmp_path):
+    run(tmp_path, 0, "ddp", steps(2000))
+    comparison.write(tmp_path)
+    assert (tmp_path / PICTURE).stat().st_size < 30_000
+    assert len((tmp_path / NUMBERS).read_text().splitlines()) == 2001
+
+
+def test_a_key_that_a_point_does_not_read_is_not_in_its_label(tmp_path):
+    unread = ["consistency=sync is read by none of ddp's strategies"]
+    run(tmp_path, 0, "ddp", steps(2), overrides=["strategy=ddp", "consistency=sync"], notes=unread)
+    run(tmp_path, 1, "ps", steps(2), overrides=["strategy=ps", "consistency=async"])
+    assert [one.label for one in comparison.series(tmp_path)] == ["ddp", "ps consistency=async"]
+
+
+def test_without_a_finished_step_there_is_no_picture(tmp_path):
+    run(tmp_path, 0, "ddp", [])
     assert comparison.write(tmp_path) == [] and not (tmp_path / PICTURE).exists()
 
 
@@ -127,11 +158,13 @@ def test_the_numbers_of_the_picture_are_in_its_csv(tmp_path):
     run(tmp_path, 0, "ddp", steps(4, val_top1=0.25))
     run(tmp_path, 1, "ring", steps(4))
     comparison.write(tmp_path)
-    rows = list(csv.DictReader(io.StringIO((tmp_path / NUMBERS).read_text())))
-    assert len(rows) == 4
-    assert rows[0] == {"point": "0", "label": "ddp", "step": "2", "time_s": "1.0", "sent_bytes": "200",
-                       "val_loss": "2.0", "val_top1": "0.25"}  # fmt: skip
-    assert rows[3]["val_top1"] == ""
+    text = (tmp_path / NUMBERS).read_text()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 8
+    assert rows[1] == {"point": "0", "label": "ddp", "crowded": "0", "step": "2", "time_s": "1.0", "sent_bytes": "200",
+                       "loss": "3.0", "val_loss": "2.0", "val_top1": "0.25"}  # fmt: skip
+    assert rows[0]["val_loss"] == rows[5]["val_top1"] == ""
+    assert comparison.to_svg(comparison.from_csv(text)) == (tmp_path / PICTURE).read_text()
 
 
 def test_of_very_many_points_the_first_are_drawn_and_all_are_in_the_csv(tmp_path):

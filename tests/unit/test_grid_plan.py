@@ -304,7 +304,7 @@ def refused_roles(roles: dict[str, str]) -> str:
         fold(tiny_config(layout="2d"), frozenset())[0], replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
     )
     (problem,) = ways_of(plan).tensor.check(request)
-    assert problem.kind == "undefined" and problem.where == "model.roles" and "model.roles={" in problem.suggestion
+    assert problem.kind == "undefined" and problem.where == "model.roles" and problem.suggestion == "tp=1"
     return problem.what
 
 

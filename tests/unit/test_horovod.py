@@ -65,7 +65,7 @@ def test_the_fewer_sums_the_higher_the_threshold_and_0_fuses_nothing():
         (2, {"worker_batches": (2, 1)}, "nobody has a batch for step 3 of 3", "steps=2"),
         (2, {"worker_batches": (3, 1), "reduction": "adasum"}, "join is not defined with adasum", "leave"),
         (2, {"worker_batches": (3, 1), "process_sets": ((0,), (1,))}, "join is not defined with process sets", "leave"),
-        (2, {"join_divisor": "active"}, "only where workers run out", "worker_batches"),
+        (2, {"join_divisor": "active"}, "only where workers run out", "leave strategy.data.join_divisor out"),
         (2, {"stall_warn_s": -1.0}, "at least 0", "stall_warn_s"),
     ],
 )  # fmt: skip

@@ -205,6 +205,8 @@ SIZES = {
     "rank of powersgd": f"strategy:\n  data: {{{{compression: powersgd, powersgd_rank: {2**50}}}}}\n",
 }
 MALFORMED = {
+    "a strategy's name that climbs out of a sweep": "strategy:\n  name: ../../outside\n",
+    "a model's name that climbs": "model:\n  preset: ../../outside\n",
     "a missing value": "seed: ???\n",
     "a number for a model": choose("3"),
     "a truth value for a model": choose("true"),

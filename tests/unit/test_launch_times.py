@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.errors import EXIT_HANG, EnvironmentProblem
+from parallelrun.cli import host_agent, hosts, remote
+from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import attach, board, failure, meeting, processes, rank, supervisor, survivors, watchdog
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.meeting import Peers
@@ -227,3 +228,89 @@ def test_the_process_group_waits_longer_than_the_watchers(monkeypatch):
     config = tiny_config(dp=2, timeout_s=TIMEOUT_S)
     rank._join(rank.Place(0, 2, 0, 0, Path()), config, tiny_plan(dp=2), None)
     assert asked["timeout"].total_seconds() == 2 * TIMEOUT_S + 60
+
+
+# -- several hosts
+
+
+class Agent:
+    """A host's agent that is no process: what it is sent, and when its stdin is ended."""
+
+    def __init__(self, name: str, clock: Clock):
+        self.name, self.ranks, self.hello = name, SimpleNamespace(ranks="rank 1"), None
+        self.process = SimpleNamespace(poll=lambda: self.code, kill=lambda: None, wait=lambda: None)
+        self.code: int | None = None
+        self.sent: list[str] = []
+        self.hung_up_at: list[float] = []
+        self._clock = clock
+
+    def send(self, line: str) -> None:
+        self.sent.append(line)
+
+    def hang_up(self) -> None:
+        self.hung_up_at.append(self._clock.now)
+        self.code = -9 if self.code is None else self.code
+
+
+@pytest.fixture
+def launcher(monkeypatch, clock) -> remote.Launcher:
+    """A launcher of two hosts, whose loop moves the clock."""
+    found = remote.Launcher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
+    found._agents = [Agent(name, clock) for name in "ab"]
+    monkeypatch.setattr(remote, "time", clock)
+    monkeypatch.setattr(host_agent, "time", clock)
+
+    def relay(patience_s: float) -> None:
+        clock.now += patience_s
+
+    monkeypatch.setattr(found, "_relay", relay)
+    return found
+
+
+def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has_its_code(launcher, clock):
+    first, second = launcher._agents
+    began, second.code = clock.now, 5
+    assert launcher.watch() == 5
+    assert first.hung_up_at[0] - began == pytest.approx(15, abs=0.5)
+
+
+def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(launcher, clock):
+    launcher._signals.append(signal.SIGINT)
+    began = clock.now
+    assert launcher.watch() == 130
+    assert [agent.sent for agent in launcher._agents] == [["SIGINT"], ["SIGINT"]]
+    assert launcher._agents[0].hung_up_at[0] - began == pytest.approx(5, abs=0.5)
+
+
+def test_a_second_signal_ends_all_hosts_at_once(launcher, clock):
+    launcher._signals += [signal.SIGTERM, signal.SIGTERM]
+    began = clock.now
+    assert launcher.watch() == 143
+    assert launcher._agents[1].hung_up_at[0] - began < 0.5
+
+
+def test_a_host_that_does_not_answer_is_waited_for_a_minute(launcher, clock):
+    began = clock.now
+    launcher._agents[0].unreachable = launcher._agents[1].unreachable = lambda ssh: Problem("no answer")
+    with pytest.raises(EnvironmentProblem, match="no answer"):
+        launcher._await_hellos()
+    assert clock.now - began == pytest.approx(60, abs=0.5)
+
+
+def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_failed(monkeypatch, clock):
+    monkeypatch.setattr(host_agent, "time", clock)
+    killed = []
+    monkeypatch.setattr(processes, "kill", lambda pid, number: killed.append((pid, number, clock.now)))
+    found = host_agent.Ranks.__new__(host_agent.Ranks)
+    found._pids, found._codes, found._ended_by_us = {0: 11}, {1: 6}, False
+    monkeypatch.setattr(found, "_reap", lambda: found._pids.clear() if killed else None)
+
+    def read(patience_s: float) -> list[str]:
+        clock.now += patience_s
+        return []
+
+    began = clock.now
+    assert found.watch(SimpleNamespace(read=read)) == 6
+    ((pid, number, when),) = killed
+    assert (pid, number) == (11, signal.SIGKILL)
+    assert when - began == pytest.approx(10, abs=0.5)

@@ -178,8 +178,8 @@ def test_the_spec_needs_no_torch() -> None:
         ({"hidden": 65, "heads": 8}, "model.hidden", "model.hidden=64"),
         ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=2"),
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
-        ({"norm": "batchnorm"}, "model.norm", "layernorm | rmsnorm"),
-        ({"layers": 0}, "model.layers", "1"),
+        ({"norm": "batchnorm"}, "model.norm", "model.norm=layernorm or model.norm=rmsnorm"),
+        ({"layers": 0}, "model.layers", "model.layers=1"),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_nearest_legal_value(values: dict, key: str, suggestion: str) -> None:

@@ -275,8 +275,8 @@ def test_experts_start_as_the_mlp_does() -> None:
 @pytest.mark.parametrize(
     ("values", "key", "suggestion"),
     [
-        ({"expert_period": 0}, "model.expert_period", "1"),
-        ({"expert_ffn": 0}, "model.expert_ffn", "1"),
+        ({"expert_period": 0}, "model.expert_period", "model.expert_period=1"),
+        ({"expert_ffn": 0}, "model.expert_ffn", "model.expert_ffn=1"),
         ({"dense_layers": -1}, "model.dense_layers", "model.dense_layers=0"),
         ({"shared_experts": -1}, "model.shared_experts", "model.shared_experts=0"),
         ({"experts": -2}, "model.experts", "model.experts=0"),

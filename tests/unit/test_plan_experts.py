@@ -99,7 +99,7 @@ class TestDegrees:
     def test_a_model_without_experts_has_nothing_to_spread(self):
         for overrides in (preset("gshard", **{"model.experts": 0}), {"dp": 2, "ep": 2}):
             problem = problems(overrides)[0]
-            assert problem.kind == "undefined" and problem.suggestion == "model=moe_gpt or model.experts=8"
+            assert problem.kind == "undefined" and problem.suggestion == "model.experts=8 or model=moe_gpt"
 
     def test_a_model_that_knows_no_experts_is_not_asked_to_have_some(self):
         problem = only({"model.name": "mlp", "dataset.name": "digits", "model.experts": 8, "dp": 2, "ep": 2})

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.config.schema import Config
+from parallelrun.plan import resolve as resolve_module
 from parallelrun.plan.batch import EFFICIENT_TOKENS, in_whole_rounds
 from parallelrun.plan.document import facts, warnings
 from parallelrun.plan.load import load_way
@@ -92,6 +93,14 @@ def test_gpus_are_filled_in_the_same_order_and_idle_where_no_plan_is_legal():
     assert degrees(resolve(tiny_config(PTDP), world=16, gpus=4)) == (4, 4, 1), "a host has 4"
     plan = resolve(tiny_config({**PTDP, "model.layers": 4, "global_batch": 8}), gpus=5)
     assert degrees(plan) == (2, 2, 1) and plan.warnings[0] == "1 of 5 GPUs stay idle: no plan on 5 is legal"
+
+
+def test_a_world_of_a_million_ranks_tries_few_plans(monkeypatch):
+    tried = []
+    real = resolve_module._request
+    monkeypatch.setattr(resolve_module, "_request", lambda *of: (tried.append(of), real(*of))[1])
+    assert degrees(resolve(tiny_config({**PTDP, "world": 2**20, "global_batch": None}))) == (8, 8, 2**14)
+    assert len(tried) < 40
 
 
 def test_a_violation_that_no_degree_cures_is_told_once():

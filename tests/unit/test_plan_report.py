@@ -55,7 +55,7 @@ def test_every_part_is_there():
         assert part in text
     assert "8 ranks = pp 2 x dp 2 x tp 2" in text
     assert "fits: unknown" in text and "not counted:" in text
-    assert "8 samples of 8 tokens = dp 2 x 4 microbatches x 1 samples" in text
+    assert "8 samples of 8 tokens = dp 2 x 4 microbatches x 1 sample;" in text
     assert "equals one device: exact" in text and "bubble" in text and "FLOP" in text
 
 

@@ -61,7 +61,7 @@ class TestServersAreTheLastRanks:
             ({"world": 3, "servers": 3, "dp": None}, "is left to be a worker (arithmetic; world=4 or servers=2)"),
             ({"world": 6}, "dp 3 x tp 1 = 3 ranks, but world 6, 1 server"),
             ({"world": 6}, "world=4 or servers=3"),
-            ({"servers": 0}, "strategy.data.servers=0 is not a whole number of at least 1"),
+            ({"servers": 0}, "servers=0 is not a whole number of at least 1"),
         ],
     )  # fmt: skip
     def test_a_world_without_room_is_refused_with_what_is_near(self, more, said):
@@ -119,7 +119,7 @@ class TestWaysToBeConsistent:
             ({"consistency": "asinc"}, "consistency=asinc is unknown; it is one of sync, async, ssp"),
             ({"consistency": "async", "staleness": 2}, "async has no bound (contradiction; consistency=ssp"),
             ({"consistency": "sync", "staleness": 2}, "waits for all workers nothing is stale (contradiction"),
-            ({"consistency": "ssp", "staleness": -1}, "strategy.data.staleness=-1 is not a whole number"),
+            ({"consistency": "ssp", "staleness": -1}, "staleness=-1 is not a whole number"),
             ({"backup_workers": 3}, "backup_workers=3 of dp=3: an update needs at least one gradient (arithmetic"),
             ({"backup_workers": 3}, "backup_workers=2"),
             ({"backup_workers": 1, "consistency": "async"}, "none is spare (contradiction; consistency=sync"),

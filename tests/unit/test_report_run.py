@@ -3,12 +3,102 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from parallelrun.report.figures import bytes_text, degrees_text
+from parallelrun.report.progress import Progress
 from parallelrun.report.run import communication_table, show, sparkline
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns, as rich sees it."""
+    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1"), ("TERM", "xterm"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+
+
+def progress_row(step: int, **more: float) -> dict:
+    row = {"step": step, "loss": 2.97694, "grad_norm": 1.0341, "lr": 3e-4, "tokens_per_s": 16324.2, "tokens": 48 * 64}
+    return {**row, "samples": 48, **more}
+
+
+def drawn(capsys: pytest.CaptureFixture[str], rows: list[dict]) -> list[str]:
+    """The lines that these rows are shown as; of a redrawn line every drawing."""
+    progress = Progress(60000, enabled=True)
+    for row in rows:
+        progress.update(row)
+    progress.close()
+    return [line for line in re.split(r"[\r\n]", plain(capsys.readouterr().out)) if line.strip()]
+
+
+def plain(screen: str) -> str:
+    """Without the codes of colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+
+
+def test_the_progress_line_fits_80_columns_and_keeps_what_matters(terminal, capsys) -> None:
+    rows = [progress_row(59999, val_loss=2.5, val_top1=0.5, max_vio=1.5, staleness=3), progress_row(60000)]
+    lines = drawn(capsys, rows)
+    assert len(lines) == 2 and "val_loss 2.5000" in lines[0]
+    for line in lines:
+        assert len(line) < 80 and "loss 2.9769" in line and "16,324 tokens/s" in line and "━━━━" in line
+
+
+def test_a_stale_evaluation_is_never_shown_as_that_of_a_later_step(terminal, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    rows = [progress_row(10, val_loss=2.5), progress_row(11)]
+    fresh, stale = drawn(capsys, rows)
+    assert "val_loss 2.5000  " in fresh and "val_loss 2.5000 (step 10)  " in stale
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setattr("parallelrun.report.progress.PLAIN_LINE_EVERY_S", -1.0)
+    fresh, stale = drawn(capsys, rows)
+    assert "val_loss 2.5000" in fresh and "val_loss" not in stale
+
+
+def test_a_pipe_gets_whole_lines_without_frames(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    finished_run(tmp_path)
+    show(tmp_path)
+    text = capsys.readouterr().out
+    assert "│" not in text and "╭" not in text
+    assert "computing 30 ms, waiting to communicate 4 ms, data 0.5 ms" in text
+    assert re.search(rf"^run       {tmp_path} *$", text, re.M)
+
+
+def test_the_panel_fits_80_columns(terminal, capsys, tmp_path) -> None:
+    finished_run(tmp_path, steps=200)
+    show(tmp_path)
+    lines = plain(capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    losses = next(line for line in lines if "│ loss" in line)
+    assert losses.rstrip(" │").endswith("4.2500")
+
+
+def test_asynchronous_workers_staleness_is_shown(capsys, tmp_path) -> None:
+    facts = {
+        "staleness_mean": 0.97,
+        "staleness_max": 3,
+        "clock_gap_max": 1,
+        "staleness_bound": 4,
+        "dropped_gradients": 2,
+    }
+    finished_run(tmp_path, **facts)
+    show(tmp_path)
+    said = "staleness 0.97 updates on average, at most 3 updates; workers at most 1 step apart (bound 4); 2 gradients"
+    assert said in capsys.readouterr().out
+    finished_run(tmp_path, staleness_mean=None)
+    show(tmp_path)
+    assert "staleness" not in capsys.readouterr().out
+
+
+def test_one_step_is_a_step(capsys, tmp_path) -> None:
+    finished_run(tmp_path, steps=1)
+    show(tmp_path)
+    assert "1 step of 48 samples" in capsys.readouterr().out
 
 
 def test_sparkline_goes_from_lowest_to_highest_and_leaves_gaps() -> None:
@@ -57,17 +147,31 @@ def test_one_rank_that_sends_too_much_is_not_made_up_for_by_another() -> None:
     assert "NOT as predicted" in text_of(communication_table(rows))
 
 
-def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Path) -> None:
-    summary = {"model": "gpt", "strategy": "ptdp", "dp": 1, "tp": 2, "pp": 2, "state": "done", "steps": 2, "world": 4}
+def finished_run(directory: Path, steps: int = 2, **more: object) -> None:
+    """The files of a run that `show` reads. more: of its summary."""
+    summary = {
+        "model": "gpt",
+        "strategy": "ptdp",
+        "dp": 1,
+        "tp": 2,
+        "pp": 2,
+        "state": "done",
+        "steps": steps,
+        "world": 4,
+    }
     summary |= {"global_batch": 48, "parameters": 1234, "step_time_median_s": 0.05, "tokens_per_s": 100.0}
     summary |= {"peak_memory_bytes": 2**20, "ranks_per_core": 2.0}
     summary |= {"compute_s": 0.03, "comm_exposed_s": 0.004, "bubble_s": 0.0155, "data_s": 0.0005}
     summary |= {"bubble_measured": 0.31, "bubble_predicted": 0.25}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    rows = [{"loss": 5.5}, {"loss": 4.25, "val_loss": 4.5}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "comm.json").write_text(json.dumps({"rows": [communication_row()]}))
-    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    (directory / "summary.json").write_text(json.dumps({**summary, **more}))
+    rows = [*({"loss": 5.5} for _ in range(steps - 1)), {"loss": 4.25, "val_loss": 4.5}]
+    (directory / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (directory / "comm.json").write_text(json.dumps({"rows": [communication_row()]}))
+    (directory / "checkpoints" / "step_2").mkdir(parents=True, exist_ok=True)
+
+
+def test_the_panel_tells_loss_speed_bytes_and_where_everything_lies(tmp_path: Path) -> None:
+    finished_run(tmp_path)
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(tmp_path, console)
     text = console.export_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -9,9 +10,11 @@ import pytest
 
 from parallelrun.checkpoint import check_resume, find, resume
 from parallelrun.checkpoint.find import complete_steps
-from parallelrun.checkpoint.resume import hold, newest, resolve_resume
+from parallelrun.checkpoint.resume import Chosen, hold, newest, resolve_resume
+from parallelrun.checkpoint.schema import read_index
 from parallelrun.config.freeze import freeze
 from parallelrun.errors import CheckpointError
+from parallelrun.launch import start as launcher
 from parallelrun.train.checkpointing import due
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
@@ -32,6 +35,10 @@ def run_of(folder, step_time, **changes):
 def auto(runs, **changes):
     changes = {**SMALL, "resume": "auto", "runs": str(runs), **{k.replace("__", "."): v for k, v in changes.items()}}
     return check_resume(tiny_config(changes), tiny_plan(changes))
+
+
+def chosen(path):
+    return Chosen(path, read_index(path))
 
 
 class TestAuto:
@@ -97,10 +104,24 @@ class TestBesideALiveRun:
         changes = {**SMALL, "resume": str(folder) if asked == "run" else asked, "runs": str(folder.parents[1])}
         assert check_resume(tiny_config(changes), tiny_plan(changes)) == folder / "checkpoints" / "step_6"
 
+    def test_the_start_takes_the_newer_one_that_is_there_when_the_chosen_one_is_gone(self, live, tmp_path, monkeypatch):
+        """Whatever is deleted after it was chosen: nothing of it is read again but what is held."""
+        folder, move, _ = live
+        real = launcher.hold
+        monkeypatch.setattr(launcher, "hold", lambda found, place: (move(), real(found, place))[1])
+        monkeypatch.setattr(launcher, "_inline", lambda *_: 1 / 0)
+        changes = {**SMALL, "resume": str(folder), "runs": str(tmp_path / "new"), "steps": 99}
+        with pytest.raises(ZeroDivisionError):
+            launcher.start(tiny_config(changes), tiny_plan(changes), [], [])
+        [run] = (tmp_path / "new" / "gpt-ptdp-one").iterdir()
+        held = [path.name for path in (run / "checkpoints").iterdir()]
+        manifest = json.loads((run / "manifest.json").read_text())
+        assert manifest["resumed"]["checkpoint"] == str(folder / "checkpoints" / "step_6") and held == ["step_3"]
+
     def test_what_is_held_outlives_its_deletion(self, live, tmp_path):
         folder, move, _ = live
         path = folder / "checkpoints" / "step_3"
-        held = hold(path, tmp_path / "new")
+        held = hold(chosen(path), tmp_path / "new")
         content = {file.name: file.read_bytes() for file in path.iterdir()}
         move()
         assert not path.exists() and held == tmp_path / "new" / "checkpoints" / "step_3"
@@ -109,8 +130,9 @@ class TestBesideALiveRun:
 
     def test_what_is_gone_cannot_be_held(self, live, tmp_path):
         folder, move, _ = live
+        gone = chosen(folder / "checkpoints" / "step_3")
         move()
-        assert hold(folder / "checkpoints" / "step_3", tmp_path / "new") is None
+        assert hold(gone, tmp_path / "new") is None
 
     def test_without_links_it_stays_where_it_is(self, live, tmp_path, monkeypatch):
         def no_links(*_):
@@ -118,7 +140,7 @@ class TestBesideALiveRun:
 
         monkeypatch.setattr(os, "link", no_links)
         path = live[0] / "checkpoints" / "step_3"
-        assert hold(path, tmp_path / "new") == path and os.listdir(tmp_path / "new" / "checkpoints") == []
+        assert hold(chosen(path), tmp_path / "new") == path and os.listdir(tmp_path / "new" / "checkpoints") == []
 
 
 def test_the_number_of_runs_is_said(tmp_path):

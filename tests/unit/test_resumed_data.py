@@ -38,6 +38,16 @@ def test_other_data_is_said_with_both_hashes_and_recorded(trained_on, capsys):
     assert line.startswith("warning: ") and f"pystdlib, sha256 {OLD}" in line and f"text, sha256 {NEW}" in line
 
 
+def test_what_is_started_and_read_is_said_before_it_is_read(capsys, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(
+        "parallelrun.launch.start.open_dataset", lambda *_: said.append(capsys.readouterr().err) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        start(tiny_config({"dataset.name": "text"}), tiny_plan(), [], [])
+    assert said[0].splitlines()[-1] == "starting 1 rank, loading data (text)"
+
+
 @pytest.mark.parametrize("dataset", [{"name": "text", "fingerprint": NEW}, None], ids=["the_same", "not_recorded"])
 def test_nothing_is_said_of_the_same_data_or_of_data_nobody_knows(trained_on, capsys, dataset):
     assert trained_on(dataset)["dataset_changed"] is False

@@ -18,7 +18,7 @@ from torch import nn
 
 from parallelrun import user_code
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.models import layers
 from parallelrun.models.vision.batch_norm import BatchNorm
 
@@ -68,7 +68,9 @@ def build(config: Config, vocab: int) -> nn.Module:
         except Exception as error:  # the user's code: whatever it raises
             raise _failed(f"{model.source} fails", error) from error
     if not isinstance(module, nn.Module):
-        raise ConfigError(Problem(f"{model.source} gave a {type(module).__name__}, not an nn.Module", "model.source"))
+        raise ConfigError(
+            Problem(f"{model.source} gave {with_article(type(module).__name__)}, not an nn.Module", "model.source")
+        )
     problems = _replace_batch_norms(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"{model.source} has no parameter that is trained: all are frozen (requires_grad=False)"
@@ -87,7 +89,9 @@ def _replace_batch_norms(module: nn.Module) -> list[Problem]:
             continue
         reason = _unfit_norm(part)
         if reason or not name:
-            what = f"{name or 'the module itself'} is a {type(part).__name__}{reason or ' and nothing else'}"
+            what = (
+                f"{name or 'the module itself'} is {with_article(type(part).__name__)}{reason or ' and nothing else'}"
+            )
             problems.append(
                 Problem(what, "model.source", "affine, tracked BatchNorm inside a module", kind="not_built")
             )
@@ -188,7 +192,7 @@ def _unfit(part: nn.Module, role: str) -> str:
     """Why `part` cannot take `role`; empty if it can."""
     fitting = ROLES[role]
     if type(part) not in fitting:
-        return f"it is a {type(part).__name__}, not a {' or '.join(kind.__name__ for kind in fitting)}"
+        return f"it is {with_article(type(part).__name__)}, not a {' or '.join(kind.__name__ for kind in fitting)}"
     source: Any = part
     if role == "head" and source.bias is not None:
         return "a head has no bias; build it with bias=False"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun import user_code
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
         what = f"block {name} fails on an input of shape {tuple(x.shape)}: {type(error).__name__}: {error}"
         raise ConfigError(Problem(what, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
     if not isinstance(out, Tensor):
-        what = f"block {name} gives a {type(out).__name__}; a block maps one tensor to one tensor"
+        what = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
         raise ConfigError(Problem(what, "model.blocks", kind="undefined"))
     return out
 

@@ -72,20 +72,30 @@ def is_whole(held: HeldParameter, plan: Plan) -> bool:
 
 def units(plan: Plan, position: int) -> tuple[Unit, ...]:
     """The units of pp coordinate `position`, by stage, in forward order; a stage's root and shared weight come last."""
+    key = "fsdp units", position
+    if key not in plan.known:
+        plan.known[key] = _units(plan, position)
+    return plan.known[key]
+
+
+def _units(plan: Plan, position: int) -> tuple[Unit, ...]:
     held = [parameter for parameter in held_parameters(plan, position) if not is_whole(parameter, plan)]
+    by_block: dict[str, list[HeldParameter]] = {}
+    for parameter in held:
+        by_block.setdefault(parameter.block, []).append(parameter)
     out: list[Unit] = []
     across = _tied_across_stages(plan, position)
     for stage in plan.stages_of(position):
         together = _blocks_that_share(plan, stage.blocks)
         for block in stage.blocks:
-            mine = tuple(p for p in held if p.block == block and p.name not in across)
+            mine = tuple(p for p in by_block.get(block, ()) if p.name not in across)
             if block not in together and mine:
                 # The stage's last block is needed at once for its backward (only pp=1 alternates so): letting it go
                 # would gather it twice in a row.
                 last = plan.mesh.size("pp") == 1 and block == stage.blocks[-1]
                 reshard = plan.data.reshard_after_forward and not last
                 out += _of_block(mine, reshard, plan)
-        shared = tuple(p for p in held if p.block in together)
+        shared = tuple(p for block in stage.blocks if block in together for p in by_block.get(block, ()))
         if shared:
             assert {p.spec.layer_role for p in shared}.isdisjoint({"expert"}), "experts beside a tied weight"
             reshard = plan.data.reshard_after_forward and plan.mesh.size("pp") > 1

@@ -1,0 +1,107 @@
+"""Scaling over ranks in a sweep: points that differ only in world and degrees, against the ideal line. No torch.
+
+Strong scaling keeps the global batch, weak scaling the batch of a data replica (`local_batch`). Either way the ideal is
+that every rank adds as many samples a second as one rank of the smallest point gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallelrun.records import write_text
+from parallelrun.report import chart
+from parallelrun.report.figures import digits
+from parallelrun.report.sweep import DEGREES, FINISHED, read, varied
+
+PICTURE = "scaling.svg"
+RATE = "samples_per_s"
+_SHAPING = {*DEGREES, "grid", "depth"}  # keys in which the points of one group may differ
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One point of a group. efficiency: its samples a second over the ideal."""
+
+    point: int
+    world: int
+    rate: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Points that differ only in world and degrees, by world. kind: strong | weak; crowded: ranks shared cores."""
+
+    label: str
+    kind: str
+    crowded: bool
+    points: tuple[Scaled, ...]
+
+
+def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
+    """The groups among a sweep's rows that have points of at least two worlds."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    labels: dict[tuple[str, ...], str] = {}
+    for row, names in zip(rows, varied(rows), strict=True):
+        if row.get("state") in FINISHED and row.get(RATE) and row.get("world"):
+            key = tuple(text for text in row.get("overrides", ()) if text.partition("=")[0] not in _SHAPING)
+            others = [name for name in names if name.partition("=")[0] not in _SHAPING]
+            labels[key] = " ".join(name.removeprefix("strategy=") for name in others) or str(row.get("strategy", ""))
+            alike.setdefault(key, []).append(row)
+    return [_group(labels[key], members) for key, members in alike.items() if len({m["world"] for m in members}) > 1]
+
+
+def _group(label: str, rows: list[dict[str, Any]]) -> Group:
+    smallest = min(row["world"] for row in rows)
+    base = max(row[RATE] / smallest for row in rows if row["world"] == smallest)
+    kind = "strong" if len({row.get("global_batch") for row in rows}) == 1 else "weak"
+    points = [Scaled(row["point"], row["world"], row[RATE], row[RATE] / row["world"] / base) for row in rows]
+    crowded = any((row.get("ranks_per_core") or 0) > 1 for row in rows)
+    return Group(label, kind, crowded, tuple(sorted(points, key=lambda one: (one.world, -one.rate))))
+
+
+def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
+    """(strong | weak, efficiency) of every point that is in a group, by its number."""
+    return {one.point: (group.kind, one.efficiency) for group in groups(rows) for one in group.points}
+
+
+def write(directory: Path) -> list[Path]:
+    """scaling.svg in a sweep directory; nothing where no points differ only in world and degrees."""
+    found = groups(read(directory))
+    if not found:
+        return []
+    write_text(directory / PICTURE, to_svg(found))
+    return [directory / PICTURE]
+
+
+def to_svg(found: Sequence[Group]) -> str:
+    """Samples a second and efficiency over the number of ranks, with the ideal line of every group."""
+    worlds = sorted({one.world for group in found for one in group.points})
+    ranks = chart.Axis("ranks, servers among them", "{:g}".format, log=True, ticks=tuple(map(float, worlds)))
+    ideal = len(found)
+    rates, shares = [], []
+    for style, group in enumerate(found):
+        best = _fastest(group)
+        first, last = best[0], best[-1]
+        rates.append(chart.Line(style, tuple((one.world, one.rate) for one in best)))
+        ideals = ((first.world, first.rate), (last.world, first.rate * last.world / first.world))
+        rates.append(chart.Line(ideal, ideals))
+        shares.append(chart.Line(style, tuple((one.world, one.efficiency) for one in best)))
+    shares.append(chart.Line(ideal, ((worlds[0], 1.0), (worlds[-1], 1.0))))
+    panels = [
+        chart.Panel("samples a second", ranks, chart.Axis("", digits, log=True), tuple(rates)),
+        chart.Panel("efficiency", ranks, chart.Axis("of the ideal", "{:.0%}".format, from_zero=True), tuple(shares)),
+    ]
+    notes = ["ideal: every rank adds what a rank of the smallest point gives; of several degrees the fastest is drawn"]
+    if any(group.crowded for group in found):
+        notes.append("ranks shared cores: time is no scaling measurement")
+    legend = [*(f"{group.label}: {group.kind} scaling" for group in found), "ideal"]
+    return chart.draw("scaling of the sweep's points", panels, legend, notes)
+
+
+def _fastest(group: Group) -> list[Scaled]:
+    """One point a world: the fastest, which comes first."""
+    return list({one.world: one for one in reversed(group.points)}.values())[::-1]
