@@ -178,7 +178,7 @@ class RouterSpec:
             factor = 1.0
         if factor is None:
             return num_tokens
-        exact = Fraction(str(factor))  # 10 tokens x 1.1 are 11: in floats they are 11.000000000000002, rounded up to 12
+        exact = Fraction(str(factor))  # in floats, 50 * 1.1 / 5 is more than 11 and rounds up to 12
         share = ceil(num_tokens * self.top_k * exact / num_experts)
         return min(num_tokens, max(share, self.min_capacity))
 
