@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from math import ceil, prod
 
@@ -177,7 +178,8 @@ class RouterSpec:
             factor = 1.0
         if factor is None:
             return num_tokens
-        share = ceil(num_tokens * self.top_k * factor / num_experts)
+        exact = Fraction(str(factor))  # in floats, 50 * 1.1 / 5 is more than 11 and rounds up to 12
+        share = ceil(num_tokens * self.top_k * exact / num_experts)
         return min(num_tokens, max(share, self.min_capacity))
 
 

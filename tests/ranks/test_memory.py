@@ -90,6 +90,18 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp x 1f1b": GPT | pipeline("1f1b") | data("ddp") | {"global_batch": 32},
     "tp x 1f1b": GPT | pipeline("1f1b") | {"tp": 2},
     "3d": GPT | {"tp": 8, "layout": "3d"},
+    "2.5d": GPT | {"tp": 8, "layout": "2.5d"},
+    # Before "ring", in the same process: its process group would keep the larger receive buffers of that plan.
+    "ring, several buckets": GPT | data("ring", bucket_mb=0.05),
+    "ring": GPT | data("ring"),
+    "horovod": GPT | data("horovod"),
+    "horovod ring": GPT | data("horovod", algorithm="ring"),
+    "zero1, several buckets": GPT | data("zero1", bucket_mb=0.05),
+    "zbv": GPT | pipeline("zbv"),
+    "dropout": GPT | {"dropout": 0.1},
+    "tp dropout": GPT | {"dropout": 0.1, "tp": 2},
+    "fsdp x 1f1b": GPT | pipeline("1f1b") | data("fsdp") | {"global_batch": 32},
+    "zero1 x 1f1b": GPT | pipeline("1f1b") | data("zero1") | {"global_batch": 32},
 }
 
 

@@ -167,3 +167,13 @@ def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_s
 def test_one_inner_group_or_groups_of_one_are_a_ring():
     for group_size in (1, 6):
         assert tables(Algorithm(HIERARCHICAL, group_size), 6, 50) == tables(Algorithm(RING), 6, 50)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 16, 37])
+@pytest.mark.parametrize("algorithm", [Algorithm(name, 2 if name == HIERARCHICAL else 1) for name in TABLED])
+def test_a_receive_buffer_is_as_long_as_the_longest_part_that_is_added(algorithm, numel):
+    for index, rounds in enumerate(tables(algorithm, 4, numel)):
+        added = [one.receive.numel for one in rounds if one.receive and one.phase == SCATTER_REDUCE]
+        for on_cpu, num_buffers in ((True, 2), (False, 1)):
+            found = counts.buffer_elements(algorithm, 4, index, numel, on_cpu)
+            assert found == num_buffers * max(added, default=0)

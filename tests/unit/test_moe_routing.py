@@ -526,6 +526,7 @@ def test_thousands_of_experts_cost_no_table_of_assignments_by_experts() -> None:
         (7, 3, 2, 1.5, 7),
         (9, 8, 2, 1.0, 3),  # 2.25
         (12, 4, 1, 1.0, 3),  # exactly 3
+        (50, 5, 1, 1.1, 11),  # exactly 11, though 50 * 1.1 / 5 is more in floats
         (2, 4, 1, 0.5, 1),  # an expert has at least min_capacity
         (3, 4, 2, 8.0, 3),  # never more than there are tokens
     ],

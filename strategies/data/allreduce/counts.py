@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from parallelrun.plan.structure import Collective
 
 from .settings import Algorithm
-from .steps import HALVING_DOUBLING, NATIVE, RING, TREE, segments, table
+from .steps import HALVING_DOUBLING, NATIVE, RING, SCATTER_REDUCE, TREE, segments, table
+
+BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,35 @@ def counts(algorithm: Algorithm, size: int, index: int, numel: int, limit: int |
     start, stop = segments(0, numel, algorithm.group_size)[(place + 1) % algorithm.group_size]
     inside = _of_ring(algorithm.group_size, place, numel, limit)
     return inside + _of_ring(size // algorithm.group_size, group, stop - start, limit)
+
+
+def buffer_elements(algorithm: Algorithm, size: int, index: int, numel: int, on_cpu: bool) -> int:
+    """Elements of the buffers in which member `index` of `size` receives what it adds to a tensor of `numel` elements.
+
+    Each is as long as the longest such message. The backend's own all-reduce has none that are ours.
+    """
+    if algorithm.name == NATIVE:
+        return 0
+    if algorithm.name == RING:
+        longest = _longest_added(size, index, numel)
+    elif algorithm.name in (HALVING_DOUBLING, TREE):
+        rounds = table(algorithm.name, size, index, numel, algorithm.group_size)
+        added = [one.receive.numel for one in rounds if one.receive and one.phase == SCATTER_REDUCE]
+        longest = max(added, default=0)
+    else:
+        group, place = divmod(index, algorithm.group_size)
+        start, stop = segments(0, numel, algorithm.group_size)[(place + 1) % algorithm.group_size]
+        inside = _longest_added(algorithm.group_size, place, numel)
+        longest = max(inside, _longest_added(size // algorithm.group_size, group, stop - start))
+    return longest * (BUFFERS_ON_CPU if on_cpu else 1)
+
+
+def _longest_added(size: int, index: int, numel: int) -> int:
+    """A member of a ring adds to every segment but the one with its own number, which it sends first."""
+    base, num_longer = divmod(numel, size)
+    if size == 1:
+        return 0
+    return base + (num_longer > (index < num_longer))
 
 
 def _of_ring(size: int, index: int, numel: int, limit: int | None) -> Counts:

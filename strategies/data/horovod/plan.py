@@ -80,6 +80,19 @@ class Way(ring.Way):
         sizes = [buckets.reduce_bytes(plan) * sum(prod(shape) for _, shape in bucket.parts) for bucket in contents]
         return sum(sizes) + max(sizes, default=0)
 
+    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """As ring's; with adasum its updates are counted in `gathered_bytes`."""
+        return 0 if _is_adasum(plan) else super().held_bytes(position, coordinate, plan)
+
+    def buffer_elements(self, message: Message, coordinate: dict[str, int], plan: Plan) -> int:
+        """Elements of the buffers in which the parts of one sum over a process set, or over all copies, arrive."""
+        way = _way(plan)
+        if not way.process_sets:
+            return super().buffer_elements(message, coordinate, plan)
+        members, on_cpu = way.process_set(coordinate["dp"]), plan.device == "cpu"
+        index = members.index(coordinate["dp"])
+        return counts.buffer_elements(way.algorithm, len(members), index, message.numel, on_cpu)
+
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum over a process set, or over all copies where there are none."""
         way = _way(plan)

@@ -62,6 +62,21 @@ class Way(ddp.Way):
             alike[tuple(merge(rows))].append(index)
         return [(same[0], len(same)) for same in alike.values()]
 
+    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
+        largest: Counter[str] = Counter()
+        for message in set(ddp.bucket_messages(position, coordinate, plan)):
+            size = self.buffer_elements(message, coordinate, plan) * message.element_bytes
+            largest[message.axis] = max(largest[message.axis], size)
+        return largest.total()
+
+    def buffer_elements(self, message: Message, coordinate: dict[str, int], plan: Plan) -> int:
+        """Elements of the buffers in which the parts of one sum arrive."""
+        assert isinstance(plan.data, RingWay)
+        axis, on_cpu = message.axis, plan.device == "cpu"
+        algorithm = over(plan.data.algorithm, axis, plan)
+        return counts.buffer_elements(algorithm, plan.mesh.size(axis), coordinate[axis], message.numel, on_cpu)
+
     def explain(self, plan: Plan) -> Explanation:
         """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""
         data = plan.data
