@@ -143,8 +143,8 @@ class _Walk:
 
     def _beyond_kept(self, index: int, number: int) -> int:
         """The most that backward pass `number` of a stage holds beyond what all microbatches in flight have saved."""
-        middle = 0 < number < self._plan.batch.microbatches - 1  # all alike
-        key = index, 1 if middle else number
+        middle = 0 < number < self._plan.batch.microbatches - 1  # all alike from the third on
+        key = index, min(number, 2) if middle else number
         if key not in self._beyond:
             self._beyond[key] = self._compute_beyond(*key)
         return self._beyond[key]

@@ -102,6 +102,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp dropout": GPT | {"dropout": 0.1, "tp": 2},
     "fsdp x 1f1b": GPT | pipeline("1f1b") | data("fsdp") | {"global_batch": 32},
     "zero1 x 1f1b": GPT | pipeline("1f1b") | data("zero1") | {"global_batch": 32},
+    "zero2 x 1f1b": GPT | pipeline("1f1b") | data("zero2") | {"global_batch": 32},
 }
 
 

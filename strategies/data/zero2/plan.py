@@ -44,13 +44,14 @@ class Way(zero1.Way):
         return sum(waiting.sent_bytes(i) // plan.mesh.size(one.axis) for i, one in enumerate(waiting.buckets))
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
-        """Gradients that no bucket holds yet, and the last buckets on their way, those of the pass before included."""
+        """Gradients that no bucket holds yet, and the last buckets on their way, those of passes before included."""
         waiting = Waiting(plan.stages[stage].position, coordinate, plan, partial(_flat_buckets, plan=plan))
         if plan.pipeline.splits_backward:  # nothing is reduced before the schedule is done
             return [0] * len(plan.stages[stage].blocks)
         of_stage = waiting.of_stage(stage)
         own = [number for number, one in enumerate(waiting.buckets) if waiting.stage_of(one) == stage]
-        started = [(one, number > 1) for one in own] if number else []  # (bucket, is its sum added to earlier ones?)
+        # (bucket, is its sum added to earlier ones?): with few buckets, those of two passes before are still under way
+        started = [(one, before > 0) for before in range(max(0, number - UNDER_WAY), number) for one in own]
         return [
             beside
             + sum(_under_way(*one, waiting, plan) for one in [*started, *((x, number > 0) for x in full)][-UNDER_WAY:])
@@ -60,8 +61,12 @@ class Way(zero1.Way):
     def ending_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The last buckets on their way; all at once where the schedule leaves them to its end."""
         waiting = Waiting(position, coordinate, plan, partial(_flat_buckets, plan=plan))
-        again = plan.batch.microbatches > 1
-        sizes = [_under_way(number, again, waiting, plan) for number in range(len(waiting.buckets))]
+        last = plan.batch.microbatches - 1
+        sizes = [
+            _under_way(number, passed > 0, waiting, plan)
+            for passed in range(max(0, last - UNDER_WAY + 1), last + 1)
+            for number in range(len(waiting.buckets))
+        ]
         return sum(sizes[-UNDER_WAY:])
 
     def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
