@@ -6,7 +6,6 @@ blocks, so each class of ranks is computed once: 16,384 ranks take no longer tha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,7 +14,7 @@ from typing import Any
 from parallelrun.layout import Layout
 from parallelrun.plan import peak, routing, sample_sets
 from parallelrun.plan.load import server_way_of, ways_of
-from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, Stage
+from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
 from parallelrun.precision import BYTES
 from parallelrun.train.parameters import HeldParameter, distinct_parameters
 
@@ -159,27 +158,11 @@ def memory(plan: Plan, rank: int) -> Memory:
 
 
 def position_classes(plan: Plan) -> list[list[int]]:
-    """pp coordinates whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
-    last = len(plan.stages) - 1
-    holder = [stage.position for stage in plan.stages]
-    alike = plan.spec.first_alike
+    """pp coordinates whose ranks send the same and hold the same weights: see `peak.looks`."""
     classes: dict[object, list[int]] = {}
     for position in range(plan.mesh.size("pp")):
-        key = tuple(
-            (
-                stage.index == 0 or holder[stage.index - 1] == position,
-                stage.index == last or holder[stage.index + 1] == position,
-                tuple(alike[name] for name in stage.blocks),
-            )
-            for stage in plan.stages_of(position)
-        )
-        classes.setdefault(key, []).append(position)
+        classes.setdefault(peak.looks(plan, position), []).append(position)
     return list(classes.values())
-
-
-def _alike_blocks(stage: Stage, plan: Plan) -> Counter[str]:
-    """The blocks of a stage by name, those that are alike as the first of them in the model, with their number."""
-    return Counter(plan.spec.first_alike[name] for name in stage.blocks)
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:

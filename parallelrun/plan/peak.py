@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from parallelrun.models.spec import BlockSpec
 from parallelrun.plan.load import Ways, ways_of
@@ -76,6 +77,20 @@ def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[s
     )  # fmt: skip
 
 
+def looks(plan: Plan, position: int) -> object:
+    """Equal for pp coordinates whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
+    last, alike = len(plan.stages) - 1, plan.spec.first_alike
+    holder = [stage.position for stage in plan.stages]
+    return tuple(
+        (
+            stage.index == 0 or holder[stage.index - 1] == position,
+            stage.index == last or holder[stage.index + 1] == position,
+            tuple(alike[name] for name in stage.blocks),
+        )
+        for stage in plan.stages_of(position)
+    )
+
+
 class _Walk:
     """One rank's step. Stages are looked at once each; the order of actions says what is in flight at each backward."""
 
@@ -83,25 +98,23 @@ class _Walk:
         self._plan, self._position, self._coordinate = plan, position, coordinate
         self._ways = ways_of(plan)
         self._stages = {stage.index: stage for stage in plan.stages_of(position)}
-        held = held_parameters(plan, position)
-        self._gradients = {
-            index: _by_block(stage, [p for p in held if p.stage == index], plan, coordinate)
-            for index, stage in self._stages.items()
-        }
-        self._looks: dict[tuple[str, bool], BackwardBlock] = {}
+        self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
+        others = tuple(sorted((axis, place) for axis, place in coordinate.items() if axis != "pp"))
+        # Coordinates that are alike differ only in what is in flight, so all else is computed once for them.
+        self._shared: dict[object, Any] = plan.known.setdefault(("peak", looks(plan, position), others), {})
+        self._gradients = {index: self._gradients_of(index) for index in self._stages}
         self._blocks = {
             index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
         }
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
         self._flow = getattr(self._ways.data, "backward_bytes", None) if plan.mesh.size("dp") > 1 else None
         self._waiting = {index: self._waits(index, 0) for index in self._stages}
-        self._beyond: dict[tuple[int, int], int] = {}
 
     def worst(self) -> Moment:
         begun: Counter[int] = Counter()  # backward passes by stage
         waiting: Counter[int] = Counter()  # microbatches by stage whose weights' gradients are still to be computed
         batch = _batch_bytes(self._plan, self._position)
-        moments = []
+        worst: Moment | None = None
         for action, activations in self._ways.pipeline.live_bytes(self._plan, self._position, self._kept):
             index = action.stage
             if action.kind == "I" and index > 0:
@@ -110,21 +123,31 @@ class _Walk:
                 apart = sum(number * self._apart(stage) for stage, number in waiting.items())
                 split = action.kind in "IW" and index > 0
                 temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
-                moments.append(Moment(self._complete(begun), activations, temporary))
+                gradients = self._complete(begun)
+                if worst is None or gradients + activations + temporary > worst.total:
+                    worst = Moment(gradients, activations, temporary)
             if action.kind in "BW":
                 begun[index] += 1
                 waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
         ending = getattr(self._ways.data, "ending_bytes", None)
         last = ending(self._position, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
-        return max([*moments, Moment(self._complete(begun), 0, last + batch)], key=lambda moment: moment.total)
+        end = Moment(self._complete(begun), 0, last + batch)
+        return end if worst is None or end.total > worst.total else worst
 
     def _backward_block(self, name: str) -> BackwardBlock:
         """Blocks that are alike are looked at once; the loss is behind the model's last."""
         spec = self._plan.spec
-        key = spec.first_alike[name], name == spec.blocks[-1].name
-        if key not in self._looks:
-            self._looks[key] = _backward_block(spec.block(name), self._plan, self._ways)
-        return self._looks[key]
+        key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
+        if key not in self._plan.known:
+            self._plan.known[key] = _backward_block(spec.block(name), self._plan, self._ways)
+        return self._plan.known[key]
+
+    def _gradients_of(self, index: int) -> list[int]:
+        key = "gradients", self._number[index]
+        if key not in self._shared:
+            held = [p for p in held_parameters(self._plan, self._position) if p.stage == index]
+            self._shared[key] = _by_block(self._stages[index], held, self._plan, self._coordinate)
+        return self._shared[key]
 
     def _apart(self, index: int) -> int:
         """What a microbatch of a stage keeps, beside what forward has saved, from its input pass to its weight pass."""
@@ -135,7 +158,10 @@ class _Walk:
         return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
-        return self._flow(index, number, self._coordinate, self._plan) if self._flow else None
+        key = "waits", self._number[index], number
+        if key not in self._shared:
+            self._shared[key] = self._flow(index, number, self._coordinate, self._plan) if self._flow else None
+        return self._shared[key]
 
     def _complete(self, begun: Iterable[int]) -> int:
         """Gradients that the data way does not take from the weights: those of stages whose backward has run before."""
@@ -144,10 +170,11 @@ class _Walk:
     def _beyond_kept(self, index: int, number: int) -> int:
         """The most that backward pass `number` of a stage holds beyond what all microbatches in flight have saved."""
         middle = 0 < number < self._plan.batch.microbatches - 1  # all alike from the third on
-        key = index, min(number, 2) if middle else number
-        if key not in self._beyond:
-            self._beyond[key] = self._compute_beyond(*key)
-        return self._beyond[key]
+        number = min(number, 2) if middle else number
+        key = "beyond", self._number[index], number
+        if key not in self._shared:
+            self._shared[key] = self._compute_beyond(index, number)
+        return self._shared[key]
 
     def _compute_beyond(self, index: int, number: int) -> int:
         blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)

@@ -83,7 +83,8 @@ class PipelineWay:
         return [(Action(*step[:3]), before) for step, before, _ in steps if step.kind in messages.ACTIONS]
 
     def _walk(self, plan: Plan, position: int, kept: Mapping[int, int]) -> list[tuple[messages.Step, int, int]]:
-        inputs = {stage.index: boundary_bytes(plan, stage.index) for stage in plan.stages if stage.index > 0}
+        touched = {index for stage in plan.stages_of(position) for index in (stage.index, stage.index + 1)}
+        inputs = {index: boundary_bytes(plan, index) for index in touched if 0 < index < len(plan.stages)}
         return list(messages.live_bytes(self.steps(plan)[position], kept, inputs))
 
     def collectives(self, position: int, plan: Plan) -> list[Collective]:
