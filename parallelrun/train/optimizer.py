@@ -10,7 +10,7 @@ from torch import Tensor
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.optimizers import OPTIMIZERS
-from parallelrun.train.parameters import LocalParameter
+from parallelrun.plan.parameters import LocalParameter
 
 STEP = "step"
 
