@@ -20,9 +20,9 @@ from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
 from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, Part, StoredTensor, describe_plan, encode
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.optimizer import Optimizer
 from tests.plans import tiny_plan
 
 STATE = ("exp_avg", "exp_avg_sq")

@@ -24,8 +24,8 @@ from parallelrun.plan.structure import Plan
 
 if TYPE_CHECKING:
     from parallelrun.mesh import Mesh
+    from parallelrun.optimizer import Optimizer
     from parallelrun.plan.parameters import LocalParameter
-    from parallelrun.train.optimizer import Optimizer
 
 __all__ = [
     "check_model",

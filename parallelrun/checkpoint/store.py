@@ -28,9 +28,9 @@ from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSave
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
 from parallelrun.mesh import Mesh
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import Plan
-from parallelrun.train.optimizer import Optimizer
 
 
 def save(

@@ -15,12 +15,12 @@ from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.vision.batch_norm import give_sets
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan import lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
-from parallelrun.train.optimizer import Optimizer
 from parallelrun.train.reader import Reader
 from parallelrun.train.routing import Routing
 from parallelrun.train.statistics import RunningStatistics

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh import Group
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter
-from parallelrun.train.optimizer import Optimizer
 
 
 @torch.no_grad()

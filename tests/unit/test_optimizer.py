@@ -9,9 +9,9 @@ from parallelrun.config.schema import OptimizerConfig
 from parallelrun.errors import ConfigError
 from parallelrun.layout import Layout
 from parallelrun.model_spec import Initialiser, ParameterSpec
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.parameters import LocalParameter
-from parallelrun.train.optimizer import Optimizer
 
 SHAPES = {"layer.weight": (4, 3), "layer.bias": (4,), "norm.weight": (3,)}
 
