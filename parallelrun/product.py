@@ -20,13 +20,13 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Activation:
+class ActivationLayout:
     """How an activation lies: the axes that split its samples (dim 0) and its last dim, major first."""
 
     rows: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
 
-    def without(self, move: Move | None) -> Activation:
+    def without(self, move: Move | None) -> ActivationLayout:
         """After an all-gather along `move`: the minor-most axis of that dim is gone."""
         if move is None:
             return self
@@ -34,12 +34,12 @@ class Activation:
         assert held and held[-1] == move.axis, f"{move.axis} is not the minor-most axis of {move.dim} {held}"
         return self._with(move.dim, held[:-1])
 
-    def split(self, move: Move | None) -> Activation:
+    def split(self, move: Move | None) -> ActivationLayout:
         """After a reduce-scatter along `move`: it becomes the minor-most axis of that dim."""
         return self if move is None else self._with(move.dim, (*getattr(self, move.dim), move.axis))
 
-    def _with(self, dim: str, axes: tuple[str, ...]) -> Activation:
-        return Activation(axes, self.features) if dim == "rows" else Activation(self.rows, axes)
+    def _with(self, dim: str, axes: tuple[str, ...]) -> ActivationLayout:
+        return ActivationLayout(axes, self.features) if dim == "rows" else ActivationLayout(self.rows, axes)
 
     def local(self, rows: int, features: int, sizes: Sizes) -> tuple[int, int]:
         """(rows, features) of the largest part."""
@@ -66,8 +66,8 @@ class Product:
     """
 
     form: str
-    x: Activation
-    y: Activation
+    x: ActivationLayout
+    y: ActivationLayout
     weight: Layout
     gather_x: Move | None = None
     gather_w: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Product:
     lookup: bool = False
 
     @property
-    def gathered_x(self) -> Activation:
+    def gathered_x(self) -> ActivationLayout:
         """How X lies when it is multiplied."""
         return self.x.without(self.gather_x)
 
@@ -242,15 +242,15 @@ def _split(length: int, axes: tuple[str, ...], sizes: Sizes) -> int:
 
 def column_1d(axis: str = "tp") -> Product:
     """Megatron's column layer: X whole everywhere, W cut by its outputs; backward sums dX."""
-    return Product("column", Activation(), Activation((), (axis,)), Layout(((axis,), ())), sum_x=axis)
+    return Product("column", ActivationLayout(), ActivationLayout((), (axis,)), Layout(((axis,), ())), sum_x=axis)
 
 
 def row_1d(axis: str = "tp") -> Product:
     """Megatron's row layer: X comes split by features, W cut by its inputs; forward sums Y."""
-    return Product("row", Activation((), (axis,)), Activation(), Layout(((), (axis,))), sum_y=axis)
+    return Product("row", ActivationLayout((), (axis,)), ActivationLayout(), Layout(((), (axis,))), sum_y=axis)
 
 
-def stationary_y(x: Activation) -> Product:
+def stationary_y(x: ActivationLayout) -> Product:
     """Y is computed where it stays: X's features and W's rows are gathered. Any grid. The layout of X is kept.
 
     W is split by outputs over (features, *rows) axes, so that what is gathered is contiguous.
@@ -261,7 +261,7 @@ def stationary_y(x: Activation) -> Product:
     return Product("stationary_y", x, x, weight, gather_x=Move("features", across), gather_w=tuple(reversed(rows)))
 
 
-def stationary_x(x: Activation) -> Product:
+def stationary_x(x: ActivationLayout) -> Product:
     """X is multiplied where it lies: W's rows are gathered, Y's partial sums scattered. The layout of X is kept."""
     (across,) = x.features
     along = x.rows[-1]
@@ -269,41 +269,41 @@ def stationary_x(x: Activation) -> Product:
     return Product("stationary_x", x, x, weight, gather_w=(along,), scatter_y=Move("features", across))
 
 
-def stationary_w(x: Activation) -> Product:
+def stationary_w(x: ActivationLayout) -> Product:
     """No weight moves: X's samples are gathered, Y's partial sums scattered over samples. The two axes of the grid
     change roles, so layers come in pairs (as the odd layers of AxoNN, Singh et al. 2023)."""
     (across,) = x.features
     *outer, along = x.rows
-    y = Activation((*outer, across), (along,))
+    y = ActivationLayout((*outer, across), (along,))
     weight = Layout(((along,), (across,)))
     return Product("stationary_w", x, y, weight, gather_x=Move("rows", along), scatter_y=Move("rows", across))
 
 
-def summa(x: Activation) -> Product:
+def summa(x: ActivationLayout) -> Product:
     """2D SUMMA: blocks W[N_col, K_row]; panels of K of X and W are broadcast along the grid; only blocks are kept."""
     (across,) = x.features
     return Product("summa", x, x, Layout(((across,), (x.rows[-1],))), panels=True)
 
 
-def cube(x: Activation) -> Product:
+def cube(x: ActivationLayout) -> Product:
     """3D: X rows (a, b), features c -> Y rows (a, c), features b; every matrix is split over all three axes."""
     (across,) = x.features
     outer, inner = x.rows
-    y = Activation((outer, across), (inner,))
+    y = ActivationLayout((outer, across), (inner,))
     return Product(
         "3d", x, y, Layout(((inner, outer), (across,))),
         gather_x=Move("rows", inner), gather_w=(outer,), scatter_y=Move("rows", across),
     )  # fmt: skip
 
 
-def lookup(y: Activation, weight: Layout, gather_w: tuple[str, ...], scatter_y: Move) -> Product:
+def lookup(y: ActivationLayout, weight: Layout, gather_w: tuple[str, ...], scatter_y: Move) -> Product:
     """Token ids -> Y, from a table W (vocabulary, hidden) split as the head's, so that a tied weight is one tensor."""
     gathered = weight.dims[0][: len(weight.dims[0]) - len(gather_w)]
     rows = y.without(scatter_y).rows
-    x = Activation(rows, gathered)
+    x = ActivationLayout(rows, gathered)
     return Product("lookup", x, y, weight, gather_w=gather_w, scatter_y=scatter_y, lookup=True)
 
 
-def _gathering_rows(x: Activation) -> tuple[str, ...]:
+def _gathering_rows(x: ActivationLayout) -> tuple[str, ...]:
     """The row axes over which W is stored in parts: all of them, but 2.5D's depth, which holds copies."""
     return tuple(axis for axis in x.rows if axis != "depth")

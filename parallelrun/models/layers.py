@@ -43,14 +43,14 @@ class Weights(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
 
-class Columns(RoleLayer):
+class ColumnLinear(RoleLayer):
     """One input, several named outputs: linear layers whose outputs a tensor way may split.
 
     outputs: name -> features. Parameters `<name>.weight` (out, in) and `<name>.bias` (out): never fused. A single
     output without a name (`{"": features}`) keeps plain `weight` and `bias`, as a linear layer of a user's module does.
     """
 
-    layer_role = "columns"
+    layer_role = "column_parallel"
 
     def __init__(self, in_features: int, outputs: dict[str, int], bias: bool, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
@@ -79,10 +79,10 @@ class Columns(RoleLayer):
         return part.weight, part.bias
 
 
-class Row(RoleLayer):
+class RowLinear(RoleLayer):
     """A linear layer whose input a tensor way may split. Parameters `weight` (out, in) and `bias` (out)."""
 
-    layer_role = "row"
+    layer_role = "row_parallel"
 
     def __init__(self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
@@ -94,7 +94,7 @@ class Row(RoleLayer):
         return linear(x, self.weight, self.bias, self.compute_dtype)
 
 
-class Linear(RoleLayer):
+class UnsplitLinear(RoleLayer):
     """A linear layer between two that see the whole hidden size. Parameters `weight` (out, in) and `bias` (out)."""
 
     layer_role = "linear"
@@ -109,7 +109,7 @@ class Linear(RoleLayer):
         return linear(x, self.weight, self.bias, self.compute_dtype)
 
 
-class Embedding(RoleLayer):
+class TokenEmbedding(RoleLayer):
     """Token ids (batch, seq) -> rows of `weight` (vocab, hidden), in the compute dtype."""
 
     layer_role = "embedding"
@@ -123,10 +123,10 @@ class Embedding(RoleLayer):
         return functional.embedding(tokens, self.weight).to(self.compute_dtype)
 
 
-class Position(RoleLayer):
+class PositionEmbedding(RoleLayer):
     """Learned positions: x (batch, seq, hidden) plus the first rows of `weight` (seq, hidden)."""
 
-    layer_role = "position"
+    layer_role = "position_embedding"
 
     def __init__(self, seq: int, hidden: int, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
@@ -137,7 +137,7 @@ class Position(RoleLayer):
         return x + self.weight[: x.size(1)].to(self.compute_dtype)
 
 
-class Norm(RoleLayer):
+class HiddenNorm(RoleLayer):
     """LayerNorm or RMSNorm over hidden, computed in at least fp32. kind: layernorm | rmsnorm."""
 
     layer_role = "norm"
@@ -153,22 +153,22 @@ class Norm(RoleLayer):
         return normalise(self.kind, x, self.weight, self.bias, self.eps)
 
 
-class Enter(RoleLayer):
+class ExpertInput(RoleLayer):
     """In front of what reads whole rows and gives a sum over split features: x (batch, seq, hidden) as it is.
 
     A tensor way that cuts the sequence makes it whole here, and sums the gradients of what was split behind it.
     """
 
-    layer_role = "enter"
+    layer_role = "expert_input"
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
 
 
-class Leave(RoleLayer):
+class ExpertOutput(RoleLayer):
     """Behind it: rows (tokens, hidden), a fresh tensor -> (batch, seq, hidden). A tensor way sums them here."""
 
-    layer_role = "leave"
+    layer_role = "expert_output"
 
     def forward(self, x: Tensor, num_samples: int) -> Tensor:
         return x.unflatten(0, (num_samples, -1))
@@ -188,12 +188,12 @@ class Activation(nn.Module):
         return activate(self.kind, *parts)
 
 
-class Head(RoleLayer):
+class VocabHead(RoleLayer):
     """x (..., hidden) -> logits (..., vocab). `weight` (vocab, hidden) is the embedding's Parameter when tied."""
 
     layer_role = "head"
 
-    def __init__(self, hidden: int, vocab: int, compute_dtype: torch.dtype, tied: Embedding | None = None):
+    def __init__(self, hidden: int, vocab: int, compute_dtype: torch.dtype, tied: TokenEmbedding | None = None):
         super().__init__(compute_dtype)
         self.hidden, self.vocab = hidden, vocab
         self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab, hidden))
@@ -229,7 +229,7 @@ class _Masked(RoleLayer):
         return ids[index * num_samples : (index + 1) * num_samples]
 
 
-class Dropout(_Masked):
+class HashDropout(_Masked):
     """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
 
     hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor way sets where it starts:

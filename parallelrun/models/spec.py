@@ -315,12 +315,12 @@ def _pairs(block: BlockSpec) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     opened: list[LayerSpec] = []
     for layer in block.layers:
-        if layer.layer_role == "row":
-            columns = tuple(other for other in opened if other.layer_role == "columns")
-            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "columns"))
+        if layer.layer_role == "row_parallel":
+            columns = tuple(other for other in opened if other.layer_role == "column_parallel")
+            pair = Pair(columns, layer, tuple(other for other in opened if other.layer_role != "column_parallel"))
             found |= {inside.name: pair for inside in (*opened, layer)}
             opened = []
-        elif layer.layer_role == "columns" or opened:
+        elif layer.layer_role == "column_parallel" or opened:
             opened.append(layer)
-    found |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "columns"}
+    found |= {layer.name: Pair((layer,), None) for layer in opened if layer.layer_role == "column_parallel"}
     return found

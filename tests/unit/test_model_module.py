@@ -25,10 +25,10 @@ FILE = Path(user_net.__file__)
 ROLES = {
     "embed.tokens": "embedding",
     "layers.*.norm?": "norm",
-    "layers.*.[qkv]": "columns",
-    "layers.*.out": "row",
-    "layers.*.fc1": "columns",
-    "layers.*.fc2": "row",
+    "layers.*.[qkv]": "column_parallel",
+    "layers.*.out": "row_parallel",
+    "layers.*.fc1": "column_parallel",
+    "layers.*.fc2": "row_parallel",
     "head": "head",
 }
 BLOCKS = ["embed", "layers.*", "head"]
@@ -94,7 +94,9 @@ def test_roles_and_blocks_keep_names_values_and_results(tied: bool) -> None:
     torch.testing.assert_close(net(TOKENS), plain(TOKENS))
     assert made.tied == ((("module.head.weight", "module.embed.tokens.weight"),) if tied else ())
     roles = {parameter.name: parameter.layer_role for parameter in made.parameters.values()}
-    assert roles["module.layers.0.q.bias"] == "columns" and roles["module.layers.1.fc2.weight"] == "row"
+    assert (
+        roles["module.layers.0.q.bias"] == "column_parallel" and roles["module.layers.1.fc2.weight"] == "row_parallel"
+    )
     first, second = net.split([[b.name for b in made.blocks[:2]], [b.name for b in made.blocks[2:]]])
     torch.testing.assert_close(second(first(TOKENS)), plain(TOKENS))
 
@@ -159,13 +161,21 @@ def test_features_need_no_embedding() -> None:
         ({"model__blocks": ["embed", "blocks.*"]}, "model.blocks", "called 'blocks.*'"),
         ({"model__blocks": ["embed", "layers.0", "head"]}, "model.blocks", "layers.1.norm1.weight belongs to none"),
         ({"model__blocks": ["embed", "layers.1", "layers.0", "head"]}, "model.blocks", "do not compute what"),
-        ({"model__roles": {"layers.*.fc3": "row"}}, "model.roles", "called 'layers.*.fc3'"),
+        ({"model__roles": {"layers.*.fc3": "row_parallel"}}, "model.roles", "called 'layers.*.fc3'"),
         ({"model__roles": {"layers.*.fc1": "colums"}}, "model.roles", "'colums' (of layers.0.fc1) is no layer role"),
-        ({"model__roles": {"layers.*.norm1": "row"}}, "model.roles", "layers.0.norm1 cannot be row: it is a LayerNorm"),
-        ({"model__roles": {"layers.*.fc1": "head"}}, "model.roles", "a head has no bias"),
-        ({"model__roles": {"layers.*.fc1": "columns"}, "tp": 2}, "model.roles", "fails at or after layers.0.fc2"),
         (
-            {"model__source": f"{FILE}:build_fixed", "model__roles": {"layers.*.q": "columns"}, "tp": 2},
+            {"model__roles": {"layers.*.norm1": "row_parallel"}},
+            "model.roles",
+            "layers.0.norm1 cannot be row_parallel: it is a LayerNorm",
+        ),
+        ({"model__roles": {"layers.*.fc1": "head"}}, "model.roles", "a head has no bias"),
+        (
+            {"model__roles": {"layers.*.fc1": "column_parallel"}, "tp": 2},
+            "model.roles",
+            "fails at or after layers.0.fc2",
+        ),
+        (
+            {"model__source": f"{FILE}:build_fixed", "model__roles": {"layers.*.q": "column_parallel"}, "tp": 2},
             "model.roles",
             "fails at or after layers.0.q",
         ),
@@ -227,7 +237,7 @@ SLICED |= {"strategy__tensor__sequence_parallel": True}
 
 
 def test_a_module_of_which_each_rank_may_hold_a_slice_of_the_sequence() -> None:
-    assert spec.make(config(**SLICED), 32).parameters["module.embed.place.weight"].layer_role == "position"
+    assert spec.make(config(**SLICED), 32).parameters["module.embed.place.weight"].layer_role == "position_embedding"
 
 
 @pytest.mark.parametrize(

@@ -175,5 +175,5 @@ def test_classes_must_be_known() -> None:
 def test_most_of_vgg_is_in_two_layers() -> None:
     """What made VGG the worst case of every comparison of parameter servers."""
     spec = spec_of(preset("vgg16"))
-    linear = sum(prod(p.shape) for p in spec.parameters.values() if p.layer_role in ("columns", "row"))
+    linear = sum(prod(p.shape) for p in spec.parameters.values() if p.layer_role in ("column_parallel", "row_parallel"))
     assert linear / spec.num_parameters == pytest.approx(0.864, abs=0.001)

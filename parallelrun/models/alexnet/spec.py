@@ -45,7 +45,7 @@ def architecture(config: Config, image: int, classes: int) -> tuple[Block, ...]:
 
 def classifier(places: int, ffn: int, classes: int, dropout_first: bool) -> Block:
     """The three linear layers of AlexNet and VGG on `places` x `places` averaged places, with dropout between them."""
-    columns, row = Linear("fc1", outputs=ffn, role="columns"), Linear("fc2", outputs=ffn, role="row")
+    columns, row = Linear("fc1", outputs=ffn, role="column_parallel"), Linear("fc2", outputs=ffn, role="row_parallel")
     drops: tuple[Operation, ...] = (Dropout("dropout1"), Dropout("dropout2"))
     inside = (drops[0], columns, Relu(), drops[1], row, Relu()) if dropout_first else (
         columns, Relu(), drops[0], row, Relu(), drops[1])  # fmt: skip

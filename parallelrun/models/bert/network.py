@@ -42,12 +42,12 @@ class Encoder(nn.Module):
 class MaskedHead(nn.Module):
     """x -> what each position's token was: transform, activation, norm, logits (batch, seq, vocab)."""
 
-    def __init__(self, make: Factory, tied: layers.Embedding):
+    def __init__(self, make: Factory, tied: layers.TokenEmbedding):
         super().__init__()
         self.transform = make.linear(make.model.hidden)
         self.activation = layers.Activation(make.model.activation)
         self.norm = make.norm()
-        self.head = layers.Head(make.model.hidden, make.vocab, make.dtype, tied)
+        self.head = layers.VocabHead(make.model.hidden, make.vocab, make.dtype, tied)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.activation(self.transform(x))))

@@ -73,10 +73,10 @@ def _room_for_mask(config: Config) -> list[Problem]:
 def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
     normal = Initialiser("normal", model.init_std)
     tokens = ParameterSpec("embedding.tokens.weight", (vocab, model.hidden), normal, "embedding")
-    position = ParameterSpec("embedding.position.weight", (model.seq, model.hidden), normal, "position")
+    position = ParameterSpec("embedding.position.weight", (model.seq, model.hidden), normal, "position_embedding")
     layers = (
         LayerSpec("embedding.tokens", "embedding", vocab, model.hidden, (tokens,)),
-        LayerSpec("embedding.position", "position", model.hidden, model.hidden, (position,)),
+        LayerSpec("embedding.position", "position_embedding", model.hidden, model.hidden, (position,)),
         gpt.norm("embedding.norm", model),
         gpt.dropout("embedding.dropout", model),
     )

@@ -26,21 +26,21 @@ class Factory:
         self.vocab = vocab
         self.dtype: torch.dtype = getattr(torch, precision.compute)
 
-    def columns(self, outputs: dict[str, int]) -> layers.Columns:
-        return layers.Columns(self.model.hidden, outputs, self.model.bias, self.dtype)
+    def columns(self, outputs: dict[str, int]) -> layers.ColumnLinear:
+        return layers.ColumnLinear(self.model.hidden, outputs, self.model.bias, self.dtype)
 
-    def row(self, in_features: int) -> layers.Row:
-        return layers.Row(in_features, self.model.hidden, self.model.bias, self.dtype)
+    def row(self, in_features: int) -> layers.RowLinear:
+        return layers.RowLinear(in_features, self.model.hidden, self.model.bias, self.dtype)
 
-    def linear(self, features: int) -> layers.Linear:
-        return layers.Linear(features, features, self.model.bias, self.dtype)
+    def linear(self, features: int) -> layers.UnsplitLinear:
+        return layers.UnsplitLinear(features, features, self.model.bias, self.dtype)
 
-    def norm(self) -> layers.Norm:
+    def norm(self) -> layers.HiddenNorm:
         bias = self.model.bias and self.model.norm == "layernorm"
-        return layers.Norm(self.model.norm, self.model.hidden, self.model.norm_eps, bias, self.dtype)
+        return layers.HiddenNorm(self.model.norm, self.model.hidden, self.model.norm_eps, bias, self.dtype)
 
-    def dropout(self, site: str) -> layers.Dropout:
-        return layers.Dropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
+    def dropout(self, site: str) -> layers.HashDropout:
+        return layers.HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
 
     def product(self, site: str, causal: bool) -> layers.AttentionProduct:
         return layers.AttentionProduct(self.model.attention_dropout, self.seed, site, self.dtype, causal)
@@ -51,9 +51,9 @@ class Embeddings(nn.Module):
 
     def __init__(self, make: Factory):
         super().__init__()
-        self.tokens = layers.Embedding(make.vocab, make.model.hidden, make.dtype)
+        self.tokens = layers.TokenEmbedding(make.vocab, make.model.hidden, make.dtype)
         learned = make.model.position == "learned"
-        self.position = layers.Position(make.model.seq, make.model.hidden, make.dtype) if learned else None
+        self.position = layers.PositionEmbedding(make.model.seq, make.model.hidden, make.dtype) if learned else None
         self.dropout = make.dropout("embedding.dropout")
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -121,10 +121,10 @@ class Transformer(nn.Module):
 class OutputHead(nn.Module):
     """Final norm, then logits (batch, seq, vocab)."""
 
-    def __init__(self, make: Factory, tied: layers.Embedding | None):
+    def __init__(self, make: Factory, tied: layers.TokenEmbedding | None):
         super().__init__()
         self.norm = make.norm()
-        self.head = layers.Head(make.model.hidden, make.vocab, make.dtype, tied)
+        self.head = layers.VocabHead(make.model.hidden, make.vocab, make.dtype, tied)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))

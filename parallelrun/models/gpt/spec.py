@@ -116,8 +116,8 @@ def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
     weight = ParameterSpec("embedding.tokens.weight", (vocab, model.hidden), normal, "embedding")
     layers = [LayerSpec("embedding.tokens", "embedding", vocab, model.hidden, (weight,))]
     if model.position == "learned":
-        position = ParameterSpec("embedding.position.weight", (model.seq, model.hidden), normal, "position")
-        layers.append(LayerSpec("embedding.position", "position", model.hidden, model.hidden, (position,)))
+        position = ParameterSpec("embedding.position.weight", (model.seq, model.hidden), normal, "position_embedding")
+        layers.append(LayerSpec("embedding.position", "position_embedding", model.hidden, model.hidden, (position,)))
     layers.append(dropout("embedding.dropout", model))
     return BlockSpec("embedding", "embedding", tuple(layers), forward_flops=0.0)
 
@@ -165,7 +165,11 @@ def _experts(name: str, model: ModelConfig) -> tuple[LayerSpec, ...]:
 def transformer_flops(layers: tuple[LayerSpec, ...], model: ModelConfig) -> float:
     """Forward FLOPs of a block of those layers, for one sample: its products (of experts those that a token goes to),
     its scores and their product with v."""
-    products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in ("columns", "row"))
+    products = sum(
+        layer.in_features * layer.out_features
+        for layer in layers
+        if layer.layer_role in ("column_parallel", "row_parallel")
+    )
     products += sum(moe.multiplied(layer, model) for layer in layers if layer.layer_role in ("router", "expert"))
     # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
     return 2.0 * products * model.seq + 4.0 * model.seq**2 * model.hidden
@@ -196,19 +200,19 @@ def columns(
     parameters = []
     for output, size in outputs.items():
         count = heads[output] if heads else None
-        weight = ParameterSpec(f"{name}.{output}.weight", (size, in_features), initialiser, "columns", count)
+        weight = ParameterSpec(f"{name}.{output}.weight", (size, in_features), initialiser, "column_parallel", count)
         parameters.append(weight)
         if bias:
-            parameters.append(ParameterSpec(f"{name}.{output}.bias", (size,), ZEROS, "columns", count))
-    return LayerSpec(name, "columns", in_features, sum(outputs.values()), tuple(parameters))
+            parameters.append(ParameterSpec(f"{name}.{output}.bias", (size,), ZEROS, "column_parallel", count))
+    return LayerSpec(name, "column_parallel", in_features, sum(outputs.values()), tuple(parameters))
 
 
 def row(name: str, in_features: int, out_features: int, bias: bool, initialiser: Initialiser) -> LayerSpec:
     """A row layer: weight (out, in) and, with `bias`, a bias (out)."""
-    parameters = [ParameterSpec(f"{name}.weight", (out_features, in_features), initialiser, "row")]
+    parameters = [ParameterSpec(f"{name}.weight", (out_features, in_features), initialiser, "row_parallel")]
     if bias:
-        parameters.append(ParameterSpec(f"{name}.bias", (out_features,), ZEROS, "row"))
-    return LayerSpec(name, "row", in_features, out_features, tuple(parameters))
+        parameters.append(ParameterSpec(f"{name}.bias", (out_features,), ZEROS, "row_parallel"))
+    return LayerSpec(name, "row_parallel", in_features, out_features, tuple(parameters))
 
 
 def linear(name: str, in_features: int, out_features: int, bias: bool, initialiser: Initialiser) -> LayerSpec:

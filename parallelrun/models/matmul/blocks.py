@@ -15,7 +15,7 @@ from parallelrun.layout import Layout, chunk_range
 from parallelrun.mesh.runtime import Group, Mesh
 from parallelrun.mesh.shape import MeshShape
 from parallelrun.models.matmul.cuts import side_by_side
-from parallelrun.product import Activation, Move, Product
+from parallelrun.product import ActivationLayout, Move, Product
 
 PURPOSE = "lesson"
 DIMS = {"rows": 0, "features": 1}
@@ -55,7 +55,7 @@ class Matrices:
         block = self._block(called or name, self._lies[name])
         return Block(block.name, block.layout, block.ranges, block.part_of(self._whole[name]).contiguous())
 
-    def named(self, name: str, lies: Activation, numbers: Tensor) -> Block:
+    def named(self, name: str, lies: ActivationLayout, numbers: Tensor) -> Block:
         """Numbers just computed, as the part of an activation that they are."""
         block = self._block(name, as_layout(lies))
         return Block(name, block.layout, block.ranges, numbers)
@@ -180,7 +180,7 @@ class Matrices:
         return [stop - start for start, stop in found]
 
 
-def as_layout(lies: Activation) -> Layout:
+def as_layout(lies: ActivationLayout) -> Layout:
     """The Layout of a matrix that lies like that activation."""
     return Layout((lies.rows, lies.features))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.mesh.shape import MeshShape
-from parallelrun.product import Activation, Product
+from parallelrun.product import ActivationLayout, Product
 
 GRID_SAYS = {
     "summa": "Every rank keeps one block of X, of W and of Y. The inner dim is cut into panels: panel after panel, a "
@@ -70,14 +70,14 @@ def cuts(mesh: MeshShape, kind: str = "megatron", form: str = "auto") -> list[Cu
 def with_rows(product: Product, axes: tuple[str, ...]) -> Product:
     """The same product for each part of the rows over `axes` (dp): W is held whole by all of them."""
 
-    def wider(activation: Activation) -> Activation:
-        return Activation((*axes, *activation.rows), activation.features)
+    def wider(activation: ActivationLayout) -> ActivationLayout:
+        return ActivationLayout((*axes, *activation.rows), activation.features)
 
     return replace(product, x=wider(product.x), y=wider(product.y))
 
 
 def _without_tensor_axis(over_dp: tuple[str, ...]) -> Cut:
-    alone = Product("data", Activation(over_dp), Activation(over_dp), Layout(((), ())))
+    alone = Product("data", ActivationLayout(over_dp), ActivationLayout(over_dp), Layout(((), ())))
     if not over_dp:
         says = "One rank multiplies alone. Try dp=2 (rows of X), tp=2 (columns, then rows, of W), layout=2d tp=4."
         return Cut("one device: nothing is cut", says, alone)
@@ -87,11 +87,11 @@ def _without_tensor_axis(over_dp: tuple[str, ...]) -> Cut:
 
 def _grid(mesh: MeshShape, kind: str, form: str) -> Cut:
     if kind == "3d":
-        return Cut("3D tensor parallel", GRID_SAYS["3d"], products.cube(Activation(("x", "y"), ("z",))))
+        return Cut("3D tensor parallel", GRID_SAYS["3d"], products.cube(ActivationLayout(("x", "y"), ("z",))))
     deep = mesh.size("depth") > 1
     square = mesh.size("row") == mesh.size("col")
     chosen = form if form != "auto" else "summa" if square else "stationary_y"
-    product = getattr(products, chosen)(Activation((*(("depth",) if deep else ()), "row"), ("col",)))
+    product = getattr(products, chosen)(ActivationLayout((*(("depth",) if deep else ()), "row"), ("col",)))
     title = f"{'2.5D' if deep else '2D'} tensor parallel, {'SUMMA' if chosen == 'summa' else chosen.replace('_', ' ')}"
     return Cut(title, GRID_SAYS[chosen] + (DEPTH_SAYS if deep else ""), product)
 

@@ -15,6 +15,6 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     """A network whose one block multiplies by W."""
     network = Network(spec, layers.TokenLoss())
     dtype = getattr(torch, precision.compute)
-    network.product = layers.Columns(config.model.inner, {"": config.model.columns}, False, dtype)
+    network.product = layers.ColumnLinear(config.model.inner, {"": config.model.columns}, False, dtype)
     store(network, precision.stored)
     return network

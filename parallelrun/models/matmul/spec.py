@@ -16,8 +16,8 @@ def make(config: Config, vocab: int) -> ModelSpec:
     problems = too_small(sizes)
     if problems:
         raise ConfigError(*problems)
-    weight = ParameterSpec(WEIGHT, (model.columns, model.inner), Initialiser("normal", 1.0), "columns")
-    layer = LayerSpec("product", "columns", model.inner, model.columns, (weight,))
+    weight = ParameterSpec(WEIGHT, (model.columns, model.inner), Initialiser("normal", 1.0), "column_parallel")
+    layer = LayerSpec("product", "column_parallel", model.inner, model.columns, (weight,))
     flops = 2.0 * model.rows * model.inner * model.columns
     return ModelSpec(
         name=model.preset,

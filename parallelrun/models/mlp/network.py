@@ -17,7 +17,7 @@ class Embedded(nn.Module):
 
     def __init__(self, make: Factory):
         super().__init__()
-        self.tokens = layers.Embedding(make.vocab, make.model.hidden, make.dtype)
+        self.tokens = layers.TokenEmbedding(make.vocab, make.model.hidden, make.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens)

@@ -102,7 +102,7 @@ def dropped_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     hooks = [
         part.register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: tuple(inputs[0].shape)}))
         for name, part in module.named_modules()
-        if isinstance(part, layers.Dropout) and part.rate > 0
+        if isinstance(part, layers.HashDropout) and part.rate > 0
     ]
     try:
         module(x)
@@ -114,7 +114,7 @@ def dropped_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
 
 def _tell_dropout_its_width(module: nn.Module, config: Config, spec: ModelSpec) -> None:
     """A mask is by global element index: a dropout on split columns must know how wide they are on one device."""
-    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, layers.Dropout)}
+    dropouts = {name: part for name, part in module.named_modules() if isinstance(part, layers.HashDropout)}
     if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
         return
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def let_gradients_through(module: nn.Module) -> None:
     first = next((part for part in module.modules() if dict(part.named_parameters(recurse=False))), None)
     for part in module.modules():
         own = list(part.parameters(recurse=False))
-        if (part is first or isinstance(part, (nn.Embedding, layers.Embedding))) and own:
+        if (part is first or isinstance(part, (nn.Embedding, layers.TokenEmbedding))) and own:
             part.register_forward_hook(_ask_for_gradient)
 
 

@@ -20,7 +20,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.module import source
 
 KEY = "strategy.tensor.sequence_parallel"
-GATHERS, SCATTERS = ("columns", "head"), ("row", "embedding")
+GATHERS, SCATTERS = ("column_parallel", "head"), ("row_parallel", "embedding")
 
 
 class _Different(Exception):
@@ -116,7 +116,7 @@ class _Slice:
             return gather
         if layer.layer_role in SCATTERS:
             return scatter
-        return place if layer.layer_role == "position" else original
+        return place if layer.layer_role == "position_embedding" else original
 
     def _whole(self, name: str) -> Tensor:
         number = self._calls[name]

@@ -134,7 +134,7 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
             part.compute_dtype = compute_dtype
         elif type(part) is nn.Dropout:
             site = f"module.{name}"
-            _replace(module, name, layers.Dropout(part.p, config.seed, site, 0, compute_dtype))
+            _replace(module, name, layers.HashDropout(part.p, config.seed, site, 0, compute_dtype))
     if unmatched:
         pattern = next(iter(unmatched))
         fitting = [name for name, part in parts.items() if isinstance(part, ROLES.get(unmatched[pattern], nn.Module))]
@@ -152,8 +152,8 @@ def _roles_with(config: Config, wrong: str, names: list[str]) -> str:
 
 
 ROLES: dict[str, tuple[type, ...]] = {
-    "columns": (nn.Linear,),
-    "row": (nn.Linear,),
+    "column_parallel": (nn.Linear,),
+    "row_parallel": (nn.Linear,),
     "head": (nn.Linear,),
     "embedding": (nn.Embedding,),
     "norm": (nn.LayerNorm, nn.RMSNorm),
@@ -170,19 +170,19 @@ def _role_layer(name: str, part: nn.Module, role: str, dtype: torch.dtype) -> la
     made: Any
     source: Any = part
     with torch.device("meta"):
-        if role == "columns":
-            made = layers.Columns(source.in_features, {"": source.out_features}, source.bias is not None, dtype)
-        elif role == "row":
-            made = layers.Row(source.in_features, source.out_features, source.bias is not None, dtype)
+        if role == "column_parallel":
+            made = layers.ColumnLinear(source.in_features, {"": source.out_features}, source.bias is not None, dtype)
+        elif role == "row_parallel":
+            made = layers.RowLinear(source.in_features, source.out_features, source.bias is not None, dtype)
         elif role == "head":
-            made = layers.Head(source.in_features, source.out_features, dtype)
+            made = layers.VocabHead(source.in_features, source.out_features, dtype)
         elif role == "embedding":
-            made = layers.Embedding(source.num_embeddings, source.embedding_dim, dtype)
+            made = layers.TokenEmbedding(source.num_embeddings, source.embedding_dim, dtype)
         else:
             kind = "layernorm" if isinstance(part, nn.LayerNorm) else "rmsnorm"
             eps = source.eps if source.eps is not None else torch.finfo(torch.float32).eps
             bias = getattr(source, "bias", None) is not None
-            made = layers.Norm(kind, source.normalized_shape[0], eps, bias, dtype)
+            made = layers.HiddenNorm(kind, source.normalized_shape[0], eps, bias, dtype)
     for key, parameter in part.named_parameters(recurse=False):
         setattr(made, key, parameter)
     return made

@@ -62,7 +62,7 @@ def _norm(module: nn.Module) -> str:
     """The kind of its norms, by which their traffic under a grid is predicted; that of the first where they differ."""
     from parallelrun.models import layers
 
-    return next((part.kind for part in module.modules() if isinstance(part, layers.Norm)), "layernorm")
+    return next((part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm)), "layernorm")
 
 
 def _samples(config: Config, module: nn.Module) -> tuple[str, tuple[int, ...]]:
@@ -71,7 +71,7 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, tuple[int, ...]]:
 
     from parallelrun.models import layers
 
-    if any(isinstance(part, (nn.Embedding, layers.Embedding)) for part in module.modules()):
+    if any(isinstance(part, (nn.Embedding, layers.TokenEmbedding)) for part in module.modules()):
         return "tokens", (config.model.seq,)
     shape: Any = getattr(module, "sample_shape", (config.model.hidden,))
     return "images" if len(shape) == 3 else "features", tuple(int(size) for size in shape)
@@ -237,7 +237,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: tuple[int, ...]) 
 
     tp = config.tp or 2
     tp = tp if tp == 1 or config.strategy.tensor.kind == "megatron" else 2
-    if tp == 1 or not set(config.model.roles.values()) & {"columns", "row"}:
+    if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
         return
     with torch.device("meta"):
         module = source.build(config, vocab)
@@ -269,7 +269,7 @@ def _cut(part: nn.Module, tp: int) -> bool:
     from torch import nn
 
     role = getattr(part, "layer_role", "")
-    dim = {"columns": 0, "row": 1}.get(role)
+    dim = {"column_parallel": 0, "row_parallel": 1}.get(role)
     if dim is None:
         return True
     for key, parameter in list(part.named_parameters(recurse=False)):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallelrun.models.layers import Activation, Enter, Leave
+from parallelrun.models.layers import Activation, ExpertInput, ExpertOutput
 
 from . import rows
 from . import spec as sizes
@@ -94,10 +94,10 @@ class MoE(nn.Module):
     def __init__(self, name: str, make: Factory, router: RouterSpec):
         super().__init__()
         model = make.model
-        self.enter = Enter(make.dtype)
+        self.enter = ExpertInput(make.dtype)
         self.router = Router(model.hidden, model.experts, router, make.seed, f"{name}.router", make.dtype)
         self.experts = Experts(model.experts, model.hidden, sizes.expert_ffn(model), model.activation, make.dtype)
-        self.leave = Leave(make.dtype)
+        self.leave = ExpertOutput(make.dtype)
         self.shared = Shared(make) if model.shared_experts else None
         self.dropout = make.dropout(f"{name}.dropout")
         self.dispatch: Dispatch = LocalDispatch()

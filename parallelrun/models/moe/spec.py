@@ -86,10 +86,10 @@ def router_and_experts(name: str, model: ModelConfig, normal: Initialiser, resid
         for part, shape in expert_weights(model).items()
     )
     return [
-        LayerSpec(f"{name}.enter", "enter", hidden, hidden),
+        LayerSpec(f"{name}.enter", "expert_input", hidden, hidden),
         LayerSpec(f"{name}.router", "router", hidden, experts, tuple(router)),
         LayerSpec(f"{name}.experts", "expert", hidden, hidden, weights),
-        LayerSpec(f"{name}.leave", "leave", hidden, hidden),
+        LayerSpec(f"{name}.leave", "expert_output", hidden, hidden),
     ]
 
 

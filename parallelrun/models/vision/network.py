@@ -77,11 +77,11 @@ def _module(operation: parts.Operation, shape: parts.Shape, site: str, config: C
     if isinstance(operation, parts.BatchNorm):
         return BatchNorm(shape[0], config.model.norm_eps, config.model.norm_momentum, dtype)
     if isinstance(operation, parts.Dropout):
-        return layers.Dropout(config.dropout, config.seed, site, shape[0], dtype)
+        return layers.HashDropout(config.dropout, config.seed, site, shape[0], dtype)
     assert isinstance(operation, parts.Linear), f"no module for {operation}"
-    if operation.role == "columns":
-        return layers.Columns(shape[0], {"": operation.outputs}, True, dtype)
-    kind = layers.Row if operation.role == "row" else layers.Linear
+    if operation.role == "column_parallel":
+        return layers.ColumnLinear(shape[0], {"": operation.outputs}, True, dtype)
+    kind = layers.RowLinear if operation.role == "row_parallel" else layers.UnsplitLinear
     return kind(shape[0], operation.outputs, True, dtype)
 
 

@@ -51,7 +51,9 @@ def make(config: Config, blocks: Sequence[Block], shape: Shape, classes: int) ->
     for block in blocks:
         kept, is_kept = kept_elements(block, at, is_kept)
         layers = _layers(block, at)
-        features = next((layer.in_features for layer in layers if layer.layer_role in ("columns", "linear")), features)
+        features = next(
+            (layer.in_features for layer in layers if layer.layer_role in ("column_parallel", "linear")), features
+        )
         specs.append(BlockSpec(block.name, block.kind, layers, _flops(block, at), kept, input_shape=at))
         at = block.out(at)
     assert at == (classes,), f"{config.model.preset} gives {at}"

@@ -20,7 +20,15 @@ from .. import roles
 from . import axes, choose, shapes
 from .choose import Misfit
 
-ROLES = ("columns", "row", "linear", "embedding", "position", "norm", "head")  # of layers that may have parameters
+ROLES = (
+    "column_parallel",
+    "row_parallel",
+    "linear",
+    "embedding",
+    "position_embedding",
+    "norm",
+    "head",
+)  # of layers that may have parameters
 LESSON = "matmul"  # it shows uneven parts on purpose
 
 
@@ -126,13 +134,15 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
 
     for layer in spec.layers():
         if layer.parameters and layer.layer_role not in ROLES:
-            role = next(iter(layer.possible_roles), "columns")
+            role = next(iter(layer.possible_roles), "column_parallel")
             return refuse(layer.name, role, f"has no layer role, and {where} splits what every layer reads")
     for pair in spec.pairs:
         reader = next((layer for layer in pair.inside if layer.parameters), None)
         if reader:
             opener = pair.columns[0].name
-            return refuse(reader.name, "row", f"reads what {opener} has split over {where}: only a row layer can")
+            return refuse(
+                reader.name, "row_parallel", f"reads what {opener} has split over {where}: only a row layer can"
+            )
     last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
     if not last or last[-1].layer_role != "head":
         name = last[-1].name if last else spec.blocks[-1].name
