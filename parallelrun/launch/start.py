@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parallelrun import definitions
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
-from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
 from parallelrun.launch import (
@@ -145,7 +145,7 @@ def _prepare(
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
-    notes += data_notes(config, plan.spec, dataset) if dataset else []
+    notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
     for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
     os.umask(0o077)

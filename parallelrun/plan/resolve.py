@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun import registry
+from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.mesh.shape import MeshShape
@@ -167,7 +167,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
     if rules.model(config):
         return None
     try:
-        vocab = registry.load("datasets", config.dataset.name).vocab_size(config)
+        vocab = definitions.dataset(config).vocab_size(config)
         if config.model.vocab is not None:
             if vocab is not None and vocab > config.model.vocab:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"

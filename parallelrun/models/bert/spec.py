@@ -7,7 +7,7 @@ bias over the vocabulary.
 
 from __future__ import annotations
 
-from parallelrun import registry
+from parallelrun import definitions
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.gpt import spec as gpt
@@ -61,9 +61,9 @@ def _fixed(model: ModelConfig) -> list[Problem]:
 def _room_for_mask(config: Config) -> list[Problem]:
     """The last id of a given vocabulary is [MASK]: no token of the data may have it."""
     asked = config.model.vocab
-    if asked is None or config.dataset.name == "synthetic":
+    if asked is None or definitions.dataset(config).vocab_follows_model:
         return []
-    known = registry.load("datasets", config.dataset.name).vocab_size(config)
+    known = definitions.dataset(config).vocab_size(config)
     if known is None or known < asked:
         return []
     what = f"model.vocab={asked}: a bert needs one id more than dataset {config.dataset.name}'s {known}, for [MASK]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from parallelrun import registry
+from parallelrun import definitions
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.gpt.spec import CHOICES, TIED, columns, expansions, ffn_size, norm, row
@@ -18,7 +18,7 @@ from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec
 
 def reads_tokens(config: Config) -> bool:
     """Are the samples token ids, rather than features (of images: their pixels)?"""
-    return not hasattr(registry.load("datasets", config.dataset.name), "image_shape")
+    return definitions.dataset(config).image_shape(config) is None
 
 
 def make(config: Config, vocab: int) -> ModelSpec:

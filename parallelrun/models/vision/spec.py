@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parallelrun import registry
+from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec
@@ -19,11 +19,11 @@ def image_shape(config: Config, least: int) -> Shape:
 
     Raises ConfigError for a dataset that gives no images, or for a size below `least`.
     """
-    own = getattr(registry.load("datasets", config.dataset.name), "image_shape", None)
+    own = definitions.dataset(config).image_shape(config)
     if own is None:
         what = f"model={config.model.preset} reads images, and dataset={config.dataset.name} gives none"
         raise ConfigError(Problem(what, "dataset", "dataset=digits", "parallelrun ls datasets", kind="undefined"))
-    channels, size = own(config)
+    channels, size = own
     asked = config.model.image
     if asked is not None and asked < least:
         what = f"model.image={asked}: {config.model.preset} halves its images down to nothing below {least}"
