@@ -6,7 +6,7 @@ from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.data.masked import mask
 from parallelrun.definitions import Dataset
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 
 def open_dataset(config: Config, spec: ModelSpec) -> Dataset:

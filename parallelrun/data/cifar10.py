@@ -13,7 +13,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.files import path_problem, resolve_path
 from parallelrun.data.images import ClassifiedImages, Pixels
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 CLASSES, SIZE = 10, 32
 MOMENTS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))

@@ -13,7 +13,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.images import ClassifiedImages, Pixels
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
 
 SIZE, BRIGHTEST = 8, 16

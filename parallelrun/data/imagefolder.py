@@ -20,7 +20,7 @@ from parallelrun.data.images import ImageView, view_for
 from parallelrun.data.tokens import held_out, require_samples
 from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
 
 if TYPE_CHECKING:

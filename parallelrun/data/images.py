@@ -16,7 +16,7 @@ from parallelrun.data.order import derive_key, mix
 from parallelrun.data.tokens import held_out, require_samples
 from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

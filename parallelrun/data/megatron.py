@@ -23,7 +23,7 @@ from parallelrun.data.arrays import np
 from parallelrun.data.tokens import Documents
 from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.files import path_problem, resolve_path
 from parallelrun.data.images import ClassifiedImages, Pixels
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
 from parallelrun.data.tokens import require_samples
 from parallelrun.definitions import Dataset, DatasetDefinition, Split
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,7 +7,7 @@ from pathlib import Path
 from parallelrun.config.schema import Config
 from parallelrun.data import files
 from parallelrun.definitions import Dataset, DatasetDefinition
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 
 class TextFiles(DatasetDefinition):

@@ -12,7 +12,7 @@ from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.definitions import Dataset
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 
 if TYPE_CHECKING:

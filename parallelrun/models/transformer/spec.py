@@ -7,7 +7,7 @@ from typing import Any
 
 from parallelrun.config.schema import ModelConfig
 from parallelrun.errors import Problem
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")
 CHOICES = {
