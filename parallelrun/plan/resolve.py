@@ -177,7 +177,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
                 problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
-        return registry.load("models", config.model.name, "spec").make(config, vocab or 0)
+        return definitions.model(config).make(config, vocab or 0)
     except ConfigError as error:
         problems += error.problems
         return None
@@ -266,7 +266,7 @@ def _depth(request: Request) -> list[Problem]:
     fixes = [either("pp", [most // request.chunks])] if most >= request.chunks else []
     if request.chunks > 1 and most // request.pp > 1:
         fixes.append(f"chunks={most // request.pp}")
-    if request.config.model.name in ("gpt", "bert", "mlp"):
+    if "layers" in definitions.model(request.config).sizes:
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 

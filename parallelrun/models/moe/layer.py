@@ -8,22 +8,20 @@ replaces by one that sends them to other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from parallelrun.models.layers import Activation, ExpertInput, ExpertOutput
+from parallelrun.model_spec import RouterSpec
+from parallelrun.models.layers import ExpertInput, ExpertOutput
+from parallelrun.models.transformer.modules import FeedForward, LayerFactory
 
 from . import rows
 from . import spec as sizes
 from .experts import Experts
 from .router import Router
 from .routing import Routing
-
-if TYPE_CHECKING:
-    from parallelrun.model_spec import RouterSpec
-    from parallelrun.models.gpt.network import Factory
 
 
 class Dispatch(Protocol):
@@ -69,20 +67,6 @@ class AuxiliaryLoss(torch.autograd.Function):
         return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
-class Shared(nn.Module):
-    """The MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one); no dropout of its own."""
-
-    def __init__(self, make: Factory):
-        super().__init__()
-        outputs = sizes.shared_expansions(make.model)
-        self.up = make.columns(outputs)
-        self.activation = Activation(make.model.activation)
-        self.down = make.row(outputs["up"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(*self.up(x)))
-
-
 class MoE(nn.Module):
     """x (batch, seq, hidden) -> the same shape. A token that no expert keeps gets 0: the residual carries it.
 
@@ -93,21 +77,22 @@ class MoE(nn.Module):
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, name: str, make: Factory, router: RouterSpec):
+    def __init__(self, name: str, make: LayerFactory, router: RouterSpec):
         super().__init__()
         model = make.model
         self.enter = ExpertInput(make.dtype)
         self.router = Router(model.hidden, model.experts, router, make.seed, f"{name}.router", make.dtype)
         self.experts = Experts(model.experts, model.hidden, sizes.expert_ffn(model), model.activation, make.dtype)
         self.leave = ExpertOutput(make.dtype)
-        self.shared = Shared(make) if model.shared_experts else None
+        # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
+        self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None
         self.dropout = make.dropout(f"{name}.dropout")
         self.dispatch: Dispatch = LocalDispatch()
         self.auxiliary_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         whole = self.enter(x)
-        routing = self.router(whole)
+        routing: Routing = self.router(whole)
         shared = self.shared
         beside = None if shared is None else lambda: shared(x)
         mixed, extra = self.dispatch(whole.flatten(0, 1), routing, self.experts, beside)
@@ -115,5 +100,5 @@ class MoE(nn.Module):
         if extra is not None:
             y = y + extra
         if routing.auxiliary is not None:
-            y = AuxiliaryLoss.apply(y, routing.auxiliary, self.auxiliary_scale)
+            y = AuxiliaryLoss.apply(y, routing.auxiliary, self.auxiliary_scale)  # type: ignore[no-untyped-call]
         return self.dropout(y)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Router(RoleLayer):
     """
 
     layer_role = "router"
+    __call__: Any
 
     def __init__(
         self, hidden: int, num_experts: int, spec: RouterSpec, seed: int, site: str, compute_dtype: torch.dtype
@@ -49,7 +50,7 @@ class Router(RoleLayer):
         self.decisions: Decisions | None = None
         self._seen: dict[int, Tensor] = {}  # by microbatch: what is computed again overwrites itself
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Routing:
         spec, (batch, seq, _) = self.spec, x.shape
         assert batch % spec.group_samples == 0, f"{batch} samples in groups of {spec.group_samples} at {self.site}"

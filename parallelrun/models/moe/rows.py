@@ -54,14 +54,16 @@ def order_rows(assignments: Tensor, tokens: Tensor, counts: Tensor, num_tokens: 
 
 def spread(x: Tensor, order: Order) -> Tensor:
     """x (T, hidden) -> (n, hidden): each row's token."""
-    return _Spread.apply(x, order.tokens, order.by_token, order.starts)
+    out: Tensor = _Spread.apply(x, order.tokens, order.by_token, order.starts)  # type: ignore[no-untyped-call]
+    return out
 
 
 def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """rows (n, hidden), weights of the Routing (A,) -> (T, hidden): the weighted sum over each token's rows, a fresh
     tensor, 0 where it has none."""
     of_rows = weights.index_select(0, order.assignments).to(rows.dtype)
-    return _Combine.apply(rows, of_rows, order.tokens, order.by_token, order.starts)
+    out: Tensor = _Combine.apply(rows, of_rows, order.tokens, order.by_token, order.starts)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Spread(torch.autograd.Function):

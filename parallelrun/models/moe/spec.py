@@ -10,6 +10,8 @@ from parallelrun.config.schema import ModelConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec, too_small
 
+SIZES = {"experts": 0, "expert_ffn": 1, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}  # least values
+
 
 def has_experts(index: int, model: ModelConfig) -> bool:
     """Has layer `index` of a model with experts any? The last of every `expert_period` behind the dense ones."""
@@ -38,10 +40,9 @@ def inside_dim(weight: ParameterSpec) -> int:
     return 2 if weight.name.endswith(".down") else 1
 
 
-def shared_expansions(model: ModelConfig) -> dict[str, int]:
-    """Outputs of the shared expert's column layer, by name: as wide inside as `shared_experts` experts."""
-    ffn = model.shared_experts * expert_ffn(model)
-    return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
+def shared_ffn(model: ModelConfig) -> int:
+    """Inner width of the shared expert: that of `shared_experts` experts."""
+    return model.shared_experts * expert_ffn(model)
 
 
 def router_spec(model: ModelConfig) -> RouterSpec | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm, prod
 
+from parallelrun import definitions
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.strategy import Request
@@ -29,7 +30,6 @@ ROLES = (
     "norm",
     "head",
 )  # of layers that may have parameters
-LESSON = "matmul"  # it shows uneven parts on purpose
 
 
 def asked_form(request: Request) -> str:
@@ -58,7 +58,7 @@ def choice(request: Request) -> choose.Choice:
 
 def sample_parts(request: Request) -> int:
     """Into how many parts the samples of a microbatch are cut: the axes of rows, at their most, in any layer."""
-    if request.config.model.name == LESSON or shapes.arranged(request) is None:
+    if definitions.model(request.config).is_lesson or shapes.arranged(request) is None:
         return 1
     asked = choice(replace(request, batch=None))
     lies = axes.between_blocks(asked.sizes)
@@ -72,7 +72,7 @@ def sample_parts(request: Request) -> int:
 def check(request: Request) -> list[Problem]:
     """All violations."""
     problems = _together(request) + _summa(request)
-    lesson = request.config.model.name == LESSON
+    lesson = definitions.model(request.config).is_lesson
     if request.tp > 1 and request.spec.experts:
         return [*problems, _experts(request)]
     if request.tp > 1 and not lesson:

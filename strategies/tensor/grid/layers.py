@@ -83,10 +83,10 @@ class Columns(single_device.ColumnLinear):
             super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
         self.multiply = multiply
         for name, part in parts.items():
-            self.hold(name, part)
+            self.set_weights(name, part)
 
     def forward(self, x: Tensor) -> Any:
-        return self.give(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
+        return self.returned(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
 
 
 class Row(single_device.RowLinear):

@@ -35,12 +35,12 @@ class Columns(single_device.ColumnLinear):
             super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
         self.span = span
         for name, part in parts.items():
-            self.hold(name, part)
+            self.set_weights(name, part)
 
     def forward(self, x: Tensor) -> Any:
         parts: list[Any] = [getattr(self, name) if name else self for name in self.outputs]
         weights = [(part.weight, part.bias) for part in parts]
-        return self.give(_columns(x.to(self.compute_dtype), weights, self.span))
+        return self.returned(_columns(x.to(self.compute_dtype), weights, self.span))
 
 
 class Row(single_device.RowLinear):
