@@ -1,8 +1,7 @@
-"""The layer that stands in the place of an MLP: a router, experts, and maybe one MLP beside them that all tokens share.
+"""The layer with experts that replaces an MLP: a router, experts, and maybe a shared expert that sees every token.
 
-Who goes to which expert is the router's (`routing.py`); how rows get to experts is a Dispatch's, which an expert
-dispatcher
-replaces by one that sends them to other ranks.
+The router assigns tokens to experts (`routing.py`). A token dispatcher brings them there; an expert-parallel strategy
+replaces the local one by one that sends tokens to other ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun.model_spec import RouterSpec
-from parallelrun.models.layers import ExpertInput, ExpertOutput
+from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory
 
 from . import rows
@@ -24,21 +23,21 @@ from .router import Router
 from .routing import Routing
 
 
-class Dispatch(Protocol):
-    """Brings rows to the experts and back."""
+class TokenDispatcher(Protocol):
+    """Brings tokens to the experts and combines the results."""
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (T, hidden) -> (its tokens' weighted sums over what their experts give, a fresh tensor (T, hidden); what
-        `beside` gives, which is called before the experts are: it does not wait for rows that are on their way)."""
+        """x (T, hidden) -> (for each token the weighted sum of its experts' outputs, a new tensor (T, hidden); the
+        result of `beside`, which is called before the experts, so that it overlaps with the dispatch)."""
 
     def take_bytes(self) -> int:
-        """Payload of the all-to-alls since this was last asked."""
+        """Payload bytes of the all-to-alls since the last call."""
 
 
-class LocalDispatch:
-    """All experts are here: nothing is sent."""
+class LocalDispatcher:
+    """All experts are on this rank: nothing is sent."""
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
@@ -53,8 +52,8 @@ class LocalDispatch:
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """y as it is; in backward the auxiliary sum gets the gradient `scale`, as if scale x auxiliary were part of the
-    loss. So a loss of a layer needs no way out of the network (nor out of a pipeline stage)."""
+    """y unchanged; in backward `auxiliary` gets the gradient `scale`, as if scale x auxiliary were part of the loss. So
+    the loss of a layer need not be passed out of the network or the pipeline stage."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, auxiliary: Tensor, scale: float) -> Tensor:
@@ -67,12 +66,11 @@ class AuxiliaryLoss(torch.autograd.Function):
         return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
-class MoE(nn.Module):
-    """x (batch, seq, hidden) -> the same shape. A token that no expert keeps gets 0: the residual carries it.
+class MoE(TensorModule):
+    """x (batch, seq, hidden) -> the same shape. A token that no expert keeps gets 0, and only the residual carries it.
 
-    dispatch: an expert dispatcher puts its own here. auxiliary_scale: what a routing group's auxiliary loss counts in
-    the
-    gradients; set before each step. Not compiled: how many rows an expert gets differs from step to step.
+    dispatch: set by an expert-parallel strategy. auxiliary_scale: the weight of a routing group's auxiliary loss in the
+    gradients; set before each step. Not compiled: the number of tokens of an expert differs from step to step.
     """
 
     compiles: ClassVar[bool] = False
@@ -87,7 +85,7 @@ class MoE(nn.Module):
         # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
         self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None
         self.dropout = make.dropout(f"{name}.dropout")
-        self.dispatch: Dispatch = LocalDispatch()
+        self.dispatch: TokenDispatcher = LocalDispatcher()
         self.auxiliary_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class _Counts:
 class _Rows:
     """As many rows as are kept. weights: of the whole Routing."""
 
-    order: rows.Order
+    order: rows.RowOrder
     weights: Tensor
 
     def spread(self, x: Tensor) -> Tensor:
