@@ -42,7 +42,7 @@ def rows_of_norms_not_summed() -> None:
 
 
 def positions_not_summed() -> None:
-    _partial_without("row", role="position")
+    _partial_without("row", role="position_embedding")
 
 
 def wrong_scatter_axis() -> None:

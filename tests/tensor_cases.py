@@ -233,20 +233,20 @@ QKV = {"q": 16, "k": 8, "v": 8}
 
 def _layer(role: str) -> nn.Module:
     dtype, hidden = torch.float64, SIZES["hidden"]
-    if role == "columns":
-        return layers.Columns(hidden, QKV, True, dtype)
-    if role == "row":
-        return layers.Row(16, hidden, True, dtype)
+    if role == "column_parallel":
+        return layers.ColumnLinear(hidden, QKV, True, dtype)
+    if role == "row_parallel":
+        return layers.RowLinear(16, hidden, True, dtype)
     if role == "embedding":
-        return layers.Embedding(SIZES["vocab"], hidden, dtype)
+        return layers.TokenEmbedding(SIZES["vocab"], hidden, dtype)
     if role == "table":  # another embedding than that of the vocabulary, as users' modules have
-        return layers.Embedding(3, hidden, dtype)
-    if role == "position":
-        return layers.Position(SIZES["seq"], hidden, dtype)
+        return layers.TokenEmbedding(3, hidden, dtype)
+    if role == "position_embedding":
+        return layers.PositionEmbedding(SIZES["seq"], hidden, dtype)
     if role == "norm":
-        return layers.Norm("layernorm", hidden, 1e-5, True, dtype)
+        return layers.HiddenNorm("layernorm", hidden, 1e-5, True, dtype)
     assert role == "head"
-    return layers.Head(hidden, SIZES["vocab"], dtype)
+    return layers.VocabHead(hidden, SIZES["vocab"], dtype)
 
 
 def _spec_of(role: str, network: nn.Module) -> ModelSpec:
@@ -273,10 +273,10 @@ def _activations(role: str, plan: Plan) -> tuple[Layout, list[Layout]]:
     axes = plan.mesh.mesh_dims_of("tp")
     between = Layout(((), axes if plan.tensor.sequence_parallel else (), ()))
     split = Layout(((), (), axes))
-    if role == "columns":
+    if role == "column_parallel":
         weights = [p for p in plan.spec.parameters.values() if p.name.endswith("weight")]
         return between, [Layout(((), (), Way().layout(weight, plan).dims[0])) for weight in weights]
-    return (split if role == "row" else between), [split if role == "head" else between]
+    return (split if role == "row_parallel" else between), [split if role == "head" else between]
 
 
 def _run(layer: nn.Module, x: Tensor, wanted: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
@@ -313,7 +313,7 @@ def _prove_layer(role: str, overrides: dict[str, Any], pipeline: str) -> dict[st
     if role in ("embedding", "table"):
         whole_x = x = batch_of(plan)[0] % alone.get_parameter("alone.weight").size(0)
     else:
-        whole_x = values("x", (2, SIZES["seq"], 16 if role == "row" else SIZES["hidden"]))
+        whole_x = values("x", (2, SIZES["seq"], 16 if role == "row_parallel" else SIZES["hidden"]))
         x = part(whole_x, into, mesh)
     with torch.no_grad():
         shapes = alone(whole_x)

@@ -58,7 +58,9 @@ class _Case:
 
 
 def _is_compared(block: BlockSpec) -> bool:
-    return block.is_recomputed and any(layer.layer_role in ("columns", "row") for layer in block.layers)
+    return block.is_recomputed and any(
+        layer.layer_role in ("column_parallel", "row_parallel") for layer in block.layers
+    )
 
 
 def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:

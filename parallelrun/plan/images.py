@@ -15,7 +15,7 @@ def check(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     if spec.kind != "images" or tp == 1:
         return []
     fix = f"tp=1 dp={tp} or tp=1 pp={tp}"
-    if not any(layer.layer_role == "columns" for layer in spec.layers()):
+    if not any(layer.layer_role == "column_parallel" for layer in spec.layers()):
         what = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
         return [Problem(what, "tp", fix, kind="not_built")]
     if config.strategy.tensor.kind != ONE_DIMENSION:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun import registry
+from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
@@ -178,13 +178,13 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
     if rules.model(config):
         return None
     try:
-        vocab = registry.load("datasets", config.dataset.name).vocab_size(config)
+        vocab = definitions.dataset(config).vocab_size(config)
         if config.model.vocab is not None:
             if vocab is not None and vocab > config.model.vocab:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
                 problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
-        return registry.load("models", config.model.name, "spec").make(config, vocab or 0)
+        return definitions.model(config).make(config, vocab or 0)
     except ConfigError as error:
         problems += error.problems
         return None
@@ -273,7 +273,7 @@ def _depth(request: Request) -> list[Problem]:
     fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
     if request.virtual_stages > 1 and most // request.pp > 1:
         fixes.append(f"virtual_stages={most // request.pp}")
-    if request.config.model.name in ("gpt", "bert", "mlp"):
+    if "layers" in definitions.model(request.config).sizes:
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+from parallelrun import definitions
 from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
@@ -123,6 +124,10 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
     }
 
 
+def _reads_no_path(config: Config) -> bool:
+    return has("datasets", config.dataset.name) and not definitions.dataset(config).reads_path
+
+
 def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     """Keys that were set although the chosen strategies do not read them (`config` is folded)."""
     problems = []
@@ -161,7 +166,7 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         "strategy.pipeline.kind": (pp == 1, "pp=2"),
         "strategy.pipeline.partition": (pp == 1, "pp=2"),
         "strategy.pipeline.split": (pp == 1, "pp=2"),
-        "dataset.path": (config.dataset.name in ("pystdlib", "synthetic", "digits"), "dataset=text"),
+        "dataset.path": (_reads_no_path(config), "dataset=text"),
         **{
             f"optimizer.{key}": (known and key not in OPTIMIZERS[config.optimizer.name].own_keys, readers(key))
             for key in ("momentum", "betas", "eps")

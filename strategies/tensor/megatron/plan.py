@@ -19,7 +19,7 @@ from .. import explaining, roles
 from . import layouts, memory, traffic
 from .layouts import AXIS, COPY_AXIS, KV_AXIS
 
-SPLIT_ROLES = ("columns", "row", "embedding", "head")
+SPLIT_ROLES = ("column_parallel", "row_parallel", "embedding", "head")
 
 
 class Way:
@@ -119,18 +119,32 @@ def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     layers = list(spec.layers())
     if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
         named = next((layer for layer in layers if layer.parameters), None)
-        name = roles.could_be(spec, "columns") or (named.name if named else spec.name)
+        name = roles.could_be(spec, "column_parallel") or (named.name if named else spec.name)
         what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
-        fix = f"{roles.suggestion(config, name, 'columns')} or tp=1" if roles.could_be(spec, "columns") else "tp=1"
+        fix = (
+            f"{roles.suggestion(config, name, 'column_parallel')} or tp=1"
+            if roles.could_be(spec, "column_parallel")
+            else "tp=1"
+        )
         return [Problem(what, "model.roles", fix, kind="undefined")]
     open_columns: LayerSpec | None = None
     for layer in layers:
-        beside = layer.layer_role == "columns"  # q, k and v of a user's module read the same input
-        if open_columns and layer.parameters and layer.layer_role != "row" and not beside:
+        beside = layer.layer_role == "column_parallel"  # q, k and v of a user's module read the same input
+        if open_columns and layer.parameters and layer.layer_role != "row_parallel" and not beside:
             what = f"layer {layer.name} reads what {open_columns.name} has split over tp={tp}: only a row layer can"
-            fix = f"{roles.suggestion(config, layer.name, 'row')} or tp=1" if roles.fits(layer, "row") else "tp=1"
+            fix = (
+                f"{roles.suggestion(config, layer.name, 'row_parallel')} or tp=1"
+                if roles.fits(layer, "row_parallel")
+                else "tp=1"
+            )
             return [Problem(what, "model.roles", fix, kind="undefined")]
-        open_columns = layer if layer.layer_role == "columns" else None if layer.layer_role == "row" else open_columns
+        open_columns = (
+            layer
+            if layer.layer_role == "column_parallel"
+            else None
+            if layer.layer_role == "row_parallel"
+            else open_columns
+        )
     return []
 
 
@@ -165,7 +179,7 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
     for key, size in _expert_widths(spec):
         if size % tp and size != spec.ffn:
             found.append((key, size, f"{key}={size} does not divide by tp={tp}: it cuts the inside of every expert"))
-    if not spec.heads and any(layer.layer_role == "row" for layer in spec.layers()):
+    if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
         for layer in spec.layers():
             misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
             found += [
@@ -186,9 +200,9 @@ def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:
 
 def _widths(layer: LayerSpec) -> list[int]:
     """The sizes of a layer that are cut evenly."""
-    if layer.layer_role == "row":
+    if layer.layer_role == "row_parallel":
         return [layer.in_features]
-    if layer.layer_role == "columns":
+    if layer.layer_role == "column_parallel":
         return [parameter.shape[0] for parameter in layer.parameters]
     return []
 

@@ -16,7 +16,7 @@ from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison, Row
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve, strategies_of
-from parallelrun.product import Activation, Product, transfers
+from parallelrun.product import ActivationLayout, Product, transfers
 from parallelrun.report.layouts import panel, sweep_row, sweep_table
 from tests.plans import tiny_config
 
@@ -51,7 +51,7 @@ def test_break_evens_are_those_of_the_reference(tp, layout, expected):
 
 def test_the_reference_s_lean_figure_is_that_of_its_own_forms():
     """It multiplies the attention's output stationary-Y: 2.8. Stationary-X moves less there: 18/7, as above."""
-    grid, sizes = Activation(("row",), ("col",)), {"row": 2, "col": 2}
+    grid, sizes = ActivationLayout(("row",), ("col",)), {"row": 2, "col": 2}
     y, x = products.stationary_y(grid), products.stationary_x(grid)
     assert lean_break_even([y, y, y, x], sizes) == pytest.approx(2.77, abs=0.01)
     assert lean_break_even([y, x, y, x], sizes) == pytest.approx(18 / 7)

@@ -20,7 +20,7 @@ from parallelrun.plan.shorthands import fold
 from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
-from parallelrun.product import Activation
+from parallelrun.product import ActivationLayout
 from parallelrun.strategies.tensor.grid import axes, choose
 from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
 from tests.matrix import examples
@@ -313,7 +313,7 @@ def test_a_layer_that_does_not_know_its_place_is_named():
     assert "layers.0.attention.out reads what layers.0.attention.qkv has split" in refused_roles(
         {"layers.0.attention.out": "linear"}
     )
-    assert "head.head gives the logits" in refused_roles({"head.head": "columns"})
+    assert "head.head gives the logits" in refused_roles({"head.head": "column_parallel"})
 
 
 # Forms
@@ -345,7 +345,7 @@ def test_no_weight_moves_where_weights_are_larger_than_activations():
     plan = tiny_plan({"layout": "2d", "tp": 4, "model.seq": 1, "model.hidden": 64, "global_batch": 2})
     assert set(dict(plan.tensor.forms).values()) == {("stationary_w", "stationary_w")}
     inside = product_of(layer(plan, "layers.0.mlp.up"), plan).y
-    assert inside == Activation(("col",), ("row",))
+    assert inside == ActivationLayout(("col",), ("row",))
     assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == axes.outside(plan)
 
 
@@ -393,7 +393,7 @@ def test_matrices_are_split_over_all_axes_but_the_depth(cell):
     tensor_axes = [axis for axis in axes.tensor_sizes(plan) if axis != "depth"]
     for parameter in plan.spec.parameters.values():
         layout = layout_of(plan, parameter.name)
-        if len(parameter.shape) == 2 and parameter.layer_role != "position":
+        if len(parameter.shape) == 2 and parameter.layer_role != "position_embedding":
             assert sorted(layout.axes) == sorted(tensor_axes)
         assert set(layout.partial) <= set(axes.tensor_sizes(plan)) - set(layout.axes)
 
@@ -462,7 +462,7 @@ def test_layers_inside_a_pair_lie_as_the_pair_does():
     at = [one.name for one in block.layers].index("layers.0.mlp.down")
     more = replace(block, layers=(*block.layers[:at], drop, *block.layers[at:]))
     spec = replace(plan.spec, blocks=tuple(more if one.name == block.name else one for one in plan.spec.blocks))
-    assert lies(drop, replace(plan, spec=spec)) == Activation(("x", "z"), ("y",))
+    assert lies(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
     assert lies(layer(plan, "layers.0.mlp.dropout"), plan) == axes.outside(plan)
 
 
@@ -560,7 +560,7 @@ def check_plan(plan: Plan) -> None:
         assert len({part for part, numel in zip(parts, numels) if numel}) == sum(map(bool, numels)) * split // len(
             places
         )
-        if parameter.layer_role in ("columns", "row", "norm"):
+        if parameter.layer_role in ("column_parallel", "row_parallel", "norm"):
             assert set(numels) == {parameter.numel // split}, "only the vocabulary may be uneven"
     assert prod(strategy.boundary_shape(plan)) * len(places) == plan.batch.micro_batch * prod(shape)
     for one in plan.spec.layers():

@@ -93,19 +93,19 @@ def told_of(spec: ModelSpec) -> list[str]:
 
 def test_a_users_module_without_layer_roles_is_refused_by_the_name_of_its_layer():
     assert told_of(own_module("", "")) == ["layer net.0 has no layer role, so tp=2 has nothing to split"]
-    assert told_of(own_module("columns", "row")) == []
+    assert told_of(own_module("column_parallel", "row_parallel")) == []
 
 
 def test_only_a_row_layer_may_read_what_a_column_layer_has_split():
-    (told,) = told_of(own_module("columns", "", "row"))
+    (told,) = told_of(own_module("column_parallel", "", "row_parallel"))
     assert told.startswith("layer net.1 reads what net.0 has split")
-    assert told_of(own_module("", "columns", "row", "")) == []
+    assert told_of(own_module("", "column_parallel", "row_parallel", "")) == []
 
 
 def test_the_widths_of_a_users_column_and_row_layers_must_divide_and_columns_alone_need_not():
-    request = Request(tiny_config(), own_module("columns", "row"), 1, 1, 3, 1, None)
+    request = Request(tiny_config(), own_module("column_parallel", "row_parallel"), 1, 1, 3, 1, None)
     assert "layer net.0: 8 features do not divide by tp=3" in [problem.what for problem in WAY.check(request)]
-    assert WAY.check(replace(request, spec=own_module("columns"))) == []
+    assert WAY.check(replace(request, spec=own_module("column_parallel"))) == []
 
 
 # Axes and layouts -----------------------------------------------------------------------------------------------------
@@ -135,7 +135,11 @@ def test_the_ranks_hold_every_element_and_copies_only_where_the_layout_says(tp, 
 
 
 def expected_copies(parameter: ParameterSpec, tp: int, kv_heads: int) -> int:
-    if parameter.layer_role == "norm" or parameter.layer_role == "position" or parameter.name.endswith("out.bias"):
+    if (
+        parameter.layer_role == "norm"
+        or parameter.layer_role == "position_embedding"
+        or parameter.name.endswith("out.bias")
+    ):
         return tp
     if parameter.name.endswith("down.bias"):
         return tp
