@@ -25,7 +25,7 @@ from parallelrun.plan import (
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import Strategies, load_strategy, server_strategy_of, strategies_of
+from parallelrun.plan.load import Strategies, load_strategy, server_strategy_of, strategies_of, tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.strategy import Request
@@ -136,7 +136,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
 def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
     return Strategies(
         load_strategy("data", config.strategy.data.kind),
-        load_strategy("tensor", config.strategy.tensor.kind),
+        tensor_strategy(config.strategy.tensor.kind),
         load_strategy("pipeline", _pipeline_kind(config, degrees)),
         load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
@@ -203,7 +203,7 @@ def _request(
     def suits(batch: Batch) -> bool:
         return bool(problems) or not _set_problems(replace(request, batch=batch), strategies)
 
-    parts = routing.sample_parts(spec, strategies.tensor.sample_parts(request))
+    parts = routing.sample_parts(spec, strategies.tensor.micro_batch_divisor(request))
     rules = batches.Rules(
         parts * (config.strategy.expert.chunks if strategies.expert else 1), violations, suits,
         lambda batch: bool(problems) or _fits(replace(request, batch=batch), strategies, degrees),
@@ -333,7 +333,7 @@ def _plan(
         expert=strategies.expert.resolve(request) if strategies.expert else ExpertWay(routing.NO_DISPATCHER),
     )
     promises = [
-        strategy.equivalence(plan) for strategy in (strategies.data, strategies.tensor, strategies.expert) if strategy
+        strategy.equivalence(plan) for strategy in (strategies.data, plan.tensor, strategies.expert) if strategy
     ]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,7 @@ class Training:
         Where each tensor rank has the whole replica's loss, that is tensor coordinate 0; where a layout splits the
         samples, coordinate 0 of the axes that do not.
         """
-        strategy = registry.load("strategies", f"tensor.{self.plan.tensor.kind}", "plan").Way()
-        split = strategy.loss_axes(self.plan)
+        split = self.plan.tensor.loss_axes(self.plan)
         coordinate = self.mesh.coordinate
         copies = [mesh_dim for mesh_dim in self.plan.mesh.mesh_dims_of("tp") if mesh_dim not in split]
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and not any(
@@ -80,6 +80,14 @@ class Training:
         """True on the one rank of every data replica that counts its valid targets: last stage, tensor coordinate 0."""
         coordinate = self.mesh.coordinate
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and coordinate.get("tp", 0) == 0
+
+
+def _tensor_runtime(kind: str) -> Callable[[Network, Plan, Mesh], None]:
+    """`parallelize` of a tensor strategy: cut the parameters of a network on meta and replace its layers, in place."""
+    parallelize: Callable[[Network, Plan, Mesh], None] = registry.load(
+        "strategies", f"tensor.{kind}", "runtime"
+    ).parallelize
+    return parallelize
 
 
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
@@ -94,7 +102,7 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
-    registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
+    _tensor_runtime(plan.tensor.kind)(network, plan, mesh)
     if plan.expert.kind != NO_DISPATCHER:
         registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
     network.rounds_weights = plan.precision.compute != plan.precision.stored

@@ -198,7 +198,7 @@ def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:
     own = plan.spec.block(plan.stages[stage].blocks[0]).input_shape
     if own is not None:
         return (plan.batch.micro_batch, *own)
-    return registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().boundary_shape(plan)
+    return plan.tensor.boundary_shape(plan)
 
 
 def boundary_bytes(plan: Plan, stage: int) -> int:

@@ -52,7 +52,7 @@ def saved(cases: list[dict]) -> list[tuple[int, int]]:
         kept = sum(storage.nbytes() for address, storage in storages.items() if address not in parameters)
         block, strategies = plan.spec.block("layers.0"), strategies_of(plan)
         assert strategies.expert is not None
-        found.append((kept, strategies.tensor.saved_bytes(block, plan) + strategies.expert.saved_bytes(block, plan)))
+        found.append((kept, plan.tensor.saved_bytes(block, plan) + strategies.expert.saved_bytes(block, plan)))
     return found
 
 
