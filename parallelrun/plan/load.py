@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from parallelrun import registry
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import routing
-from parallelrun.plan.strategy import DataWayPlan, ExpertWayPlan, PipelineWayPlan, ServerWayPlan
+from parallelrun.plan.pipeline_schedule import PipelineSchedule
+from parallelrun.plan.strategy import DataWayPlan, ExpertWayPlan, Request, ServerWayPlan
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.tensor_strategy import TensorStrategy
 
@@ -19,8 +20,39 @@ class Strategies:
 
     data: DataWayPlan
     tensor: type[TensorStrategy]
-    pipeline: PipelineWayPlan
+    pipeline: type[PipelineSchedule]
     expert: ExpertWayPlan | None = None
+
+
+Base = TypeVar("Base")
+
+
+def tensor_strategy(kind: str) -> type[TensorStrategy]:
+    """Return the class of a tensor-parallel strategy. Raises KeyError for an unknown kind."""
+    return strategy_class("tensor", kind, TensorStrategy)
+
+
+def pipeline_schedule(kind: str) -> type[PipelineSchedule]:
+    """Return the class of a pipeline schedule. Raises KeyError for an unknown kind."""
+    return strategy_class("pipeline", kind, PipelineSchedule)
+
+
+def splits_backward(request: Request) -> bool:
+    """Return whether the request's schedule computes input and weight gradients in separate passes."""
+    return request.pp > 1 and pipeline_schedule(request.config.strategy.pipeline.kind).splits_backward
+
+
+def strategy_class(axis: str, kind: str, base: type[Base]) -> type[Base]:
+    """Return the subclass of `base` in the registered package's `plan` module whose `kind` is the given one.
+
+    Raises KeyError for an unknown kind, ConfigError for a plug-in without such a class.
+    """
+    module = registry.load("strategies", f"{axis}.{kind}", "plan")
+    for found in vars(module).values():
+        if isinstance(found, type) and issubclass(found, base) and getattr(found, "kind", None) == kind:
+            return found
+    what = f"{module.__name__} has no subclass of {base.__name__} with kind = {kind!r}"
+    raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
 
 
 def load_strategy(axis: str, kind: str) -> Any:
@@ -28,23 +60,12 @@ def load_strategy(axis: str, kind: str) -> Any:
     return registry.load("strategies", f"{axis}.{kind}", "plan").Way()
 
 
-def tensor_strategy(kind: str) -> type[TensorStrategy]:
-    """Return the class of a tensor strategy. Raises KeyError for an unknown kind."""
-    module = registry.load("strategies", f"tensor.{kind}", "plan")
-    found = getattr(module, "STRATEGY", None)
-    found = found.get(kind) if isinstance(found, dict) else found  # one package may hold several kinds
-    if isinstance(found, type) and issubclass(found, TensorStrategy):
-        return found
-    what = f"the tensor strategy {kind!r} is not usable: {module.__name__}.STRATEGY is not a subclass of TensorStrategy"
-    raise ConfigError(Problem(what, "strategy.tensor.kind", f"remove the plug-in that adds tensor.{kind}"))
-
-
 def strategies_of(plan: Plan) -> Strategies:
     """The torch-free halves of a plan's ways."""
     return Strategies(
         load_strategy("data", plan.data.kind),
         type(plan.tensor),
-        load_strategy("pipeline", plan.pipeline.kind),
+        type(plan.pipeline),
         load_strategy("expert", plan.expert.kind) if plan.expert.kind != routing.NO_DISPATCHER else None,
     )
 

@@ -194,6 +194,3 @@ class Tensor3D(GridStrategy):
         name = f"3d {side}x{side}x{side}" if side**3 == tp else "3d"
         lean = TensorStrategyConfig(cls.kind, save_gathered=False)
         return [LayoutChoice(name, TensorStrategyConfig(cls.kind)), LayoutChoice(f"{name} lean", lean, name)]
-
-
-STRATEGY = {strategy.kind: strategy for strategy in (Tensor2D, Tensor25D, Tensor3D)}

@@ -233,6 +233,3 @@ def _multiples(size: int, tp: int) -> list[int]:
     """The multiples of tp around `size`."""
     below = size // tp * tp
     return [n for n in (below, below + tp) if n > 0]
-
-
-STRATEGY = Megatron1D
