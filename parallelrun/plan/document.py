@@ -172,7 +172,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "dropout": plan.dropout,
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
         "data": asdict(plan.data),
-        "tensor": asdict(plan.tensor),
+        "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": expert_facts.facts(plan),
         "equivalence": asdict(plan.equivalence),

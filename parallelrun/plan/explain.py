@@ -15,7 +15,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
         raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
     strategies = strategies_of(plan)
     asked = [
-        (strategies.tensor, plan.mesh.size("tp") > 1),
+        (plan.tensor, plan.mesh.size("tp") > 1),
         (plan.expert, plan.expert is not None),
         (plan.pipeline, plan.mesh.size("pp") > 1),
         (strategies.data, plan.mesh.size("dp") > 1 or plan.servers > 0),

@@ -1,4 +1,4 @@
-"""The torch-free halves of the ways that a plan has chosen, from the registry."""
+"""The strategies that a plan has chosen, from the registry. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from parallelrun import registry
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
-from parallelrun.plan.strategy import DataWayPlan, Request, ServerWayPlan, TensorWayPlan
+from parallelrun.plan.strategy import DataWayPlan, Request, ServerWayPlan
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import TensorStrategy
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,17 @@ class Strategies:
     """The chosen ways' torch-free halves. expert: None where every rank has all experts (ep=1)."""
 
     data: DataWayPlan
-    tensor: TensorWayPlan
+    tensor: type[TensorStrategy]
     pipeline: type[PipelineSchedule]
     expert: type[ExpertDispatcher] | None = None
 
 
 Base = TypeVar("Base")
+
+
+def tensor_strategy(kind: str) -> type[TensorStrategy]:
+    """Return the class of a tensor-parallel strategy. Raises KeyError for an unknown kind."""
+    return strategy_class("tensor", kind, TensorStrategy)
 
 
 def pipeline_schedule(kind: str) -> type[PipelineSchedule]:
@@ -55,7 +61,7 @@ def strategy_class(axis: str, kind: str, base: type[Base]) -> type[Base]:
 
 
 def load_strategy(axis: str, kind: str) -> Any:
-    """The `Way` of an axis (`data` | `tensor` | `pipeline` | `expert`) and kind. KeyError for an unknown kind."""
+    """The `Way` of an axis (`data` | `pipeline` | `expert`) and kind. KeyError for an unknown kind."""
     return registry.load("strategies", f"{axis}.{kind}", "plan").Way()
 
 
@@ -63,7 +69,7 @@ def strategies_of(plan: Plan) -> Strategies:
     """The torch-free halves of a plan's ways."""
     return Strategies(
         load_strategy("data", plan.data.kind),
-        load_strategy("tensor", plan.tensor.kind),
+        type(plan.tensor),
         type(plan.pipeline),
         type(plan.expert) if plan.expert else None,
     )

@@ -16,8 +16,8 @@ from typing import Any
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.load import Strategies, strategies_of
 from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan, Stage
+from parallelrun.plan.tensor_strategy import Pass
 from parallelrun.precision import BYTES
 
 INDEX_BYTES = 8  # of a token, a target and the number of a sample
@@ -202,9 +202,9 @@ def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinat
 
 
 def _backward_block(block: BlockSpec, plan: Plan, strategies: Strategies) -> BackwardBlock:
-    passes = strategies.tensor.passes(block, plan)
+    passes = plan.tensor.passes(block, plan)
     extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
-    kept = strategies.tensor.saved_bytes(block, plan) + extra
+    kept = plan.tensor.saved_bytes(block, plan) + extra
     again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
     return BackwardBlock(kept, passes, max(0, again))
 

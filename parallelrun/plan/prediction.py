@@ -75,7 +75,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     pp_rank = coordinate["pp"]
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks)
     rows = [
-        *strategies.tensor.collectives(blocks, plan),
+        *plan.tensor.collectives(blocks, plan),
         *plan.pipeline.collectives(pp_rank, plan),
         *strategies.data.collectives(pp_rank, coordinate, plan),
         *sample_sets.collectives(blocks, plan),

@@ -32,6 +32,7 @@ from parallelrun.plan.load import (
     pipeline_schedule,
     server_strategy_of,
     strategies_of,
+    tensor_strategy,
 )
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
@@ -143,7 +144,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
 def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
     return Strategies(
         load_strategy("data", config.strategy.data.kind),
-        load_strategy("tensor", config.strategy.tensor.kind),
+        tensor_strategy(config.strategy.tensor.kind),
         pipeline_schedule(_pipeline_kind(config, degrees)),
         expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
@@ -210,7 +211,7 @@ def _request(
     def suits(batch: Batch) -> bool:
         return bool(problems) or not _set_problems(replace(request, batch=batch), strategies)
 
-    parts = routing.sample_parts(spec, strategies.tensor.sample_parts(request))
+    parts = routing.sample_parts(spec, strategies.tensor.micro_batch_divisor(request))
     rules = batches.Rules(
         parts * (config.strategy.expert.chunks if strategies.expert else 1), violations, suits,
         lambda batch: bool(problems) or _fits(replace(request, batch=batch), strategies, degrees),
@@ -339,9 +340,7 @@ def _plan(
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
         expert=strategies.expert.resolve(request) if strategies.expert else None,
     )
-    promises = [
-        strategy.equivalence(plan) for strategy in (strategies.data, strategies.tensor, plan.expert) if strategy
-    ]
+    promises = [strategy.equivalence(plan) for strategy in (strategies.data, plan.tensor, plan.expert) if strategy]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 
 

@@ -13,9 +13,9 @@ from typing import Protocol
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, ModelSpec, ParameterSpec
+from parallelrun.model_spec import ModelSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Memory, Plan, TensorWay
+from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Memory, Plan
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,6 @@ class Request:
     batch: Batch | None
     servers: int = 0
     ep: int = 1
-
-
-class TensorWayPlan(Protocol):
-    def check(self, request: Request) -> list[Problem]:
-        """Every violation, each with the nearest legal values."""
-
-    def sample_parts(self, request: Request) -> int:
-        """Into how many parts this way cuts the samples of a microbatch: micro_batch must divide by it."""
-
-    def mesh_dims(
-        self, request: Request
-    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        """(mesh dims with degrees that make up the tensor axes, factors): see MeshShape."""
-
-    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """How a logical parameter lies on the tensor axes, with the axes its gradient is partial over."""
-
-    def resolve(self, request: Request) -> TensorWay:
-        """The plan's TensorWay, everything chosen. Asked once, of a request without violations."""
-
-    def vocabulary_parts(self, request: Request) -> tuple[int, ...]:
-        """Degrees of the axes that split the vocabulary, major first."""
-
-    def filled(self, request: Request) -> tuple[str, ...]:
-        """Sentences on what this way filled in, such as `depth=2 (filled: the largest legal)`."""
-
-    def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
-        """Shape of the local tensor that passes between blocks, for one microbatch."""
-
-    def loss_axes(self, plan: Plan) -> tuple[str, ...]:
-        """Leaf axes over which the loss of a microbatch is a partial sum: each rank has that of its own samples."""
-
-    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Bytes one microbatch of `block` keeps for backward on a rank, under plan.recompute."""
-
-    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
-        """What the layers of `block` need in its backward pass, in forward order; where it is computed again (recompute
-        full), of the second forward."""
-
-    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        """One rank's tensor-axis collectives of one whole training step (all microbatches) for those blocks."""
-
-    def equivalence(self, plan: Plan) -> Equivalence: ...
-
-    def explain(self, plan: Plan) -> Explanation:
-        """Every message or collective of a step, for `parallelrun explain`."""
-        ...
 
 
 class DataWayPlan(Protocol):
@@ -137,21 +90,3 @@ class ServerWayPlan(Protocol):
 
     def num_shards(self, server: int, plan: Plan) -> int:
         """Tensors, or parts of them, that one server owns."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One layer's part of a block's backward pass: bytes on a rank for one microbatch.
-
-    kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
-    and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
-    its weights, in the stored dtype. reads: the gradient of its output, from which the weights' one is computed: where
-    that is done apart (zero bubble), it stays until then.
-    """
-
-    kept: int = 0
-    arriving: int = 0
-    giving: int = 0
-    scratch: int = 0
-    weights: int = 0
-    reads: int = 0

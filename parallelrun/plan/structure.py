@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
+
+if TYPE_CHECKING:
+    from parallelrun.plan.tensor_strategy import TensorStrategy
 
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
@@ -105,22 +108,6 @@ class DataWay:
 
 
 @dataclass(frozen=True)
-class TensorWay:
-    """kind: megatron (1D) | 2d | 2.5d | 3d. kv_copies: ranks that hold a copy of one kv head (tp > kv heads), else 1.
-
-    Of the grid kinds only: forms: how each pair of layers multiplies, by its sizes (`tensor/grid/choose.py`);
-    save_gathered: keep for backward what forward gathered, instead of gathering it again.
-    """
-
-    kind: str
-    sequence_parallel: bool = False
-    overlap: bool = True
-    kv_copies: int = 1
-    forms: tuple[tuple[tuple[int, int, int, int], tuple[str, str]], ...] = ()
-    save_gathered: bool = True
-
-
-@dataclass(frozen=True)
 class Stage:
     """One pipeline stage: its index along the model, the pp rank that runs it, and the blocks it holds."""
 
@@ -168,7 +155,7 @@ class Plan:
     mesh: MeshShape
     batch: Batch
     data: DataWay
-    tensor: TensorWay
+    tensor: TensorStrategy
     pipeline: PipelineSchedule
     stages: tuple[Stage, ...]
     spec: ModelSpec

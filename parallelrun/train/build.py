@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,7 @@ class Training:
         Where each tensor rank has the whole replica's loss, that is tensor coordinate 0; where a layout splits the
         samples, coordinate 0 of the axes that do not.
         """
-        strategy = registry.load("strategies", f"tensor.{self.plan.tensor.kind}", "plan").Way()
-        split = strategy.loss_axes(self.plan)
+        split = self.plan.tensor.loss_axes(self.plan)
         coordinate = self.mesh.coordinate
         copies = [mesh_dim for mesh_dim in self.plan.mesh.mesh_dims_of("tp") if mesh_dim not in split]
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and not any(
@@ -82,9 +82,15 @@ class Training:
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and coordinate.get("tp", 0) == 0
 
 
+def _parallelize(axis: str, kind: str, network: Network, plan: Plan, mesh: Mesh) -> None:
+    """Let a strategy's `runtime.parallelize` cut parameters and replace layers of a network on meta, in place."""
+    runtime = registry.load("strategies", f"{axis}.{kind}", "runtime")
+    parallelize: Callable[[Network, Plan, Mesh], None] = runtime.parallelize
+    parallelize(network, plan, mesh)
+
+
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """This rank's stages on the meta device, placed by the tensor and expert dispatchers, with recompute and compile
-    applied.
+    """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
 
     One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
     """
@@ -94,9 +100,9 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
-    registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
+    _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
     if plan.expert:
-        registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").parallelize(network, plan, mesh)
+        _parallelize("expert", plan.expert.kind, network, plan, mesh)
     network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
     if config.compile:

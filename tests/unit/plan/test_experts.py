@@ -397,7 +397,7 @@ class TestLayouts:
     def test_experts_follow_the_tensor_way_at_ep_1(self):
         plan = tiny_plan({**MOE, "dp": 2, "tp": 2})
         for spec in plan.spec.parameters.values():
-            assert module_layout(spec, plan) == strategies_of(plan).tensor.layout(spec, plan)
+            assert module_layout(spec, plan) == plan.tensor.layout(spec, plan)
             assert replica_axis(module_layout(spec, plan), plan) == "dp"
 
 

@@ -99,7 +99,7 @@ def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once()
     for overrides, is_sharded in [*cases, ({"pp": 2, "microbatches": 4}, True), (zero_bubble, False)]:
         plan = tiny_plan({**FSDP, "dp": 2, **overrides})
         spec = plan.spec.parameters["layers.0.mlp.up.up.weight"]
-        layout = load_strategy("tensor", "megatron").layout(spec, plan)
+        layout = plan.tensor.layout(spec, plan)
         assert ("dp" in load_strategy("data", "fsdp").gradient_layout(spec, layout, plan).axes) == is_sharded, overrides
 
 
