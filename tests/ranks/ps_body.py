@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallelrun.config.schema import Config
-from parallelrun.launch.context import WorkerContext
+from parallelrun.context import WorkerContext
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.strategies.data.ps import apply_log, runtime, worker

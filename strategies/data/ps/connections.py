@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm, torch_private
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.train.parameters import LocalParameter
 
 from .plan import server_shards
 from .protocol import AXIS, CONTROL, HEADER_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from parallelrun.launch.context import WorkerContext
-from parallelrun.plan.account import merge
+from parallelrun.context import WorkerContext
+from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective
 from parallelrun.records import write_json
 from parallelrun.train import schedule

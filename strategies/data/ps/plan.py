@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallelrun.errors import Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.names import counted, one_of
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, DataWay, Equivalence, Memory, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
+from parallelrun.wording import counted, one_of
 
 from ..replicated import Replicated
 from . import protocol, shards
@@ -117,7 +117,7 @@ class Way(Replicated):
         checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
         return problems or [problem for check in checks for problem in check(request)]
 
-    def settle(self, request: Request) -> ParameterServerWay:
+    def resolve(self, request: Request) -> ParameterServerWay:
         data = request.config.strategy.data
         return ParameterServerWay(
             data.kind,
@@ -135,7 +135,7 @@ class Way(Replicated):
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
         return protocol.worker_traffic(plan, server_bytes(plan))
 

@@ -16,9 +16,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from parallelrun.plan.messages import Call, Exchange, Explanation, Message, Round
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
+from parallelrun.wording import counted
 
 AXIS = "world"
 PUSH, PULL, CONTROL = "push", "pull", "control"

@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK, Problem, VerificationError
-from parallelrun.exchange import gather_json
-from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
 from parallelrun.train.step import evaluate
-from parallelrun.verify.alone import one_device
 from parallelrun.verify.run import checked_config, judge, reference_trace
+from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace
 
 from . import apply_log
@@ -268,6 +268,6 @@ def _pulled_versions(rows: Sequence[LogRow], num_servers: int) -> dict[PushKey, 
 
 def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:
     """A training on one device that computes as one worker does, in microbatches of the same size."""
-    own_config, own_plan = one_device(config, plan)
+    own_config, own_plan = single_device(config, plan)
     own_plan = replace(own_plan, batch=plan.batch, recompute=plan.recompute)
     return build(replace(own_config, recompute=config.recompute), own_plan, device)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.launch.context import WorkerContext
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.records import write_json
 from parallelrun.report import run as report
@@ -42,7 +42,7 @@ def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Run `config.verb` as this rank, worker or server; return the exit code. `train/worker.py` calls it."""
+    """Run `config.verb` as this rank, worker or server; return the exit code. `launch/worker.py` calls it."""
     if config.verb == "verify":
         config, plan = reference.checked(config, plan)
     if config.verb == "bench":

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
-from parallelrun.launch.context import WorkerContext
-from parallelrun.mesh.runtime import build_server_group
+from parallelrun.mesh import build_server_group
 from parallelrun.plan.structure import Plan
 from parallelrun.train import schedule
 from parallelrun.train.checkpointing import MAX_FAILED_SAVES

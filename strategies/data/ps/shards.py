@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import prod
 
 from parallelrun.layout import chunk_range
-from parallelrun.models.spec import ModelSpec, ParameterSpec
+from parallelrun.model_spec import ModelSpec, ParameterSpec
 
 FINEST = 16  # no piece is below 1/16 of a server's fair share: smaller ones hardly improve the balance
 

@@ -28,10 +28,10 @@ from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.layout import Layout
 from parallelrun.models import initialise
+from parallelrun.optimizer import Optimizer
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.checkpointing import check_batch
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.scaler import LossScaler
 
 from .connections import shard_views

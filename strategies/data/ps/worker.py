@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
 from parallelrun.errors import NumericsError, Problem
-from parallelrun.launch.context import WorkerContext
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
