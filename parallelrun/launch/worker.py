@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import data_runtime
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -14,9 +14,9 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     context.heartbeat(0, "build")
     if config.model.name == "matmul":
         return _lesson(config, plan, context)
-    own = getattr(registry.load("strategies", f"data.{plan.data.kind}", "runtime"), "run", None)
-    if own is not None:  # a way whose ranks do not all do the same has loops of its own
-        return own(config, plan, context)
+    code = data_runtime(plan).run_rank(config, plan, context)
+    if code is not None:
+        return code
     if config.verb == "verify":
         from parallelrun.verify import run as verify
 

@@ -94,7 +94,7 @@ def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
     """The plan in another layout, on its tensor axes alone; or why it is not legal."""
     strategy: TensorWayPlan = load_strategy("tensor", layout.kind)
     request = _request(layout, case, spec, batch, tp)
-    problems = strategy.check(request) + load_strategy("data", case.plan.data.kind).check(request)
+    problems = strategy.check(request) + case.plan.data.check(request)
     if problems:
         return "; ".join(dict.fromkeys(problem.what for problem in problems))
     return _placed(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)

@@ -107,7 +107,6 @@ class _Walk:
             index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
         }
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
-        self._flow = getattr(self._ways.data, "backward_bytes", None) if plan.mesh.size("dp") > 1 else None
         self._waiting = {index: self._waits(index, 0) for index in self._stages}
 
     def worst(self) -> Moment:
@@ -129,8 +128,9 @@ class _Walk:
             if action.kind in "BW":
                 begun[index] += 1
                 waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
-        ending = getattr(self._ways.data, "ending_bytes", None)
-        last = ending(self._pp_rank, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
+        last = 0
+        if self._plan.mesh.size("dp") > 1:
+            last = self._plan.data.ending_bytes(self._pp_rank, self._coordinate, self._plan)
         end = Moment(self._complete(begun), 0, last + batch)
         return end if worst is None or end.total > worst.total else worst
 
@@ -160,8 +160,10 @@ class _Walk:
     def _waits(self, index: int, number: int) -> list[int] | None:
         key = "waits", self._number[index], number
         if key not in self._shared:
-            self._shared[key] = self._flow(index, number, self._coordinate, self._plan) if self._flow else None
-        return self._shared[key]
+            plan, alone = self._plan, self._plan.mesh.size("dp") == 1
+            self._shared[key] = None if alone else plan.data.backward_bytes(index, number, self._coordinate, plan)
+        waiting: list[int] | None = self._shared[key]
+        return waiting
 
     def _complete(self, begun: Iterable[int]) -> int:
         """Gradients that the data strategy does not take from the weights: those of stages whose backward has run

@@ -25,7 +25,7 @@ from parallelrun.plan import (
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import Strategies, load_strategy, server_strategy_of, strategies_of
+from parallelrun.plan.load import Strategies, data_strategy, load_strategy, strategies_of
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.strategy import Request
@@ -38,7 +38,7 @@ REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are fill
 LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
 
 
-__all__ = ["load_strategy", "resolve", "server_strategy_of", "strategies_of"]
+__all__ = ["data_strategy", "load_strategy", "resolve", "strategies_of"]
 
 
 def resolve(
@@ -135,7 +135,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
 
 def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
     return Strategies(
-        load_strategy("data", config.strategy.data.kind),
+        data_strategy(config.strategy.data.kind),
         load_strategy("tensor", config.strategy.tensor.kind),
         load_strategy("pipeline", _pipeline_kind(config, degrees)),
         load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
@@ -148,12 +148,11 @@ def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem
     kind = config.strategy.data.kind
     if not registry.has("strategies", f"data.{kind}"):
         return 0
-    count = getattr(load_strategy("data", kind), "num_servers", None)
-    asked = config.strategy.data.servers
+    strategy, asked = data_strategy(kind), config.strategy.data.servers
     if cluster is not None:
-        problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", has_servers=count is not None)
-        return count(len(cluster.ps)) if count else 0
-    return count(asked) if count else 0
+        problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", strategy.has_servers)
+        asked = len(cluster.ps)
+    return strategy.num_servers(asked)
 
 
 def _pipeline_kind(config: Config, degrees: Degrees) -> str:
@@ -300,17 +299,16 @@ def _plan(
     notes: tuple[str, ...],
 ) -> Plan:
     ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
-    data_dims, data_flattened = expert_axes.split(*strategies.data.mesh_dims(request), *ep_axes)
+    data = strategies.data.resolve(request)
+    data_dims, data_flattened = expert_axes.split(*data.mesh_dims(request.dp), *ep_axes)
     tensor_dims, tensor_flattened = strategies.tensor.mesh_dims(request)
     assert request.batch is not None
-    fill = getattr(strategies.data, "filled", None)  # only ways that fill anything in
-    data_filled = fill(request) if fill else ()
     plan = Plan(
         preset=config.strategy.name,
         world=degrees.world,
         mesh=MeshShape((("pp", request.pp), *data_dims, *tensor_dims), (*data_flattened, *tensor_flattened)),
         batch=request.batch,
-        data=strategies.data.resolve(request),
+        data=data,
         tensor=strategies.tensor.resolve(request),
         pipeline=PipelineWay(_pipeline_kind(config, degrees), request.chunks),
         stages=stages,
@@ -326,14 +324,14 @@ def _plan(
         filled=(
             *degrees.filled,
             *strategies.tensor.filled(request),
-            *data_filled,
+            *strategies.data.filled(request),
             *lr_scale.filled(config, request.dp),
         ),
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
         expert=strategies.expert.resolve(request) if strategies.expert else ExpertWay(routing.NO_DISPATCHER),
     )
     promises = [
-        strategy.equivalence(plan) for strategy in (strategies.data, strategies.tensor, strategies.expert) if strategy
+        strategy.equivalence(plan) for strategy in (plan.data, strategies.tensor, strategies.expert) if strategy
     ]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 

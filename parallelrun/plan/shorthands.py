@@ -8,8 +8,9 @@ from typing import Any
 from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
+from parallelrun.plan.load import data_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
-from parallelrun.registry import has, load, names
+from parallelrun.registry import has, names
 from parallelrun.wording import did_you_mean, one_of
 
 LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor strategy of every layout
@@ -99,7 +100,7 @@ def _contradiction(short: str, asked: object, long: str, said: object, given: fr
 
 def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
     """Per key of `strategy.data`: whether the way ignores it, and what the user may have meant."""
-    reads = load("strategies", f"data.{kind}", "plan").Way.reads if has("strategies", f"data.{kind}") else ()
+    reads = data_strategy(kind).reads if has("strategies", f"data.{kind}") else ()
     hints = {
         "shard": "strategy=hsdp",
         **dict.fromkeys(("reshard_after_forward", "reduce_each_microbatch"), "strategy=fsdp"),

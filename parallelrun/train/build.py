@@ -20,6 +20,7 @@ from parallelrun.plan import lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, data_runtime
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.reader import Reader
 from parallelrun.train.routing import Routing
@@ -34,7 +35,7 @@ class Training:
     plan: Plan
     mesh: Mesh
     parts: list[Network]
-    data: Any  # DataRuntime of the plan's data strategy
+    data: DataRuntime
     gradients: Gradients
     engine: Any  # Engine of the plan's pipeline schedule
     optimizer: Optimizer
@@ -109,10 +110,10 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     config = lr_scale.numbered(config, plan)
     mesh = build_mesh(plan, device)
     parts = build_parts(config, plan, mesh)
-    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
-    data_strategy.shard(parts, plan, mesh)
+    runtime = data_runtime(plan)
+    runtime.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
-    data = data_strategy.attach(parts, plan, mesh)
+    data = runtime.attach(parts, plan, mesh)
     engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, data)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch

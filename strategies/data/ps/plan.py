@@ -6,16 +6,18 @@ The servers are the last ranks and outside the mesh: dp counts the workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, DataWay, Equivalence, Memory, Plan
+from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import counted, one_of
 
-from ..replicated import Replicated
 from . import protocol, shards
 from .shards import Shard
 
@@ -25,14 +27,18 @@ DEFAULT_STALENESS = 2
 
 
 @dataclass(frozen=True)
-class ParameterServerWay(DataWay):
-    """The settings of a parameter server.
+class ParameterServer(DataStrategy):
+    """Workers hold a copy of the weights; servers own the weights and the optimizer's state.
 
     consistency: sync (one update from all workers' gradients), async (one update per push) or ssp (async, but no worker
     is more than `staleness` clocks ahead of the slowest). staleness: None unless ssp. backup_workers: of sync, the
     number of gradients that an update does not wait for. delays: (worker, seconds) added to each of its steps, to show
     the effect of a slow worker. shard_min_bytes: tensors are cut into pieces of at least this size.
     """
+
+    kind = "ps"
+    reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
+    has_servers = True
 
     servers: int = 1
     consistency: str = SYNC
@@ -67,16 +73,72 @@ class ParameterServerWay(DataWay):
         """Return the number of gradients in one update."""
         return max(1, num_workers - self.backup_workers) if self.synchronous else 1
 
+    @classmethod
+    def num_servers(cls, asked: int | None) -> int:
+        """Ranks that are not workers. asked: `strategy.data.servers`."""
+        return asked if isinstance(asked, int) and asked > 0 else 1
 
-def settings_of(plan: Plan) -> ParameterServerWay:
-    """The plan's parameter-server settings."""
-    assert isinstance(plan.data, ParameterServerWay), f"{plan.data.kind} has no servers"
-    return plan.data
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        asked = request.config.strategy.data.consistency
+        problems = [] if asked is None else one_of("consistency", asked, CONSISTENCIES)
+        problems += _check_other_axes(request)
+        checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
+        return problems or [problem for check in checks for problem in check(request)]
+
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        data = request.config.strategy.data
+        return cls(
+            servers=request.servers,
+            consistency=_consistency(request),
+            staleness=_staleness(request),
+            backup_workers=data.backup_workers or 0,
+            delays=tuple((worker, float(seconds)) for worker, seconds in enumerate(data.delays) if seconds > 0),
+            shard_min_bytes=int(data.shard_min_kb * 2**10),
+        )
+
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        """The default bound of ssp, where the user gave none."""
+        if _consistency(request) != SSP or request.config.strategy.data.staleness is not None:
+            return ()
+        return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
+
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """One worker's messages in a step."""
+        return protocol.worker_traffic(plan, server_bytes(plan))
+
+    def explain(self, plan: Plan) -> Explanation:
+        return protocol.explanation(plan, server_bytes(plan), self.synchronous)
+
+    def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
+        """One server's messages while every worker does one step."""
+        return protocol.server_traffic(plan, server_bytes(plan)[server], self.synchronous)
+
+    def server_memory(self, server: int, plan: Plan) -> Memory:
+        """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
+        weights = server_bytes(plan)[server]
+        leaves_out = ("the framework's own memory", "messages on their way")
+        gradients = 2 * protocol.gradient_bytes(plan, weights)
+        return Memory(weights, gradients, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
+
+    def num_shards(self, server: int, plan: Plan) -> int:
+        """Tensors, or pieces of tensors, that one server owns."""
+        return len(server_shards(plan, server))
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(data_cost.SERVERS if plan.servers > 1 else data_cost.ONE_SERVER)
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        if self.in_step:
+            return Equivalence("exact")
+        return Equivalence("replay", "its own apply log, update for update")
 
 
 def _sharding(plan: Plan) -> tuple[ModelSpec, int, int, int]:
     """The arguments of `shards.assign`: everything that the assignment depends on."""
-    settings = settings_of(plan)
+    settings = ParameterServer.of(plan)
     return plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored]
 
 
@@ -99,68 +161,6 @@ def imbalance(plan: Plan) -> float:
     """Bytes of the fullest server over the mean; 1.0 is even."""
     loads = server_bytes(plan)
     return max(loads) * len(loads) / sum(loads)
-
-
-class Way(Replicated):
-    """Workers hold a copy of the weights; servers own the weights and the optimizer's state."""
-
-    reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
-
-    def num_servers(self, asked: int | None) -> int:
-        """Ranks that are not workers. asked: `strategy.data.servers`."""
-        return asked if isinstance(asked, int) and asked > 0 else 1
-
-    def check(self, request: Request) -> list[Problem]:
-        asked = request.config.strategy.data.consistency
-        problems = [] if asked is None else one_of("consistency", asked, CONSISTENCIES)
-        problems += _check_other_axes(request)
-        checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
-        return problems or [problem for check in checks for problem in check(request)]
-
-    def resolve(self, request: Request) -> ParameterServerWay:
-        data = request.config.strategy.data
-        return ParameterServerWay(
-            data.kind,
-            servers=request.servers,
-            consistency=_consistency(request),
-            staleness=_staleness(request),
-            backup_workers=data.backup_workers or 0,
-            delays=tuple((worker, float(seconds)) for worker, seconds in enumerate(data.delays) if seconds > 0),
-            shard_min_bytes=int(data.shard_min_kb * 2**10),
-        )
-
-    def filled(self, request: Request) -> tuple[str, ...]:
-        """The default bound of ssp, where the user gave none."""
-        if _consistency(request) != SSP or request.config.strategy.data.staleness is not None:
-            return ()
-        return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
-
-    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """One worker's messages in a step."""
-        return protocol.worker_traffic(plan, server_bytes(plan))
-
-    def explain(self, plan: Plan) -> Explanation:
-        return protocol.explanation(plan, server_bytes(plan), settings_of(plan).synchronous)
-
-    def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
-        """One server's messages while every worker does one step."""
-        return protocol.server_traffic(plan, server_bytes(plan)[server], settings_of(plan).synchronous)
-
-    def server_memory(self, server: int, plan: Plan) -> Memory:
-        """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
-        weights = server_bytes(plan)[server]
-        leaves_out = ("the framework's own memory", "messages on their way")
-        gradients = 2 * protocol.gradient_bytes(plan, weights)
-        return Memory(weights, gradients, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
-
-    def num_shards(self, server: int, plan: Plan) -> int:
-        """Tensors, or pieces of tensors, that one server owns."""
-        return len(server_shards(plan, server))
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        if settings_of(plan).in_step:
-            return Equivalence("exact")
-        return Equivalence("replay", "its own apply log, update for update")
 
 
 def _consistency(request: Request) -> str:
@@ -239,3 +239,6 @@ def _check_num_servers(request: Request) -> list[Problem]:
         return []
     what = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
     return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
+
+
+STRATEGY = ParameterServer

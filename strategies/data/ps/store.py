@@ -35,7 +35,7 @@ from parallelrun.train.checkpointing import check_batch
 from parallelrun.train.scaler import LossScaler
 
 from .connections import shard_views
-from .plan import server_shards, settings_of
+from .plan import ParameterServer, server_shards
 
 
 class ShardStore:
@@ -152,7 +152,7 @@ class ShardStore:
         extra = dict(reader.index.extra)
         check_batch(extra, plan, path)
         step, clocks = int(extra["step"]), extra.get("clocks", [])
-        if settings_of(plan).synchronous:
+        if ParameterServer.of(plan).synchronous:
             self.version = step
         elif len(clocks) == len(workers):
             return dict(enumerate(clocks))

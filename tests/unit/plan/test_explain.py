@@ -78,7 +78,7 @@ def predicted(explanation: Explanation, plan: Plan, rank: int) -> list[Collectiv
     strategies, place = strategies_of(plan), plan.mesh.coordinate(rank)
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(place["pp"]) for name in stage.blocks)
     if explanation.axis == "data":
-        return strategies.data.collectives(place["pp"], place, plan)
+        return plan.data.collectives(place["pp"], place, plan)
     if explanation.axis == "pipeline":
         return strategies.pipeline.collectives(place["pp"], plan)
     strategy = strategies.tensor if explanation.axis == "tensor" else strategies.expert

@@ -380,9 +380,7 @@ def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
     strategies, places = strategies_of(plan), [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
     for parameter in plan.spec.parameters.values():
         layout = strategies.tensor.layout(parameter, plan)
-        found = [
-            lies(parameter, layout, plan) for lies in (strategies.data.weight_layout, strategies.data.state_layout)
-        ]
+        found = [lies(parameter, layout, plan) for lies in (plan.data.weight_layout, plan.data.state_layout)]
         for lies_so in (layout, *found):
             cover(parameter.shape, lies_so, plan.mesh, places)
 
