@@ -1,7 +1,6 @@
 """The base class of data-parallel strategies: their resolved settings, and the traffic and memory they predict.
 
-A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/plan.py`, which names it `STRATEGY`.
-Torch-free.
+A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/plan.py`. Torch-free.
 """
 
 from __future__ import annotations

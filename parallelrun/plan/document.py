@@ -13,7 +13,6 @@ from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import counted, gib
 
@@ -43,7 +42,7 @@ class Facts:
 
 def facts(plan: Plan, config: Config) -> Facts:
     """Simulate the schedule, account for memory, traffic and cost, compare tensor layouts and ways of the data axis."""
-    simulation = simulate.of_plan(plan, strategies_of(plan).pipeline)
+    simulation = simulate.of_plan(plan)
     busiest, rows = prediction.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
@@ -172,7 +171,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
         "data": plan.data.document(),
         "tensor": asdict(plan.tensor),
-        "pipeline": asdict(plan.pipeline),
+        "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": expert_facts.facts(plan),
         "equivalence": asdict(plan.equivalence),
         "filled": list(plan.filled),
@@ -190,7 +189,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         },
         "schedule": {
             "kind": plan.pipeline.kind,
-            "chunks": plan.pipeline.chunks,
+            "chunks": plan.pipeline.virtual_stages,
             "bubble_of_total": simulation.bubble_of_total,
             "bubble_of_ideal": simulation.bubble_of_ideal,
         },

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
@@ -52,23 +53,6 @@ class TensorWay:
     kv_copies: int = 1
     forms: tuple[tuple[tuple[int, int, int, int], tuple[str, str]], ...] = ()
     save_gathered: bool = True
-
-
-# Schedules that compute the gradients of weights apart from backward: a parameter's hook fires for half of them.
-SPLIT_BACKWARD = ("zero_bubble", "zbv")
-
-
-@dataclass(frozen=True)
-class PipelineWay:
-    """kind: none (pp=1) | naive | gpipe | 1f1b | interleaved | zero_bubble | zbv. chunks: stages per rank."""
-
-    kind: str
-    chunks: int = 1
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
-        return self.kind in SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ class Plan:
     batch: Batch
     data: DataStrategy
     tensor: TensorWay
-    pipeline: PipelineWay
+    pipeline: PipelineSchedule
     stages: tuple[Stage, ...]
     spec: ModelSpec
     precision: Precision

@@ -84,6 +84,3 @@ class DDP(CompressedStrategy):
             for bucket in buckets.contents(pp_rank, coordinate, plan)
             for message in compression.messages(bucket.parts, plan, self.compression)
         ]
-
-
-STRATEGY = DDP

@@ -58,6 +58,3 @@ class DiLoCo(LocalSGD):
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("replay", f"DiLoCo: an outer step every {self.sync_every} steps")
-
-
-STRATEGY = DiLoCo

@@ -18,10 +18,11 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm, FlattenedDims, MeshDims
+from parallelrun.plan.load import splits_backward
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.strategy import Request, TensorWayPlan
-from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, Equivalence, Plan
+from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 from .. import buckets
@@ -65,7 +66,7 @@ class FSDP(DataStrategy):
         return cls(
             shard=data.shard or request.dp,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
-            reduce_each_microbatch=not _splits_backward(request) if reduce_each is None else reduce_each,
+            reduce_each_microbatch=not splits_backward(request) if reduce_each is None else reduce_each,
         )
 
     @property
@@ -219,13 +220,9 @@ def _smallest_part(request: Request) -> int:
     return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]
 
 
-def _splits_backward(request: Request) -> bool:
-    return request.pp > 1 and request.config.strategy.pipeline.kind in SPLIT_BACKWARD
-
-
 def _check_split_backward(request: Request) -> list[Problem]:
     """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
-    if not _splits_backward(request):
+    if not splits_backward(request):
         return []
     data, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
     too_early = {
@@ -242,6 +239,3 @@ def _check_split_backward(request: Request) -> list[Problem]:
         for key, (asked, does) in too_early.items()
         if asked
     ]
-
-
-STRATEGY = FSDP

@@ -233,6 +233,3 @@ class Horovod(Ring):
         vectors = [(sum(prod(shape) for _, shape in bucket.parts), len(bucket.parts)) for bucket in contents]
         size = HALF_BYTES if self.compression.kind == "fp16" else buckets.reduce_bytes(plan)
         return halving.rows(vectors, len(members), members.index(worker), size, self.axis(worker))
-
-
-STRATEGY = Horovod

@@ -96,6 +96,3 @@ def weight_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[i
     """Bytes of every weight that the replicas of a pp rank average, in the plan's order."""
     held = [parameter for parameter in held_parameters(plan, pp_rank) if not parameter.spec.frozen]
     return [prod(shape) * BYTES[plan.precision.stored] for shape in buckets.local_shapes(held, coordinate, plan)]
-
-
-STRATEGY = LocalSGD

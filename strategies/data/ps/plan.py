@@ -239,6 +239,3 @@ def _check_num_servers(request: Request) -> list[Problem]:
         return []
     what = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
     return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]
-
-
-STRATEGY = ParameterServer

@@ -134,6 +134,3 @@ class Ring(DDP):
         algorithm, size, index = over(self.algorithm, axis, plan), plan.mesh.size(axis), coordinate[axis]
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
         return counts.rows(algorithm, size, index, message.numel, message.element_bytes, limit, axis)
-
-
-STRATEGY = Ring

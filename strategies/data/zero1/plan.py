@@ -132,6 +132,3 @@ def exchanges(
         rows.append(Collective(bucket.axis, "reduce_scatter", "gradients", passes, passes * payload))
         rows.append(Collective(bucket.axis, "all_gather", "parameters", 1, payload))
     return merge(rows)
-
-
-STRATEGY = ZeRO1

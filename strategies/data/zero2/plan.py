@@ -111,6 +111,3 @@ def stage_buckets(
         inside = buckets.partition([trained[i] for i in own], [shapes[i] for i in own], plan, padded=True)
         filled.append([buckets.Filled(one.axis, tuple(own[place] for place in one.indices)) for one in inside])
     return filled
-
-
-STRATEGY = ZeRO2
