@@ -20,6 +20,7 @@ from parallelrun.optimizer import Optimizer
 from parallelrun.plan import lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, data_runtime
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.pipeline_runner import PipelineRunner, build_runner
 from parallelrun.train.reader import Reader
@@ -35,7 +36,7 @@ class Training:
     plan: Plan
     mesh: Mesh
     parts: list[Network]
-    data: Any  # DataRuntime of the plan's data strategy
+    data: DataRuntime
     gradients: Gradients
     runner: PipelineRunner
     optimizer: Optimizer
@@ -115,10 +116,10 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     config = lr_scale.numbered(config, plan)
     mesh = build_mesh(plan, device)
     parts = build_parts(config, plan, mesh)
-    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
-    data_strategy.shard(parts, plan, mesh)
+    runtime = data_runtime(plan)
+    runtime.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
-    data = data_strategy.attach(parts, plan, mesh)
+    data = runtime.attach(parts, plan, mesh)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch
     sampler = Sampler(len(dataset.train), size, config.seed)

@@ -15,7 +15,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, Pass, TensorStrategy
 from parallelrun.wording import divisors

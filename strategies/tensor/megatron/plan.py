@@ -14,7 +14,7 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, Pass, TensorStrategy
 from parallelrun.wording import divisors, either, nearest
