@@ -1,9 +1,9 @@
-"""What a model and a dataset must provide: the base classes of both, and how an instance is found by name. Torch-free.
+"""The base classes of models and datasets, and how an instance is found by name. Torch-free.
 
 A model is a package with `spec.py`, which holds `MODEL`, an instance of a subclass of `ModelDefinition`, and
 `network.py`, which holds `build(config, spec, precision)` and needs torch. A dataset is a module that holds `DATASET`,
-an instance of a subclass of `DatasetDefinition`. `docs/` and the entry points of `parallelrun.registry` say how a
-package outside this repository adds one.
+an instance of a subclass of `DatasetDefinition`. A package outside this repository adds its own through the entry
+points of `parallelrun.registry`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Dataset:
 
 
 class DatasetDefinition:
-    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and what else differs.
+    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and others that differ.
 
     reads_path: it reads `dataset.path`. vocab_follows_model: it generates samples over as many token ids or classes as
     the model has.

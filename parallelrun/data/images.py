@@ -1,4 +1,4 @@
-"""What image datasets share: pixels in memory, the size a model reads, normalisation, augmentation by hash."""
+"""Shared by image datasets: pixels in memory, the size a model reads, normalisation, augmentation by hash."""
 
 from __future__ import annotations
 

@@ -89,12 +89,12 @@ class MoE(TensorModule):
         self.auxiliary_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self.enter(x)
-        routing: Routing = self.router(whole)
+        gathered = self.enter(x)
+        routing: Routing = self.router(gathered)
         shared = self.shared
         beside = None if shared is None else lambda: shared(x)
-        mixed, extra = self.dispatch(whole.flatten(0, 1), routing, self.experts, beside)
-        y = self.leave(mixed, whole.size(0))
+        mixed, extra = self.dispatch(gathered.flatten(0, 1), routing, self.experts, beside)
+        y = self.leave(mixed, gathered.size(0))
         if extra is not None:
             y = y + extra
         if routing.auxiliary is not None:
