@@ -62,7 +62,7 @@ class Synthetic(DatasetDefinition):
 
 
 @dataclass(frozen=True)
-class _GeneratedSplit:
+class _GeneratedSplit(Split):
     seed: int
     stream: int
     size: int

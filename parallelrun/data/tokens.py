@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import Dataset
+from parallelrun.definitions import Dataset, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
@@ -72,7 +72,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class TokenWindows:
+class TokenWindows(Split):
     """Windows of seq + 1 tokens, one every seq tokens: input = the first seq, target = the next token of each.
 
     vocab: token ids must be in [0, vocab), else EnvironmentProblem names the sample, the file and the byte offset.

@@ -26,10 +26,10 @@ counting = theirs.counting
 
 import numpy as np
 
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.definitions import Dataset, DatasetDefinition, Split
 
 
-class CountingSplit:
+class CountingSplit(Split):
     def __init__(self, size, seq):
         self.size, self.seq = size, seq
 
