@@ -93,7 +93,7 @@ def values(key: str) -> list[str]:
     listed = {
         **rules.CHOICES,
         **{f"model.{name}": legal for name, legal in transformer.CHOICES.items()},
-        "layout": tuple(shorthands.LAYOUTS),
+        "layout": tuple(shorthands.layouts()),
         "device": ("auto", "cpu", "cuda"),
         "consistency": ("sync", "async", "ssp"),
         "strategy.data.consistency": ("sync", "async", "ssp"),

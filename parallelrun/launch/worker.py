@@ -7,6 +7,7 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import data_runtime
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -16,9 +17,9 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
         network = registry.load("models", config.model.name, "network")
         network.run(config, plan, context.device, context.console_owner)
         return EXIT_OK
-    own = getattr(registry.load("strategies", f"data.{plan.data.kind}", "runtime"), "run", None)
-    if own is not None:  # a way whose ranks do not all do the same has loops of its own
-        return own(config, plan, context)
+    code = data_runtime(plan).run_rank(config, plan, context)
+    if code is not None:
+        return code
     if config.verb == "verify":
         from parallelrun.verify import run as verify
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallelrun import registry
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.model_spec import Initialiser, ParameterSpec
@@ -37,7 +36,6 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
     their local shard only. A tied copy gets its original's values. Buffers on meta stay there: modules compute their
     constants in forward or hold them on a real device.
     """
-    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     originals = dict(plan.spec.tied)
     own: dict[str, Tensor] = {}
     filled: set[int] = set()
@@ -50,7 +48,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
                 continue
             filled.add(id(parameter))
             spec = plan.spec.parameters[originals.get(name, name)]
-            layout: Layout = data_strategy.weight_layout(spec, module_layout(spec, plan), plan)
+            layout: Layout = plan.data.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
             fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)

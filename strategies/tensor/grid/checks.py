@@ -13,7 +13,7 @@ from parallelrun import definitions
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.load import splits_backward
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 

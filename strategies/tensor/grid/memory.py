@@ -19,8 +19,8 @@ from __future__ import annotations
 from math import prod
 
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
-from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import Pass
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, num_panels, transfers
 

@@ -21,7 +21,7 @@ from .parts import part_of
 from .products import head, lies, product_of
 
 
-def place(network: Network, plan: Plan, mesh: Mesh) -> None:
+def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     """Cut every parameter of `network` by its Layout and replace its role layers and its loss, in place.
 
     Names stay. A tied weight stays one Parameter. Nothing is done at tp=1.

@@ -13,7 +13,7 @@ from . import layers, layouts
 from .traffic import overlaps
 
 
-def place(network: Network, plan: Plan, mesh: Mesh) -> None:
+def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     """Cut every parameter of `network` by its Layout and replace its role layers and its loss, in place.
 
     Names stay. A tied weight stays one Parameter. Nothing is done at tp=1.

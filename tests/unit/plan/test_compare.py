@@ -15,7 +15,7 @@ from parallelrun.plan import prediction
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison, Row
 from parallelrun.plan.document import document
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.resolve import resolve
 from parallelrun.product import ActivationLayout, Product, transfers
 from parallelrun.report.layouts import panel, sweep_row, sweep_table
 from tests.plans import tiny_config
@@ -121,7 +121,7 @@ def test_the_plan_s_own_layout_is_marked_and_has_the_figures_that_the_plan_predi
     plan = resolve(config)
     found = compare(plan, config)
     assert [row.layout for row in found.layouts if row.chosen] == [name]
-    strategy, block = strategies_of(plan).tensor, plan.spec.block("layers.1")
+    strategy, block = plan.tensor, plan.spec.block("layers.1")
     rows = strategy.collectives((block,), plan)
     sent = sum(prediction.wire_bytes(row, prediction.group_size(plan, row.axis)) for row in rows)
     figures = found.chosen.figures

@@ -8,7 +8,7 @@ from parallelrun import registry
 from parallelrun.errors import ConfigError
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Batch
 from tests.plans import tiny_config, tiny_plan
 
