@@ -191,6 +191,7 @@ class ModelSpec:
     (`(seq, hidden)` for gpt). targets_per_sample: loss terms a sample contributes (seq for gpt, 1 for a classifier).
     tied: (copy, original) parameter names that are one logical tensor; only the original is listed in `parameters`.
     mask_token: the id that hides a token, for models that fill in masked ones; no token of the data has it.
+    is_lesson: the model trains nothing and reads no dataset; its `lesson` module has a `run` of its own.
     """
 
     name: str
@@ -214,6 +215,7 @@ class ModelSpec:
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
     notes: tuple[str, ...] = field(default=())
+    is_lesson: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:

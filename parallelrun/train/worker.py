@@ -1,4 +1,4 @@
-"""What one rank does, by verb. The process group is up (world > 1) before, and taken down after, by the launcher."""
+"""The worker of one rank, by verb. The launcher creates the process group (world > 1) before and destroys it after."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK
 from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
+from parallelrun.train.build import Training, build
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Run `config.verb` as this rank; return the exit code. Raises ParallelrunError subclasses for the user."""
+    """Run `config.verb` as this rank. Return the exit code. Raises ParallelrunError with a message for the user."""
     context.heartbeat(0, "build")
-    if config.model.name == "matmul":
+    if plan.spec.is_lesson:
         return _lesson(config, plan, context)
-    own = getattr(registry.load("strategies", f"data.{plan.data.kind}", "runtime"), "run", None)
-    if own is not None:  # a way whose ranks do not all do the same has loops of its own
-        return own(config, plan, context)
+    own_run = getattr(registry.load("strategies", f"data.{plan.data.kind}", "runtime"), "run", None)
+    if own_run is not None:  # a data strategy whose ranks have different roles, with loops of its own
+        return int(own_run(config, plan, context))
     if config.verb == "verify":
         from parallelrun.verify import run as verify
 
         return verify.run(config, plan, context)
-    from parallelrun.train.build import build
-
     training = build(config, plan, context.device)
     if config.verb == "bench":
         from parallelrun.train import bench
@@ -31,7 +30,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     return _train(training, context)
 
 
-def _train(training, context: WorkerContext) -> int:
+def _train(training: Training, context: WorkerContext) -> int:
     from parallelrun.report import run as report
     from parallelrun.train.loop import train
     from parallelrun.train.recorder import Recorder
@@ -47,9 +46,9 @@ def _train(training, context: WorkerContext) -> int:
 
 
 def _lesson(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """The matmul lesson: every rank multiplies its blocks; rank 0 shows who held and sent what."""
+    """Run the model's lesson: every rank computes its blocks, and rank 0 prints what each rank held and sent."""
     from parallelrun.mesh.runtime import build_mesh
-    from parallelrun.models.matmul import lesson
 
+    lesson = registry.load("models", config.model.name, "lesson")
     lesson.run(plan, build_mesh(plan, context.device), context.console_owner, config.strategy.tensor.form)
     return EXIT_OK

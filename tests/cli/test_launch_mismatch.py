@@ -12,9 +12,9 @@ from tests.cli.launcher import run_attached, run_launcher, survivors
 
 CASES = {
     # what rank 3 does -> what is told of it; late: the last of forward's sums changes places with the loss's
-    "skip": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\): number \d+ is "),
-    "late": ({"purpose": "activations", "number": 9}, r"over tp \(ranks 2, 3\): number \d+ is "),
-    "double": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\): number \d+ is "),
+    "skip": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\); collective \d+ is: "),
+    "late": ({"purpose": "activations", "number": 9}, r"over tp \(ranks 2, 3\); collective \d+ is: "),
+    "double": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\); collective \d+ is: "),
     "skip the last": ({"do": "skip", "purpose": "control", "number": 1}, "nothing .it has ended the step."),
     "double the last": ({"do": "double", "purpose": "control", "number": 1}, r"over world \(ranks 0, 1, 2, 3\)"),
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.launch import agreement
-from parallelrun.launch.meeting import Member
+from parallelrun.launch.rendezvous import Member
 from tests.plans import tiny_plan
 
 WORDS = ["model=gpt", "dp=4", "tracker.api_key=abc"]
@@ -55,7 +55,7 @@ def test_equal_ranks_agree_whatever_the_order_of_their_words():
     ],
 )
 def test_another_command_line_is_told_word_by_word(words, told):
-    assert found(member(2, words)) == [f"rank 2 on b got another command line than rank 0: {told}"]
+    assert found(member(2, words)) == [f"the command line of rank 2 on b differs from rank 0's: {told}"]
 
 
 def test_a_key_given_twice_in_another_order_differs():
@@ -66,7 +66,7 @@ def test_a_key_given_twice_in_another_order_differs():
 def test_ranks_with_the_same_difference_are_told_together():
     words = [*WORDS, "seed=1"]
     assert found(member(1, words), member(3, words)) == [
-        "ranks 1, 3 on a, b got another command line than rank 0: seed=1 (rank 0: not given)"
+        "the command line of ranks 1, 3 on a, b differs from rank 0's: seed=1 (rank 0: not given)"
     ]
 
 
@@ -110,7 +110,7 @@ def test_the_file_of_a_user_s_module_is_compared(tmp_path):
 def test_a_damaged_config_and_an_unseen_run_directory_are_told():
     odd = member(2, config="f" * 64, directory_seen=False)
     assert found(odd) == [
-        "the frozen config reached rank 2 on b damaged: its hash is not rank 0's",
+        "the config arrived damaged at rank 2 on b: its hash differs from rank 0's",
         "the run directory is not visible on b",
     ]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.launch import gpus, preflight, rank
+from parallelrun.launch import preflight, rank
 from parallelrun.launch.environment import Attached
 from tests.plans import tiny_config, tiny_plan
 
@@ -39,15 +38,14 @@ def see(monkeypatch, count: int, first: int = 0, num_bytes: int = 2**36) -> list
 )
 def test_a_rank_uses_one_of_the_gpus_that_its_process_sees(monkeypatch, launcher, local_rank, visible, first, identity):
     chosen = see(monkeypatch, visible, first)
-    place = rank.Place(local_rank, 4, local_rank, local_rank, Path())
-    device = rank._device(tiny_plan(dp=4, device="cuda"), place)
+    device = rank._device(tiny_plan(dp=4, device="cuda"), rank.RankSettings(local_rank, local_rank))
     assert chosen == [device] and device.index < visible
-    assert gpus.of_rank(local_rank) == gpus.Gpu(identity, 2**36, visible)
+    assert preflight.gpu_of_rank(local_rank) == preflight.Gpu(identity, 2**36, visible)
 
 
 def test_a_process_without_a_gpu_says_so(monkeypatch):
     see(monkeypatch, 0)
-    assert gpus.of_rank(1) == gpus.Gpu()
+    assert preflight.gpu_of_rank(1) == preflight.Gpu()
 
 
 def test_an_attached_run_needs_gpus_and_their_memory_as_a_launched_one(monkeypatch):

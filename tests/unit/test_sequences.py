@@ -52,7 +52,7 @@ def test_another_collective_at_the_same_place_is_found_with_place_and_texts() ->
     found = first_mismatch({0: issued(TP, "a", "b", "c"), 1: issued(TP, "a", "c")})
     assert found is not None
     assert (found.lane, found.step, found.number, found.said) == (TP, 1, 2, {0: "b", 1: "c"})
-    assert "over tp (ranks 0, 1): number 2 is rank 0: b; rank 1: c" in found.problem().what
+    assert "over tp (ranks 0, 1); collective 2 is: rank 0: b; rank 1: c" in found.problem().what
 
 
 def test_a_rank_that_has_ended_the_step_without_it_differs() -> None:

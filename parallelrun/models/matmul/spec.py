@@ -28,4 +28,5 @@ def make(config: Config, vocab: int) -> ModelSpec:
         targets_per_sample=model.rows,
         vocab=model.columns,
         num_layers=1,
+        is_lesson=True,
     )
