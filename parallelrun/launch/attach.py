@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parallelrun.config.freeze import digest, load_frozen
 from parallelrun.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -39,6 +38,7 @@ from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import Job
 from parallelrun.launch.rendezvous import Member
+from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
 from parallelrun.records import write_json
 

@@ -111,7 +111,7 @@ def describe(
     resumed: dict[str, Any] | None = None,
 ) -> None:
     """Write config.yaml, plan.json and manifest.json. resumed: facts about the checkpoint that the run starts from."""
-    from parallelrun.config.freeze import freeze
+    from parallelrun.plan.freeze import freeze
     from parallelrun.report.plan import document
 
     if not reserve.set_aside(directory):

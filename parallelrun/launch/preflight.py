@@ -12,12 +12,12 @@ from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
-from parallelrun.plan import account
-from parallelrun.plan.names import counted, gib
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan import prediction
+from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
-from parallelrun.train.routing_log import NUMBERS_WRITTEN
+from parallelrun.routing_log import NUMBERS_WRITTEN
+from parallelrun.wording import counted, gib
 
 CROWDED = 8  # ranks per core beyond which a run mostly waits
 _ROW_BYTES = 512  # per step in metrics.jsonl: measured 300 to 450
@@ -135,8 +135,8 @@ def _check_memory(plan: Plan, available: int | None, per_rank: bool) -> list[str
     if available is None:
         return []
     rows = [
-        (account.memory(plan, rank), count)
-        for rank, count in account.rank_classes(plan)
+        (prediction.memory(plan, rank), count)
+        for rank, count in prediction.rank_classes(plan)
         if not per_rank or plan.role(rank) == "worker"
     ]
     states = [(memory.weights + memory.gradients + memory.optimizer, count) for memory, count in rows]
@@ -190,7 +190,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     state = plan.spec.num_parameters + trained * plan.optimizer_states
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    kept = trained * getattr(ways_of(plan).data, "kept_states", 0)
+    kept = trained * getattr(strategies_of(plan).data, "kept_states", 0)
     return (state * copies + kept) * BYTES[plan.precision.stored]
 
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallelrun import reserve
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
 from parallelrun.launch import failure, preflight
-from parallelrun.launch.context import WorkerContext
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import redirect
 from parallelrun.plan.structure import Plan
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
-WORKER = "parallelrun.train.worker:run"
+WORKER = "parallelrun.launch.worker:run"
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def main(
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)
     redirect(Path(directory), rank)
-    from parallelrun.config.freeze import load_frozen
+    from parallelrun.plan.freeze import load_frozen
     from parallelrun.plan.resolve import resolve
 
     config = load_frozen(Path(directory, "config.yaml").read_text())

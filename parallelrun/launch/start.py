@@ -24,9 +24,9 @@ from parallelrun.launch.hangs import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.launch.supervisor import STOP_SIGNALS, Outcome, signal_handlers
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
+from parallelrun.wording import counted
 
 
 def start(

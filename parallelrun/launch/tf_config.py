@@ -19,7 +19,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.plan import cluster_spec
 from parallelrun.plan.cluster_spec import ClusterSpec
-from parallelrun.plan.names import counted, did_you_mean
+from parallelrun.wording import counted, did_you_mean
 
 NAME = "TF_CONFIG"
 _CHIEFS = ("chief", "master")  # the names of the job whose one task is worker 0
