@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -71,11 +72,10 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def start(job: Job, heartbeats: HeartbeatFile) -> list[int]:
-    """Start every rank. Return their pids. The store's socket is bound to 127.0.0.1 before the first rank starts."""
+def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
+    """Start every rank and yield its pid. The store's socket is bound to 127.0.0.1 before the first rank starts."""
     start_rank = _fork if (job.method or method_for(job.plan)) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
-    pids: list[int] = []
     with socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG) as listener:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -83,15 +83,9 @@ def start(job: Job, heartbeats: HeartbeatFile) -> list[int]:
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                pids.append(start_rank(job, RankSettings(rank, rank, rank, threads), heartbeats, listener))
-        except BaseException:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            raise
+                yield start_rank(job, RankSettings(rank, rank, rank, threads), heartbeats, listener)
         finally:
             gc.unfreeze()
-    return pids
 
 
 def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
@@ -129,11 +123,10 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
 def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
     rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
     order = {
-        "directory": os.fspath(job.directory),
+        "folder": os.fspath(job.directory),
         "worker": job.worker,
         "rank": rank,
         "world": world,
-        "threads": settings.threads,
         "parent": os.getpid(),
         "heartbeats": heartbeats.descriptor,
         "port": listener.getsockname()[1],

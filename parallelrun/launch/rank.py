@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What differs between ranks. slot: in the heartbeat file; threads: compute threads, 0 for torch's default."""
+    """What differs between ranks. slot: in the heartbeat file; threads: compute threads, 0 for OMP_NUM_THREADS."""
 
     rank: int
     local_rank: int
@@ -242,31 +242,23 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(
-    directory: str,
-    worker: str,
-    rank: int,
-    world: int,
-    threads: int,
-    parent: int,
-    heartbeats: int,
-    port: int,
-    listener: int | None,
+    folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, port: int, listener: int | None
 ) -> NoReturn:
     """Run an exec'd rank. heartbeats, listener: inherited descriptors; listener: only of rank 0."""
     leave_with_parent(parent)
     heartbeat_file = HeartbeatFile(world, heartbeats)
     take_signals(heartbeat_file)
-    redirect(Path(directory), rank)
+    redirect(Path(folder), rank)
     from parallelrun.plan.freeze import load_frozen
     from parallelrun.plan.resolve import resolve
 
-    config = load_frozen(Path(directory, "config.yaml").read_text())
-    job = Job(config, resolve(config), Path(directory), worker)
+    config = load_frozen(Path(folder, "config.yaml").read_text())
+    job = Job(config, resolve(config), Path(folder), worker)
     if job.plan.world != world:
         what = f"config.yaml describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))
     connect = partial(tcp_store, LOOPBACK, port, world, listener) if world > 1 else None
-    end(serve(job, RankSettings(rank, rank, rank, threads), heartbeat_file, connect))
+    end(serve(job, RankSettings(rank, rank, rank), heartbeat_file, connect))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import selectors
 import signal
 import sys
 import threading
@@ -28,12 +27,11 @@ from parallelrun.launch.rank import Job
 GRACE_S = 1.0  # after the first failure: time for other ranks to write theirs
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 STATUS_EVERY_S = 2.0
-TICK_S = 0.25
+TICK_S = 0.05  # ranks and signals are polled, which works in every thread and on every system
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
-_HAS_PIDFD = hasattr(os, "pidfd_open")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Outcome:
 def supervise(job: Job) -> Outcome:
     """Run the job's ranks to their end. None of their processes outlives this call, or this process."""
     supervisor = Supervisor(job)
-    with supervisor.signals():
+    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: supervisor.arrived.append(number)):
         try:
             processes.preload(job)
             supervisor.start()
@@ -89,50 +87,33 @@ class Supervisor:
         self._ended_by_us: set[int] = set()
         self._lost: set[int] = set()  # ranks that died while the run continues
         self._deadline = float("inf")  # when the remaining ranks are killed
+        self.arrived: list[int] = []  # signals that are not handled yet
         self._signals: list[int] = []
         self._verdict: Outcome | None = None
-        self._selector = selectors.DefaultSelector()
         self._next_status = 0.0
         self._next_look = 0.0
         self._oom_kills = _oom_kills()
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Let signals wake the loop."""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        self._selector.register(reader, selectors.EVENT_READ, "signal")
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, reader)
-            stack.callback(os.close, writer)
-            stack.enter_context(signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda *_: None))
-            if threading.current_thread() is threading.main_thread():
-                stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-            yield
-
     def start(self) -> None:
         """Start the ranks, unless a signal arrived while the launcher was importing."""
-        for key, _ in self._selector.select(0):
-            self._read_signals(key)
+        self._handle_signals()
         if self._signals:
             self._verdict = self._verdict or Outcome(EXIT_TERMINATED, note="terminated before the first step")
             return
-        self._pids = processes.start(self._job, self._heartbeats)
-        self._alive = dict(enumerate(self._pids))
-        for rank, pid in self._alive.items() if _HAS_PIDFD else ():
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, rank)
+        for rank, pid in enumerate(processes.start(self._job, self._heartbeats)):
+            self._alive[rank] = pid
+            self._pids.append(pid)
 
     def watch(self) -> Outcome:
         """Wait for all ranks; act on failures, hangs and signals."""
         while self._alive:
-            for key, _ in self._selector.select(TICK_S if _HAS_PIDFD else 0.05):
-                if key.data == "signal":
-                    self._read_signals(key)
-                else:
-                    self._reap(key.data, key)
-            for rank in [] if _HAS_PIDFD else list(self._alive):
-                self._reap(rank, None)
+            self._handle_signals()
+            for rank, pid in list(self._alive.items()):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    self._reap(rank)
             self._tick()
+            if self._alive:
+                time.sleep(TICK_S)
         return replace(self._outcome(), step=self._step(), failed_save_step=self._heartbeats.failed_save())
 
     def end_all(self) -> None:
@@ -143,24 +124,16 @@ class Supervisor:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         self._alive.clear()
-        self._selector.close()
 
     def _kill_all(self) -> None:
         for rank, pid in self._alive.items():
             self._ended_by_us.add(rank)
             processes.kill(pid, signal.SIGKILL)
 
-    def _reap(self, rank: int, key: selectors.SelectorKey | None) -> None:
-        pid = self._alive[rank]
-        if key is None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return
-        now = time.monotonic_ns()
+    def _reap(self, rank: int) -> None:
+        now, pid = time.monotonic_ns(), self._alive.pop(rank)
         processes.kill_group(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        del self._alive[rank]
-        if key is not None:
-            self._selector.unregister(key.fileobj)
-            os.close(key.fd)
         if code != self._heartbeats.returned(rank) and rank not in self._ended_by_us and self._is_spare(rank, code):
             self._lost.add(rank)
             left = self._job.plan.num_workers - len(self._lost)
@@ -194,14 +167,12 @@ class Supervisor:
         self._failures.append(found)
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
-    def _read_signals(self, key: selectors.SelectorKey) -> None:
-        for number in os.read(key.fd, 64):
-            self._on_signal(number)
+    def _handle_signals(self) -> None:
+        while self.arrived:
+            self._on_signal(self.arrived.pop(0))
 
     def _on_signal(self, number: int) -> None:
         """First Ctrl-C: let the ranks unwind. First SIGTERM: finish the step and save. Second signal: end at once."""
-        if number not in (signal.SIGINT, *STOP_SIGNALS):
-            return
         again, interrupt = bool(self._signals), number == signal.SIGINT
         self._signals.append(number)
         if again or interrupt:
