@@ -28,12 +28,11 @@ from parallelrun.errors import (
     ParallelrunError,
     Problem,
 )
-from parallelrun.launch import agreement, environment, failure, failure_detection, output, preflight, rank, rendezvous
+from parallelrun.launch import environment, failure, failure_detection, output, preflight, rank, rendezvous
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import LOST_PEER, TIMED_OUT, ConsoleOptions, Failure
-from parallelrun.launch.failure_detection import Peers
-from parallelrun.launch.hangs import Watchdog
+from parallelrun.launch.failure_detection import Peers, Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.processes import start_time
 from parallelrun.launch.rank import Job
@@ -84,11 +83,11 @@ def lead(attached: Attached, job: Job, argv: Sequence[str], options: ConsoleOpti
     rendezvous.put(store, "joined/0", _member(attached, run, argv))
     try:
         members = rendezvous.gather(store, attached.world, rendezvous.JOIN_S)
-        if problems := agreement.differences(members, job.plan):
+        if problems := rendezvous.differences(members, job.plan):
             raise EnvironmentProblem(*problems)
         if job.plan.device == "cuda":
             smallest = min(member.gpu_bytes for member in members[: job.plan.num_workers])
-            for note in preflight.check_gpu_memory(job.plan, smallest):
+            for note in preflight.check_memory(job.plan, smallest, per_rank=True):
                 print(f"note: {note}", file=sys.stderr)
     except EnvironmentProblem as error:
         rendezvous.put(store, "go", {"failed": error.exit_code})
@@ -139,9 +138,9 @@ def _member(attached: Attached, run: dict[str, Any], argv: Sequence[str]) -> dic
         host=os.uname().nodename,
         pid=os.getpid(),
         born=start_time(os.getpid()),
-        words=agreement.command_line(argv),
-        code=agreement.code(run["source"]),
-        code_version=agreement.code_version(),
+        words=rendezvous.command_line(argv),
+        code=rendezvous.code(run["source"]),
+        code_version=rendezvous.code_version(),
         config=digest(run["config"]),
         directory_seen=(Path(run["directory"]) / "config.yaml").exists(),
         gpu=gpu.identity,

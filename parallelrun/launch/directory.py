@@ -73,7 +73,10 @@ def create(root: Path, name: str, run_root: Path | None = None) -> Path:
         directory = group.resolve() / f"{stamp}-{secrets.token_hex(3)}"
         directory.mkdir(mode=0o700)
         (directory / "logs").mkdir(mode=0o700)
-        _point_latest(root.resolve(), directory)
+        with contextlib.suppress(OSError):  # the link is a convenience, and some file systems have no links
+            temporary = root / f".latest-{secrets.token_hex(4)}"
+            temporary.symlink_to(Path(name, directory.name), target_is_directory=True)
+            os.replace(temporary, root / "latest")  # atomic, because two runs may start at once
         return directory
     except OSError as error:
         what = f"cannot create the run directory in {run_root or root}: {error.strerror}: {error.filename}"
@@ -92,14 +95,6 @@ def _claim(directory: Path) -> Path:
     what = f"{directory} holds another run ({(found or ['logs'])[0]})"
     fix = "another directory; to continue that run, resume=<that directory> in a new one"
     raise EnvironmentProblem(Problem(what, "hydra.run.dir", fix))
-
-
-def _point_latest(root: Path, directory: Path) -> None:
-    """Link `<runs>/latest` to the newest run, atomically because two runs may start at once."""
-    temporary = root / f".latest-{secrets.token_hex(4)}"
-    with contextlib.suppress(OSError):  # the link is a convenience, and some file systems have no links
-        temporary.symlink_to(directory.relative_to(root), target_is_directory=True)
-        os.replace(temporary, root / "latest")
 
 
 def describe(
@@ -198,17 +193,19 @@ class Status:
         """Record that the run has reached `step`. A full disk must not end a run because of this."""
         self.step, self.failed_save_step = step, failed_save_step
         with contextlib.suppress(OSError):
-            self._write("running", None, None, None)
+            self._write("running")
 
     def ended(self, exit_code: int, error: str | None = None, failed_rank: int | None = None) -> None:
         """Record the end of the run. error: one line; failed_rank: the rank that failed first."""
         state = {EXIT_OK: "done", EXIT_PREEMPTED: "preempted"}.get(exit_code, "failed")
+        write = partial(self._write, state, exit_code, error, failed_rank)
         with contextlib.suppress(OSError):
-            write = partial(self._write, state, exit_code, error, failed_rank)
             reserve.insist(self.directory, reserve.STATUS, write)
         reserve.release(self.directory)
 
-    def _write(self, state: str, exit_code: int | None, error: str | None, failed_rank: int | None) -> None:
+    def _write(
+        self, state: str, exit_code: int | None = None, error: str | None = None, failed_rank: int | None = None
+    ) -> None:
         fields = {
             "state": state,
             "exit_code": exit_code,

@@ -146,12 +146,16 @@ def _torchrun(environ: Mapping[str, str], present: list[str]) -> Attached:
 def _tf_config(environ: Mapping[str, str]) -> Attached | None:
     """Return this process's rank in a TensorFlow cluster; None if the cluster has no other tasks."""
     from parallelrun.launch import tf_config
+    from parallelrun.plan import cluster_spec
 
-    found = tf_config.read(environ)
-    if found is None or found.rank is None or found.spec.world == 1:
+    spec, rank = tf_config.read(environ)
+    if spec is None or rank is None or spec.world == 1:
         return None
-    addresses = " ".join(address for _, _, address in found.spec.tasks)
-    return Attached(found.rank, found.spec.world, found.local_rank, *found.address, tf_config.NAME, addresses)
+    addresses = [address for _, _, address in spec.tasks]
+    hosts = [cluster_spec.split(address)[0] for address in addresses]
+    contact = cluster_spec.split(addresses[0])
+    local_rank = hosts[:rank].count(hosts[rank])
+    return Attached(rank, spec.world, local_rank, *contact, tf_config.NAME, " ".join(addresses))
 
 
 def _srun(environ: Mapping[str, str]) -> Attached:

@@ -127,15 +127,15 @@ def explained(failure: Failure, directory: Path) -> Failure:
 
 def write(directory: Path, failure: Failure) -> None:
     """Write a rank's failure to `errors/rank_<n>.json`."""
-    path = _path(directory, failure.rank)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_json(path, {**asdict(failure), "host": socket.gethostname()})
+    (directory / "errors").mkdir(mode=0o700, exist_ok=True)
+    fields = {**asdict(failure), "host": socket.gethostname()}
+    write_json(directory / "errors" / f"rank_{failure.rank}.json", fields)
 
 
 def read(directory: Path, rank: int) -> Failure | None:
     """Return the failure that `rank` has written; None if there is none or it is incomplete."""
     try:
-        fields: dict[str, Any] = json.loads(_path(directory, rank).read_text())
+        fields: dict[str, Any] = json.loads((directory / "errors" / f"rank_{rank}.json").read_text())
     except (OSError, ValueError):
         return None
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
@@ -182,7 +182,3 @@ def last_checkpoint(directory: Path) -> tuple[int, Path] | None:
     """Return (step, path) of a run's newest checkpoint. One that is being written has a hidden name."""
     steps = [path for path in directory.glob("checkpoints/step_*") if path.is_dir() and path.name[5:].isdigit()]
     return max(((int(path.name[5:]), path) for path in steps), default=None)
-
-
-def _path(directory: Path, rank: int) -> Path:
-    return directory / "errors" / f"rank_{rank}.json"

@@ -39,11 +39,11 @@ def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
     if plan.device == "cuda":
         # ranks of another launcher may be on other hosts: each reports its GPU when it joins
         smallest = _check_gpus(needed=1 if attached else plan.num_workers)
-        return [] if attached else check_gpu_memory(plan, smallest)
+        return [] if attached else check_memory(plan, smallest, per_rank=True)
     if attached:
         one_host = attached.master_addr in ("127.0.0.1", "localhost", "::1")
         return crowding(plan.world, host_cores()) if one_host else []
-    return [*crowding(plan.world, num_cores()), *_check_memory(plan, available_bytes(), per_rank=False)]
+    return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False)]
 
 
 def crowding(world: int, cores: int) -> list[str]:
@@ -108,11 +108,6 @@ def _check_gpus(needed: int) -> int:
 # -- memory
 
 
-def check_gpu_memory(plan: Plan, available: int) -> list[str]:
-    """Return warnings. Raises EnvironmentProblem if a rank's state does not fit in `available` bytes of a GPU."""
-    return _check_memory(plan, available, per_rank=True)
-
-
 def available_bytes() -> int | None:
     """Return the memory that a new process can get, by the kernel and the container's limit; None if unknown."""
     try:
@@ -130,28 +125,24 @@ def available_bytes() -> int | None:
         return available
 
 
-def _check_memory(plan: Plan, available: int | None, per_rank: bool) -> list[str]:
-    """per_rank: `available` is the memory of each worker's GPU, else the memory of the host for all ranks."""
+def check_memory(plan: Plan, available: int | None, per_rank: bool) -> list[str]:
+    """Return warnings. Raises EnvironmentProblem if weights, gradients and optimizer state do not fit.
+
+    available: bytes of each worker's GPU (per_rank), else of the host for all ranks; None if unknown.
+    """
     if available is None:
         return []
-    rows = [
-        (prediction.memory(plan, rank), count)
-        for rank, count in prediction.rank_classes(plan)
-        if not per_rank or plan.role(rank) == "worker"
-    ]
-    states = [(memory.weights + memory.gradients + memory.optimizer, count) for memory, count in rows]
-    totals = [(memory.total, count) for memory, count in rows]
-    state, total = (
-        max(size for size, _ in sizes) if per_rank else sum(size * count for size, count in sizes)
-        for sizes in (states, totals)
-    )
+    rows = [row for row in prediction.rank_classes(plan) if not per_rank or plan.role(row[0]) == "worker"]
+    peaks = [(prediction.memory(plan, rank), 1 if per_rank else count) for rank, count in rows]
+    combine = max if per_rank else sum
+    state = combine(count * (memory.weights + memory.gradients + memory.optimizer) for memory, count in peaks)
+    total = combine(count * memory.total for memory, count in peaks)
     holder = "a rank needs" if per_rank else f"{counted(plan.world, 'rank')} on this host need"
     if state > available:  # certain, because activations come on top
         what = f"{holder} {gib(state)} for weights, gradients and optimizer, and {gib(available)} are available"
         fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
-        raise EnvironmentProblem(
-            Problem(what, "memory", fix, "parallelrun plan ... (shows the memory of each rank by kind)")
-        )
+        command = "parallelrun plan ... (shows the memory of each rank by kind)"
+        raise EnvironmentProblem(Problem(what, "memory", fix, command))
     if total > available:
         return [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
     return []
@@ -173,25 +164,26 @@ class DiskNeed(NamedTuple):
 
 
 def disk_need(config: Config, plan: Plan) -> DiskNeed:
-    """Return the disk space that a run of `plan` needs."""
-    every, steps = config.checkpoint.every, config.steps
-    saves = steps // every if every else 0
-    saves += keeps_last_state(config) and (not every or steps % every > 0)
-    kept = max(1, config.checkpoint.keep)
-    num_routers = sum(layer.layer_role == "router" for layer in plan.spec.layers())
-    loads = min(NUMBERS_WRITTEN, 2 * steps * num_routers * config.model.experts)
-    return DiskNeed(checkpoint_bytes(plan), min(saves, kept + 1), steps * _ROW_BYTES + int(loads) * _NUMBER_BYTES)
+    """Return the disk space that a run of `plan` needs.
 
-
-def checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of a checkpoint: weights, optimizer state and state of the data strategy, each element once, and
-    once more for each replica that trains independently."""
+    A checkpoint has weights, optimizer state and state of the data strategy: each element once, and once more for each
+    replica that trains independently.
+    """
     trained = plan.spec.num_parameters - plan.spec.num_frozen
     state = plan.spec.num_parameters + trained * plan.optimizer_states
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    kept = trained * getattr(strategies_of(plan).data, "kept_states", 0)
-    return (state * copies + kept) * BYTES[plan.precision.stored]
+    kept_state = trained * getattr(strategies_of(plan).data, "kept_states", 0)
+    every, steps = config.checkpoint.every, config.steps
+    saves = steps // every if every else 0
+    saves += keeps_last_state(config) and (not every or steps % every > 0)
+    num_routers = sum(layer.layer_role == "router" for layer in plan.spec.layers())
+    loads = min(NUMBERS_WRITTEN, 2 * steps * num_routers * config.model.experts)
+    return DiskNeed(
+        checkpoint_bytes=(state * copies + kept_state) * BYTES[plan.precision.stored],
+        num_checkpoints=min(saves, max(1, config.checkpoint.keep) + 1),
+        record_bytes=steps * _ROW_BYTES + int(loads) * _NUMBER_BYTES,
+    )
 
 
 def disk_shortage(config: Config, plan: Plan, folder: Path) -> list[str]:
@@ -202,10 +194,10 @@ def disk_shortage(config: Config, plan: Plan, folder: Path) -> list[str]:
     if need.total <= free:
         return []
     kept = f" ({need.num_checkpoints - 1} kept while the next is written)" if need.num_checkpoints > 1 else ""
-    checkpoints = f"{need.num_checkpoints} checkpoints of {_size(need.checkpoint_bytes)}{kept} and "
-    parts = f"{checkpoints if need.num_checkpoints else ''}{_size(need.record_bytes)} of records"
+    checkpoints = f"{need.num_checkpoints} checkpoints of {gib(need.checkpoint_bytes)}{kept} and "
+    parts = f"{checkpoints if need.num_checkpoints else ''}{gib(need.record_bytes)} of records"
     return [
-        f"the disk may become full: the run needs {_size(need.total)} in {folder} ({parts}), and {_size(free)} are "
+        f"the disk may become full: the run needs {gib(need.total)} in {folder} ({parts}), and {gib(free)} are "
         "free; try checkpoint.keep=1 or runs=<a folder on a larger disk>"
     ]
 
@@ -214,7 +206,3 @@ def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of `folder`, or of the nearest parent folder that exists."""
     folder = folder.expanduser().absolute()
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -20,7 +20,7 @@ from parallelrun.launch import attach, directory, environment, failure, output, 
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import ConsoleOptions, Failure
-from parallelrun.launch.hangs import Watchdog
+from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.launch.supervisor import STOP_SIGNALS, Outcome, signal_handlers

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
-from parallelrun.launch import failure, hangs, processes
+from parallelrun.launch import failure, failure_detection, processes
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
@@ -210,8 +210,8 @@ class Supervisor:
             return None
         stopped = {rank for rank, pid in self._alive.items() if processes.is_stopped(pid)}
         dumps = self._dump_stacks(stopped)
-        states = {r: hangs.rank_state(self._heartbeats.read(r).step, dumps[r], r in stopped) for r in dumps}
-        guilty, why = hangs.suspects(states)
+        states = {r: failure_detection.rank_state(self._heartbeats.read(r).step, dumps[r], r in stopped) for r in dumps}
+        guilty, why = failure_detection.suspects(states)
         others = f" (with {', '.join(f'rank {r}' for r in guilty[1:4])})" if len(guilty) > 1 else ""
         why = why or "no rank stands out: compare the stacks in logs/"
         what = f"hangs: no progress for {limit:g} s; {why}{others}; stacks of all ranks are in the logs"

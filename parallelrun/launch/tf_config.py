@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from parallelrun.config.schema import Config
@@ -26,31 +26,11 @@ _CHIEFS = ("chief", "master")  # the names of the job whose one task is worker 0
 _JOBS = ("worker", "ps", "chief")
 
 
-@dataclass(frozen=True)
-class TfConfig:
-    """The cluster, and this process's rank in it; None if TF_CONFIG names no task."""
-
-    spec: ClusterSpec
-    rank: int | None
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """(host, port) of rank 0."""
-        return cluster_spec.split(self.spec.tasks[0][2])
-
-    @property
-    def local_rank(self) -> int:
-        """The number of tasks before this one on its host."""
-        assert self.rank is not None, "a process without a task has no local rank"
-        hosts = [cluster_spec.split(address)[0] for _, _, address in self.spec.tasks]
-        return hosts[: self.rank].count(hosts[self.rank])
-
-
-def read(environ: Mapping[str, str]) -> TfConfig | None:
-    """Return the content of TF_CONFIG; None if it is not set or has no cluster. Raises EnvironmentProblem."""
+def read(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, int | None]:
+    """Return the cluster of TF_CONFIG and the rank of its task, None if it has none. Raises EnvironmentProblem."""
     text = environ.get(NAME, "").strip()
     if not text:
-        return None
+        return None, None
     try:
         fields = json.loads(text)
     except ValueError as error:
@@ -58,22 +38,22 @@ def read(environ: Mapping[str, str]) -> TfConfig | None:
     if not isinstance(fields, dict) or not isinstance(fields.get("cluster") or {}, dict):
         raise _problem(f'{NAME} is not of the form {{"cluster": {{...}}, "task": {{...}}}}')
     if not fields.get("cluster"):
-        return None
+        return None, None
     spec, chief = _spec(fields["cluster"])
-    return TfConfig(spec, _rank(fields["task"], spec, chief) if fields.get("task") else None)
+    return spec, _rank(fields["task"], spec, chief) if fields.get("task") else None
 
 
 def apply(config: Config, environ: Mapping[str, str]) -> Config:
     """Return `config` with TF_CONFIG's cluster, if it has one. Raises ConfigError if `config` names another cluster."""
-    found = read(environ)
-    if found is None:
+    spec, _ = read(environ)
+    if spec is None:
         return config
     for job in ("worker", "ps"):
-        addresses, own = list(getattr(found.spec, job)), getattr(config.cluster, job)
+        addresses, own = list(getattr(spec, job)), getattr(config.cluster, job)
         if own is not None and list(own) != addresses:
             what = f"cluster.{job}=[{','.join(map(str, own))}], but {NAME} names [{','.join(addresses)}]"
             raise ConfigError(Problem(what, f"cluster.{job}", f"leave cluster.{job} out", f"unset {NAME}"))
-    cluster = replace(config.cluster, worker=list(found.spec.worker), ps=list(found.spec.ps) or None)
+    cluster = replace(config.cluster, worker=list(spec.worker), ps=list(spec.ps) or None)
     return replace(config, cluster=cluster)
 
 

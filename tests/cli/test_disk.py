@@ -78,7 +78,7 @@ def test_a_small_disk_is_warned_of_with_need_and_have(monkeypatch):
     with_free(monkeypatch, 2**26)
     (told,) = preflight.disk_shortage(config, plan, Path("runs"))
     assert f"the run needs {need.total / 2**30:.1f} GiB in runs (3 checkpoints of" in told
-    assert "(2 kept while the next is written)" in told and "and 64.0 MiB are free" in told
+    assert "(2 kept while the next is written)" in told and "and 0.0625 GiB are free" in told
 
 
 def test_notes_are_on_the_screen_before_the_run_directory_is_made(monkeypatch, tmp_path, capsys):

@@ -11,7 +11,7 @@ from parallelrun.errors import CheckpointError, NumericsError, Problem
 from parallelrun.launch import failure, preflight, processes
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import ConsoleOptions, Failure, message, of_exception, of_exit, root_cause
-from parallelrun.launch.hangs import RankState, rank_state, suspects
+from parallelrun.launch.failure_detection import RankState, rank_state, suspects
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from tests.plans import tiny_config, tiny_plan
 

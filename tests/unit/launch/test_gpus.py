@@ -57,7 +57,7 @@ def test_an_attached_run_needs_gpus_and_their_memory_as_a_launched_one(monkeypat
     with pytest.raises(EnvironmentProblem, match="device=cuda, and 0 GPUs are visible"):
         preflight.check(tiny_config(wanted), tiny_plan(wanted), attached)
     with pytest.raises(EnvironmentProblem, match=r"a rank needs .* for weights"):
-        preflight.check_gpu_memory(tiny_plan(wanted), 1000)
+        preflight.check_memory(tiny_plan(wanted), 1000, per_rank=True)
 
 
 @pytest.mark.parametrize(

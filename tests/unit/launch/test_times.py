@@ -19,7 +19,6 @@ from parallelrun.launch import (
     attach,
     failure,
     failure_detection,
-    hangs,
     heartbeat,
     processes,
     rank,
@@ -57,7 +56,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     fake = Clock()
-    for module in (heartbeat, failure, rendezvous, supervisor, failure_detection, hangs, attach):
+    for module in (heartbeat, failure, rendezvous, supervisor, failure_detection, attach):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -177,9 +176,9 @@ def test_an_attached_or_inline_rank_notices_its_hang_at_the_timeout(monkeypatch,
     def leave(code: int) -> None:
         raise Ended(code)
 
-    watcher = hangs.Watchdog(own, 0, TIMEOUT_S, io.StringIO(), told.append, None)
+    watcher = failure_detection.Watchdog(own, 0, TIMEOUT_S, io.StringIO(), told.append, None)
     watcher.done = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(hangs.os, "_exit", leave)
+    monkeypatch.setattr(failure_detection.os, "_exit", leave)
     began = clock.now
     with pytest.raises(Ended, match=str(EXIT_HANG)):
         watcher.watch()
