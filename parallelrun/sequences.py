@@ -9,6 +9,7 @@ launcher compares them while the ranks hang.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ class Lane:
 
 
 @dataclass
-class Sequence:
+class CollectiveSequence:
     """The collectives that one rank has issued, as (step, description) by lane, and the last step that it has ended."""
 
     issued: dict[Lane, list[tuple[int, str]]] = field(default_factory=dict)
@@ -43,19 +44,23 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """The first collective in which ranks of a lane differ. suspects: the ranks that differ from the majority."""
+class SequenceMismatch:
+    """The first collective in which ranks of a lane differ.
+
+    number: of the collective in its step, from 1; by_rank: its description on each rank; suspects: the ranks that
+    differ from the majority.
+    """
 
     lane: Lane
     step: int
     number: int
-    said: Mapping[int, str]
+    by_rank: Mapping[int, str]
     suspects: tuple[int, ...]
 
     def problem(self) -> Problem:
         """Return the error message for the user."""
         by_text: dict[str, list[int]] = {}
-        for rank, text in sorted(self.said.items()):
+        for rank, text in sorted(self.by_rank.items()):
             by_text.setdefault(text, []).append(rank)
         issued = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {text}" for text, ranks in by_text.items()
@@ -105,9 +110,9 @@ def path_of(directory: Path, rank: int) -> Path:
     return directory / "logs" / f"collectives_rank_{rank}.txt"
 
 
-def parse(text: str) -> Sequence:
+def parse(text: str) -> CollectiveSequence:
     """Read the text of a SequenceFile, without a last line that is incomplete because the rank was killed."""
-    sequence, lanes, step = Sequence(), {}, 0
+    sequence, lanes, step = CollectiveSequence(), {}, 0
     for line in text.split("\n")[:-1]:
         first, _, rest = line.partition(" ")
         if first == "step":
@@ -122,7 +127,7 @@ def parse(text: str) -> Sequence:
     return sequence
 
 
-def read_all(directory: Path) -> dict[int, Sequence]:
+def read_all(directory: Path) -> dict[int, CollectiveSequence]:
     """Return the sequences in a run directory by rank; empty once the first steps have ended."""
     found = {}
     for path in (directory / "logs").glob("collectives_rank_*.txt"):
@@ -131,38 +136,39 @@ def read_all(directory: Path) -> dict[int, Sequence]:
     return found
 
 
-def first_mismatch(sequences: Mapping[int, Sequence], lanes: Iterable[Lane] | None = None) -> Mismatch | None:
+def first_mismatch(
+    sequences: Mapping[int, CollectiveSequence], lanes: Iterable[Lane] | None = None
+) -> SequenceMismatch | None:
     """Return the earliest certain difference between ranks of a lane, or None.
 
     A rank that is only slower does not count. A difference is certain when two ranks have issued different collectives
     at the same index, or when one rank has ended the step in which another issued one collective more.
     """
-    wanted = dict.fromkeys(lanes if lanes is not None else (l for s in sequences.values() for l in s.issued))  # noqa: E741
-    found = [mismatch for lane in wanted if (mismatch := _of_lane(lane, sequences)) is not None]
+    if lanes is None:
+        lanes = [lane for sequence in sequences.values() for lane in sequence.issued]
+    found = [mismatch for lane in dict.fromkeys(lanes) if (mismatch := _of_lane(lane, sequences)) is not None]
     return min(found, key=lambda mismatch: mismatch.step, default=None)
 
 
-def _of_lane(lane: Lane, sequences: Mapping[int, Sequence]) -> Mismatch | None:
+def _of_lane(lane: Lane, sequences: Mapping[int, CollectiveSequence]) -> SequenceMismatch | None:
     members = {rank: sequences[rank] for rank in lane.ranks if rank in sequences}
     issued = {rank: sequence.issued.get(lane, []) for rank, sequence in members.items()}
     for index in range(max(map(len, issued.values()), default=0)):
-        there = {rank: items[index] for rank, items in issued.items() if index < len(items)}
-        step = min(at for at, _ in there.values())
-        said = {rank: what if at == step else f"{what}, of step {at}" for rank, (at, what) in there.items()}
-        said |= {rank: _NOTHING for rank in members if rank not in there and members[rank].ended >= step}
-        if len(set(said.values())) > 1:
-            one = next(rank for rank, (at, _) in there.items() if at == step)
+        present = {rank: items[index] for rank, items in issued.items() if index < len(items)}
+        step = min(at for at, _ in present.values())
+        by_rank = {rank: what if at == step else f"{what}, of step {at}" for rank, (at, what) in present.items()}
+        by_rank |= {rank: _NOTHING for rank in members if rank not in present and members[rank].ended >= step}
+        if len(set(by_rank.values())) > 1:
+            one = next(rank for rank, (at, _) in present.items() if at == step)
             number = 1 + sum(at == step for at, _ in issued[one][:index])
-            return Mismatch(lane, step, number, said, _suspects(said))
+            return SequenceMismatch(lane, step, number, by_rank, _suspects(by_rank))
     return None
 
 
-def _suspects(said: Mapping[int, str]) -> tuple[int, ...]:
+def _suspects(by_rank: Mapping[int, str]) -> tuple[int, ...]:
     """Return the ranks outside the largest group that agrees; all ranks if there is no largest group."""
-    counts = sorted(((list(said.values()).count(text), text) for text in set(said.values())), reverse=True)
-    if counts[0][0] == counts[1][0]:
-        return tuple(sorted(said))
-    return tuple(sorted(rank for rank, text in said.items() if text != counts[0][1]))
+    (common, count), (_, second) = Counter(by_rank.values()).most_common(2)
+    return tuple(sorted(rank for rank, text in by_rank.items() if count == second or text != common))
 
 
 def _numbers(ranks: Iterable[int]) -> str:
