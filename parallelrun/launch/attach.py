@@ -31,7 +31,7 @@ from parallelrun.errors import (
 from parallelrun.launch import environment, failure, failure_detection, output, preflight, rank, rendezvous
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
-from parallelrun.launch.failure import LOST_PEER, TIMED_OUT, ConsoleOptions, Failure
+from parallelrun.launch.failure import GRACE_S, LOST_PEER, TIMED_OUT, ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Peers, Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.processes import start_time
@@ -43,8 +43,6 @@ from parallelrun.records import write_json
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-GRACE_S = 1.0  # after a failure: time for other ranks to write theirs
 
 
 def abandon(attached: Attached, exit_code: int) -> None:

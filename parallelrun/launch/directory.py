@@ -14,6 +14,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -33,6 +34,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+STATUS_EVERY_S = 2.0
 _FILES_OF_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
 _SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|passwords?|passwd|credentials?)s?($|[._-])", re.IGNORECASE)
 _VERSIONS = ("torch", "numpy", "hydra-core", "omegaconf", "rich", "safetensors")
@@ -188,6 +190,13 @@ class Status:
     directory: Path
     step: int = 0
     failed_save_step: int = 0
+    next_update: float = 0.0
+
+    def update(self, step: int, failed_save_step: int) -> None:
+        """Record progress, at most every STATUS_EVERY_S seconds."""
+        if time.monotonic() >= self.next_update:
+            self.next_update = time.monotonic() + STATUS_EVERY_S
+            self.running(step, failed_save_step)
 
     def running(self, step: int = 0, failed_save_step: int = 0) -> None:
         """Record that the run has reached `step`. A full disk must not end a run because of this."""

@@ -25,7 +25,8 @@ from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
 CAUSE, SUSPECT, TIMED_OUT, LOST_PEER = range(4)  # Failure.order, from causes to victims
-MAX_LINES = 25
+GRACE_S = 1.0  # after the first failure: time for other ranks to write theirs
+MAX_LINES = 25  # of an error message
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed|recvValue failed|failed to recv"
     r"|sendBytes failed|connection was (closed|aborted)|remote process exited|Connection timed out",

@@ -42,7 +42,6 @@ _WAITING_CALL = re.compile(
 )
 _DEPTH = 4  # innermost frames in which a waiting call counts
 _WATCH_S = 0.5
-_STATUS_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,10 @@ class Watchdog:
 
     def watch(self) -> None:
         """Look at the heartbeat every _WATCH_S seconds until `done` is set or the rank hangs."""
-        next_status = 0.0
         while not self.done.wait(_WATCH_S):
             heartbeat = self.heartbeats.read(0)
-            if self.status is not None and time.monotonic() >= next_status:
-                next_status = time.monotonic() + _STATUS_EVERY_S
-                self.status.running(heartbeat.step, self.heartbeats.failed_save())
+            if self.status is not None:
+                self.status.update(heartbeat.step, self.heartbeats.failed_save())
             if heartbeat.age_s > self.timeout_s:
                 self.on_hang(self._failure(heartbeat))
                 os._exit(EXIT_HANG)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -92,12 +93,14 @@ def serve(
 
 
 def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: Callable[[], Store] | None) -> int:
+    import numpy
     import torch
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
     rank, world, slot = settings.rank, job.plan.world, settings.slot
-    _seed(job.config.seed, rank)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):  # forked ranks have the launcher's generators
+        seed((job.config.seed * 1_000_003 + rank) % 2**32)
     device = _device(job.plan, settings)
     store = connect() if connect is not None else None
     if store is not None:
@@ -125,18 +128,6 @@ def find_worker(name: str) -> Any:
     """Return the function that `module:function` names."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
-
-
-def _seed(seed: int, rank: int) -> None:
-    """Seed this rank's random generators: forked processes would all continue the launcher's."""
-    import random
-
-    import numpy
-    import torch
-
-    mixed = (seed * 1_000_003 + rank) % 2**32
-    for function in (random.seed, numpy.random.seed, torch.manual_seed):
-        function(mixed)
 
 
 def _device(plan: Plan, settings: RankSettings) -> torch.device:

@@ -19,14 +19,12 @@ from dataclasses import dataclass, replace
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
 from parallelrun.launch import failure, failure_detection, processes
 from parallelrun.launch.directory import Status
-from parallelrun.launch.failure import Failure
+from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
 from parallelrun.launch.output import log_path
 from parallelrun.launch.rank import Job
 
-GRACE_S = 1.0  # after the first failure: time for other ranks to write theirs
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
-STATUS_EVERY_S = 2.0
 TICK_S = 0.05  # ranks and signals are polled, which works in every thread and on every system
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 DUMP_S = 0.5  # time for faulthandler to write
@@ -90,7 +88,6 @@ class Supervisor:
         self.arrived: list[int] = []  # signals that are not handled yet
         self._signals: list[int] = []
         self._verdict: Outcome | None = None
-        self._next_status = 0.0
         self._next_look = 0.0
         self._oom_kills = _oom_kills()
 
@@ -198,9 +195,7 @@ class Supervisor:
                 self._deadline = 0.0
         if now >= self._deadline:
             self._kill_all()
-        if now >= self._next_status:
-            self._next_status = now + STATUS_EVERY_S
-            self._status.running(self._step(), self._heartbeats.failed_save())
+        self._status.update(self._step(), self._heartbeats.failed_save())
 
     def _hang(self) -> Failure | None:
         """Return the Failure of the rank that blocks the others, if a rank has been silent for `timeout_s`."""

@@ -17,6 +17,7 @@ from parallelrun.cli import host_agent, hosts, remote
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import (
     attach,
+    directory,
     failure,
     failure_detection,
     heartbeat,
@@ -56,7 +57,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     fake = Clock()
-    for module in (heartbeat, failure, rendezvous, supervisor, failure_detection, attach):
+    for module in (directory, heartbeat, failure, rendezvous, supervisor, failure_detection, attach):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
