@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import connection
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
 from parallelrun.launch import failure, failure_detection, processes
@@ -25,7 +26,7 @@ from parallelrun.launch.output import log_path
 from parallelrun.launch.rank import Job
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
-TICK_S = 0.05  # ranks and signals are polled, which works in every thread and on every system
+TICK_S = 0.1
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
@@ -80,6 +81,7 @@ class Supervisor:
         self._status = Status(job.directory)
         self._alive: dict[int, int] = {}  # rank -> pid
         self._pids: list[int] = []
+        self._pidfds: dict[int, int] = {}  # of living ranks
         self._codes: dict[int, int] = {}
         self._failures: list[Failure] = []
         self._ended_by_us: set[int] = set()
@@ -100,6 +102,8 @@ class Supervisor:
         for rank, pid in enumerate(processes.start(self._job, self._heartbeats)):
             self._alive[rank] = pid
             self._pids.append(pid)
+            if hasattr(os, "pidfd_open"):  # Linux
+                self._pidfds[rank] = os.pidfd_open(pid)
 
     def watch(self) -> Outcome:
         """Wait for all ranks; act on failures, hangs and signals."""
@@ -110,7 +114,7 @@ class Supervisor:
                     self._reap(rank)
             self._tick()
             if self._alive:
-                time.sleep(TICK_S)
+                connection.wait(self._pidfds.values(), TICK_S)  # sleeps until a rank exits
         return replace(self._outcome(), step=self._step(), failed_save_step=self._heartbeats.failed_save())
 
     def end_all(self) -> None:
@@ -120,7 +124,10 @@ class Supervisor:
             processes.kill_group(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
         self._alive.clear()
+        self._pidfds.clear()
 
     def _kill_all(self) -> None:
         for rank, pid in self._alive.items():
@@ -129,6 +136,8 @@ class Supervisor:
 
     def _reap(self, rank: int) -> None:
         now, pid = time.monotonic_ns(), self._alive.pop(rank)
+        if rank in self._pidfds:
+            os.close(self._pidfds.pop(rank))
         processes.kill_group(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code != self._heartbeats.returned(rank) and rank not in self._ended_by_us and self._is_spare(rank, code):
