@@ -1,4 +1,4 @@
-"""Ranks that issue different collectives in their first steps (reliability reference, bad-input row 50): found at once,
+"""Ranks that issue different collectives in their first steps are found at once,
 whether they then hang, crash, or go on with garbage. Real training on four ranks; rank 3 is the odd one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which failure is the cause, who hangs, and the last words on the screen."""
+"""Which failure is the root cause, its exit code, and the final error message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import signal
 import pytest
 
 from parallelrun.errors import CheckpointError, NumericsError, Problem
-from parallelrun.launch import failure, preflight, processes
-from parallelrun.launch.environment import Attached
+from parallelrun.launch import failure
 from parallelrun.launch.failure import ConsoleOptions, Failure, message, of_exception, of_exit, root_cause
-from parallelrun.launch.failure_detection import RankState, rank_state, suspects
-from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import tiny_plan
 
 GLOO = (
     "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21132. This is typically caused..."
@@ -112,88 +109,6 @@ def test_the_last_words_are_few_however_long_the_traceback(tmp_path):
     told = Failure(0, "boom", 6, 0, traceback="\n".join(f"line {i}" for i in range(500)))
     lines = message(told, tiny_plan(dp=2), tmp_path, ConsoleOptions(verbose=True))
     assert len(lines) <= 25 and lines[-1] == "line 499" and lines[0].startswith("error: rank 0")
-
-
-# ---- who hangs
-
-WAITING = f'''Thread 0x1 (most recent call first):
-  File "/usr/lib/threading.py", line 1 in wait
-
-Current thread 0x2 (most recent call first):
-  File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
-  File "{__file__}", line 1 in train
-'''
-ELSEWHERE = f'''Current thread 0x2 (most recent call first):
-  File "/data/reader.py", line 7 in read_next
-  File "{__file__}", line 1 in train
-'''
-
-
-def test_a_rank_inside_a_collective_waits():
-    assert rank_state(3, WAITING).waiting
-    assert not rank_state(3, ELSEWHERE).waiting
-    assert rank_state(3, ELSEWHERE).frames[0] == "read_next (/data/reader.py:7)"
-
-
-@pytest.mark.parametrize(
-    ("at", "guilty", "why"),
-    [
-        ({0: (3, WAITING), 1: (3, ELSEWHERE), 2: (3, WAITING)}, [1], "not in a collective but in read_next"),
-        ({0: (3, WAITING), 1: (3, WAITING), 2: (4, WAITING)}, [2], "at step 4, all others at step 3"),
-        ({0: (3, WAITING), 1: (3, ""), 2: (3, WAITING)}, [1], "gave no stack"),
-        ({0: (3, WAITING), 1: (3, WAITING)}, [], ""),
-        ({0: (3, ELSEWHERE), 1: (3, ELSEWHERE)}, [], ""),
-        ({0: (2, WAITING), 1: (3, WAITING)}, [], ""),  # one against one: no majority
-    ],
-)
-def test_the_one_that_is_not_where_the_others_are_is_the_suspect(at, guilty, why):
-    found = suspects({rank: rank_state(step, dump) for rank, (step, dump) in at.items()})
-    assert found[0] == guilty and why in found[1]
-
-
-def test_a_stopped_rank_is_suspected_before_all():
-    assert suspects({0: RankState(1, True), 1: RankState(1, False, ("f",), False)})[0] == [0]
-    assert not processes.is_stopped(1)
-
-
-# ---- what ranks and launcher share
-
-
-def test_the_heartbeat_file_is_shared_through_its_descriptor():
-    heartbeats = HeartbeatFile(2)
-    other = HeartbeatFile(2, heartbeats.descriptor)
-    other.beat(1, 7, "a phase whose name is longer than there is room for")
-    assert (heartbeats.read(1).step, heartbeats.read(1).phase) == (7, "a phase whose name is longer tha")
-    assert heartbeats.read(0).step == 0 and heartbeats.read(0).age_s < 60
-    assert heartbeats.returned(0) == NOT_RETURNED
-    other.set_returned(0, 75)
-    assert (heartbeats.returned(0), heartbeats.returned(1)) == (75, NOT_RETURNED)
-    assert not heartbeats.stop_requested()
-    other.request_stop()
-    assert heartbeats.stop_requested()
-
-
-# ---- what this machine must have
-
-
-def test_ranks_that_share_cores_are_said():
-    assert preflight.crowding(2, 2) == []
-    assert preflight.crowding(32, 2)[0].startswith("step time is no scaling measurement: 32 ranks on 2 cores")
-    assert "expect it to be slow" in preflight.crowding(17, 2)[0]
-    assert "expect" not in preflight.crowding(16, 2)[0]
-
-
-def test_more_memory_than_there_is_is_refused_with_numbers(monkeypatch):
-    monkeypatch.setattr(preflight, "available_bytes", lambda: 2**30)
-    big = {"model.hidden": 4096, "model.layers": 4, "model.vocab": 32, "dp": 2}
-    with pytest.raises(preflight.EnvironmentProblem, match=r"2 ranks .* need [\d.]+ GiB .* 1\.0 GiB are available"):
-        preflight.check(tiny_config(big), tiny_plan(big), None)
-    preflight.check(tiny_config(dp=2), tiny_plan(dp=2), None)
-
-
-def test_another_launcher_s_world_must_be_the_plan_s():
-    with pytest.raises(preflight.ConfigError, match="torchrun started 3 ranks, the plan has 2"):
-        preflight.check(tiny_config(dp=2), tiny_plan(dp=2), Attached(0, 3, 0, "127.0.0.1", 1, "torchrun", "x"))
 
 
 def test_a_full_disk_is_the_machine_s_fault():

@@ -1,4 +1,4 @@
-"""When a fork is safe, and what becomes of a rank's words."""
+"""When a fork is safe, and where a rank's output goes."""
 
 from __future__ import annotations
 

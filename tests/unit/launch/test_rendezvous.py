@@ -1,4 +1,4 @@
-"""Ranks that were started differently are refused, each difference with the ranks it is on. No process, no GPU."""
+"""Ranks that were started differently are refused; each difference is reported with its ranks. No process, no GPU."""
 
 from __future__ import annotations
 

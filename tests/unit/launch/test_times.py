@@ -1,4 +1,4 @@
-"""When the watchers of ranks act, by a clock that the test moves: not before the time they promise, and not later.
+"""Timeouts and grace periods of the launcher, with a fake clock: nothing happens before its time, and nothing later.
 
 No process and no waiting: what a slow machine cannot shorten or lengthen. The times are written out here, not read from
 the code, because a wrong constant is what these tests look for.

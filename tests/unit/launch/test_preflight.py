@@ -1,4 +1,4 @@
-"""device=cuda: which GPU a rank uses, and exit 3 with numbers where there are too few. The GPUs are faked."""
+"""Checks before a run: cores, memory, the launcher's world, and GPUs (faked): which one a rank uses, too few GPUs."""
 
 from __future__ import annotations
 
@@ -78,3 +78,23 @@ def test_missing_gpus_are_refused_with_numbers(monkeypatch, count, visible, word
     with pytest.raises(EnvironmentProblem, match=words) as caught:
         preflight.check(tiny_config(wanted), tiny_plan(wanted), None)
     assert caught.value.exit_code == 3
+
+
+def test_ranks_that_share_cores_are_said():
+    assert preflight.crowding(2, 2) == []
+    assert preflight.crowding(32, 2)[0].startswith("step time is no scaling measurement: 32 ranks on 2 cores")
+    assert "expect it to be slow" in preflight.crowding(17, 2)[0]
+    assert "expect" not in preflight.crowding(16, 2)[0]
+
+
+def test_more_memory_than_there_is_is_refused_with_numbers(monkeypatch):
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 2**30)
+    big = {"model.hidden": 4096, "model.layers": 4, "model.vocab": 32, "dp": 2}
+    with pytest.raises(preflight.EnvironmentProblem, match=r"2 ranks .* need [\d.]+ GiB .* 1\.0 GiB are available"):
+        preflight.check(tiny_config(big), tiny_plan(big), None)
+    preflight.check(tiny_config(dp=2), tiny_plan(dp=2), None)
+
+
+def test_another_launcher_s_world_must_be_the_plan_s():
+    with pytest.raises(preflight.ConfigError, match="torchrun started 3 ranks, the plan has 2"):
+        preflight.check(tiny_config(dp=2), tiny_plan(dp=2), Attached(0, 3, 0, "127.0.0.1", 1, "torchrun", "x"))
