@@ -124,7 +124,7 @@ class Supervisor:
             processes.kill_group(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        for descriptor in self._pidfds.values():
+        for descriptor in (*self._pidfds.values(), self._heartbeats.descriptor):
             os.close(descriptor)
         self._alive.clear()
         self._pidfds.clear()
@@ -140,14 +140,15 @@ class Supervisor:
             os.close(self._pidfds.pop(rank))
         processes.kill_group(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code != self._heartbeats.returned(rank) and rank not in self._ended_by_us and self._is_spare(rank, code):
+        failed = code != self._heartbeats.returned(rank) and rank not in self._ended_by_us
+        if failed and self._is_spare(rank, code):
             self._lost.add(rank)
             left = self._job.plan.num_workers - len(self._lost)
             what = self._of_exit(rank, code, now).what
             print(f"warning: rank {rank} {what}; continuing with {left} workers", file=sys.stderr, flush=True)
             return
         self._codes[rank] = code
-        if code != self._heartbeats.returned(rank) and rank not in self._ended_by_us:
+        if failed:
             self._fail(rank, code, now)
 
     def _is_spare(self, rank: int, code: int) -> bool:
