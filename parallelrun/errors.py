@@ -31,7 +31,7 @@ class Problem:
     what: the violated rule with its numbers; where: the key or file (`tp`, `recipe.yaml:3`); suggestion: the nearest
     legal value or name ("did you mean"); command: a command to try; kind: `arithmetic` (does not divide), `undefined`
     (has no meaning), `not_built`, `contradiction`, `unread` (the chosen strategies do not read the key) or `usage`.
-    All texts are made `printable`, because they may quote names from files of other people.
+    All texts are made `printable`, because they may quote names from files that other people wrote.
     """
 
     what: str

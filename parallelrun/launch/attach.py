@@ -53,7 +53,7 @@ def abandon(attached: Attached, exit_code: int) -> None:
         store = rendezvous.connect(attached, 30.0)
         rendezvous.put(store, "run", {"failed": exit_code})
         deadline = time.monotonic() + rendezvous.JOIN_S  # this process serves the store until all have read it
-        while store.add("told", 0) < attached.world - 1 and time.monotonic() < deadline:
+        while store.add("exit codes read", 0) < attached.world - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         rendezvous.forget_port(attached)
     except (ParallelrunError, RuntimeError, OSError):
@@ -115,7 +115,7 @@ def follow(argv: Sequence[str]) -> int:
         what = f"rank {attached.rank} has waited {rendezvous.COMPOSE_S:g} s for rank 0 to compose"
         raise EnvironmentProblem(Problem(what, "rank 0"), exit_code=EXIT_HANG)
     if "failed" in run:
-        store.add("told", 1)
+        store.add("exit codes read", 1)
         return int(run["failed"])
     directory = Path(run["directory"])
     rendezvous.put(store, f"joined/{attached.rank}", _member(attached, run, argv))
@@ -199,13 +199,13 @@ def _reporter(
     others and then writes the status.
     """
 
-    def tell(found: Failure) -> None:
+    def show(found: Failure) -> None:
         print("\n".join(failure.message(found, job.plan, job.directory, options)), file=terminal, flush=True)
 
     def report(own: Failure) -> int:
         if attached.rank:
             if own.order < TIMED_OUT:
-                tell(own)
+                show(own)
             failure.write(job.directory, own)
             if not failure_detection.must_report(own, job.directory, peers):
                 return own.exit_code
@@ -213,7 +213,7 @@ def _reporter(
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
         cause = failure.explained(failure_detection.cause(own, job.directory, peers), job.directory)
         Status(job.directory, cause.step).ended(cause.exit_code, cause.what, cause.rank)
-        tell(cause)
+        show(cause)
         return own.exit_code if attached.rank else cause.exit_code
 
     return report

@@ -175,11 +175,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process was started; with its pid, this is unique. `gone <pid>` if it has exited; "" off Linux."""
+    """Return when a process was started, which is unique with its pid; `exited <pid>` if it has exited; "" off Linux."""
     fields = _proc_stat(pid)
     if fields and fields[0] not in "ZX":  # zombies have exited
         return fields[19]
-    return f"gone {pid}" if _proc_stat(os.getpid()) else ""
+    return f"exited {pid}" if _proc_stat(os.getpid()) else ""
 
 
 def _proc_stat(pid: int) -> list[str]:

@@ -166,11 +166,11 @@ def _leave(store: Store, rank: int, world: int) -> None:
     import torch.distributed as dist
 
     _count_finished(store, world)
-    store.wait(["all through"], timedelta(days=1))  # hang detection ends this if a rank does not finish
+    store.wait(["all finished"], timedelta(days=1))  # hang detection ends this if a rank does not finish
     dist.destroy_process_group()
-    store.add("left", 1)
+    store.add("exited", 1)
     deadline = time.monotonic() + 5
-    while rank == 0 and store.add("left", 0) < world and time.monotonic() < deadline:
+    while rank == 0 and store.add("exited", 0) < world and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
@@ -178,12 +178,12 @@ def _leave_for(store: Store | None, world: int, dead_rank: int) -> None:
     """Count a dead rank as finished, so that the others do not wait for it in `_leave`."""
     assert store is not None, f"a run of one rank has no rank {dead_rank} that could die"
     _count_finished(store, world)
-    store.add("left", 1)
+    store.add("exited", 1)
 
 
 def _count_finished(store: Store, world: int) -> None:
-    if store.add("through", 1) == world:
-        store.set("all through", "yes")
+    if store.add("finished", 1) == world:
+        store.set("all finished", "yes")
 
 
 def tcp_store(host: str, port: int, world: int, listener: int | None, timeout_s: float = 300.0) -> Store:

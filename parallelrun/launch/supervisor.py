@@ -58,7 +58,7 @@ def supervise(job: Job) -> Outcome:
 
 @contextlib.contextmanager
 def signal_handlers(numbers: Iterable[int], handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Handle signals by `handler` for a while, except those that nohup or a shell told us to ignore.
+    """Handle signals by `handler` for a while, except those that nohup or a shell has set to be ignored.
 
     Only the main thread has handlers; parallel Hydra launchers run jobs in other threads.
     """
