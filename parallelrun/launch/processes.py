@@ -175,7 +175,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process was started, which is unique with its pid; `exited <pid>` if it has exited; "" off Linux."""
+    """Return when a process was started, unique with its pid; `exited <pid>` if it has exited; "" off Linux."""
     fields = _proc_stat(pid)
     if fields and fields[0] not in "ZX":  # zombies have exited
         return fields[19]
