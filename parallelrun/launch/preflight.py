@@ -13,7 +13,6 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
 from parallelrun.plan import prediction
-from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.routing_log import NUMBERS_WRITTEN
@@ -173,7 +172,7 @@ def disk_need(config: Config, plan: Plan) -> DiskNeed:
     state = plan.spec.num_parameters + trained * plan.optimizer_states
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    kept_state = trained * getattr(strategies_of(plan).data, "kept_states", 0)
+    kept_state = trained * plan.data.kept_states
     every, steps = config.checkpoint.every, config.steps
     saves = steps // every if every else 0
     saves += keeps_last_state(config) and (not every or steps % every > 0)
