@@ -92,12 +92,12 @@ def _rank(rank: int, num_ranks: int, backend: str, timeout_s: float, port: int, 
     import torch
     import torch.distributed as dist
 
-    from parallelrun.launch.gpus import index
+    from parallelrun.launch.preflight import gpu_index
 
     timeout = timedelta(seconds=timeout_s)
     device = torch.device("cpu")
     if backend == NCCL:
-        device = torch.device("cuda", index(rank, torch.cuda.device_count()))
+        device = torch.device("cuda", gpu_index(rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     store = dist.TCPStore(
         "127.0.0.1", port, num_ranks, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener

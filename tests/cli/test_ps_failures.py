@@ -44,7 +44,7 @@ def test_a_killed_worker_is_done_without(tmp_path, overrides):
     all_reach(run, 4)
     os.kill(run.rank_pids()[2], signal.SIGKILL)
     assert run.wait() == 0, run.stderr
-    assert "warning: rank 2 died: SIGKILL" in run.stderr and "going on with 2 workers" in run.stderr
+    assert "warning: rank 2 died: SIGKILL" in run.stderr and "continuing with 2 workers" in run.stderr
     assert run.status["state"] == "done"
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["lost_workers"], summary["steps"]) == (1, 60)
@@ -82,7 +82,7 @@ def test_one_worker_more_than_can_be_spared_ends_the_run(tmp_path):
     run = launch(tmp_path, **ENDLESS, strategy__data__backup_workers=1)
     all_reach(run, 3)
     os.kill(run.rank_pids()[1], signal.SIGKILL)
-    wait_for(lambda: "going on" in run.stderr, "the warning")
+    wait_for(lambda: "continuing with" in run.stderr, "the warning")
     os.kill(run.rank_pids()[2], signal.SIGKILL)
     assert run.wait() == 6, run.stderr
     assert run.status["failed_rank"] == 2

@@ -81,7 +81,7 @@ class TestServersAreTheLastRanks:
     def test_names_and_messages_know_them(self):
         found = plan(servers=2)
         assert directory.name_of(tiny_config({**PS}), found) == "gpt-ps-dp3servers2"
-        assert failure.coordinates(found, 4) == "server 1"
+        assert failure.coordinate(found, 4) == "server 1"
 
 
 class TestWaysToBeConsistent:
