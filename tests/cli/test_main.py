@@ -118,7 +118,7 @@ def test_every_example_of_the_help_is_legal(run, command):
         ("tp=eight", ["not a whole number"]),
         ("tp=010", ["parsed as 8 from 010; write 8 or 10"]),
         ("tp=${nosuch}", ["'nosuch' not found", "where: tp"]),
-        ("tp=${pp} pp=${tp}", ["leads back to itself"]),
+        ("tp=${pp} pp=${tp}", ["refers to itself"]),
         ("name=${oc.env:NO_SUCH_VARIABLE_HERE}", ["NO_SUCH_VARIABLE_HERE"]),
         ("name=${nosuchresolver:1}", ["nosuchresolver"]),
         ("tp=choice(1,2)", ["multirun"]),
@@ -247,7 +247,7 @@ def test_ls_has_a_source_and_a_description_for_everything(run, kind):
 def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
     seen: list[bool] = []
     monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr("parallelrun.cli.compute._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
+    monkeypatch.setattr("parallelrun.cli.verbs._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
     assert [run(line)[0] for line in ("plan dp=2", "strategy=ddp dp=2", "plan tp=3")] == [0, 0, 2]
     assert seen == [False, True] and gc.isenabled()
 

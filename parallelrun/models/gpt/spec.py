@@ -15,11 +15,6 @@ from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec
 
 ZEROS = Initialiser("zeros")
 ONES = Initialiser("ones")
-CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "relu", "swiglu"),
-    "position": ("learned", "rope"),
-}
 TIED = ("head.head.weight", "embedding.tokens.weight")
 
 
@@ -47,19 +42,10 @@ def expansions(model: ModelConfig) -> dict[str, int]:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Everything about `model` that no plan could make right, each with the nearest legal value."""
-    problems = [
-        Problem(
-            f"model.{key}={getattr(model, key)} is unknown",
-            f"model.{key}",
-            " or ".join(f"model.{key}={one}" for one in legal),
-        )
-        for key, legal in CHOICES.items()
-        if getattr(model, key) not in legal
-    ]
     sizes = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "seq")}
     sizes |= {"kv_heads": kv_heads(model), "ffn": ffn_size(model)}
-    if too_small(sizes):
-        return problems + too_small(sizes)
+    if problems := too_small(sizes):
+        return problems
     if model.hidden % model.heads:
         nearest = max(model.heads, round(model.hidden / model.heads) * model.heads)
         what = f"model.hidden={model.hidden} does not divide into model.heads={model.heads}"

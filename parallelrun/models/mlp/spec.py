@@ -11,8 +11,8 @@ from math import sqrt
 
 from parallelrun import registry
 from parallelrun.config.schema import Config, ModelConfig
-from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.gpt.spec import CHOICES, TIED, columns, expansions, ffn_size, norm, row
+from parallelrun.errors import ConfigError
+from parallelrun.models.gpt.spec import TIED, columns, expansions, ffn_size, norm, row
 from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 
@@ -24,18 +24,8 @@ def reads_tokens(config: Config) -> bool:
 def make(config: Config, vocab: int) -> ModelSpec:
     """The spec of the mlp that `config.model` describes, over `vocab` token ids or classes. Raises ConfigError."""
     model, tokens = config.model, reads_tokens(config)
-    problems = [
-        Problem(
-            f"model.{key}={getattr(model, key)} is unknown",
-            f"model.{key}",
-            " or ".join(f"model.{key}={one}" for one in CHOICES[key]),
-        )
-        for key in ("norm", "activation")
-        if getattr(model, key) not in CHOICES[key]
-    ]
     sizes = {"layers": model.layers, "hidden": model.hidden, "ffn": ffn_size(model), "seq": model.seq}
-    problems += too_small(sizes)
-    if problems:
+    if problems := too_small(sizes):
         raise ConfigError(*problems)
     rows = model.seq if tokens else 1
     tied = tokens and model.tied_embeddings

@@ -6,7 +6,6 @@ The stride of a bottleneck is on its 3x3 convolution, as in torchvision and most
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.spec import ModelSpec
 from parallelrun.models.vision import spec as vision
 from parallelrun.models.vision.architecture import (
@@ -21,7 +20,6 @@ from parallelrun.models.vision.architecture import (
     Relu,
 )
 
-STEMS = ("auto", "small", "large")
 SMALL_IMAGES = 64  # below, `auto` keeps the stem from throwing away most of an image
 EXPANSION = 4
 
@@ -33,11 +31,8 @@ def make(config: Config, vocab: int) -> ModelSpec:
 
 
 def architecture(config: Config, image: int, classes: int) -> tuple[Block, ...]:
-    """Blocks `stem`, `stages.<stage>.<block>`, `head`. Raises ConfigError for an unknown stem or wrong stages."""
+    """Blocks `stem`, `stages.<stage>.<block>`, `head`. Raises ConfigError for wrong stages."""
     model = config.model
-    if model.stem not in STEMS:
-        fix = " or ".join(f"model.stem={stem}" for stem in STEMS)
-        raise ConfigError(Problem(f"model.stem={model.stem} is unknown", "model.stem", fix))
     blocks = [_stem(model.width, model.stem == "small" or (model.stem == "auto" and image < SMALL_IMAGES))]
     channels = model.width
     for stage, count in enumerate(vision.stages(config, (2, 2, 2))):

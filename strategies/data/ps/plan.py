@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.names import counted, one_of
+from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
@@ -15,7 +15,7 @@ from parallelrun.precision import BYTES, TABLE
 from ..replicated import Replicated
 from . import shards, traffic
 from .protocol import has_barrier
-from .settings import CONSISTENCIES, SSP, SYNC, ParameterServerWay
+from .settings import SSP, SYNC, ParameterServerWay
 
 DEFAULT_STALENESS = 2
 
@@ -30,10 +30,7 @@ class Way(Replicated):
         return asked if isinstance(asked, int) and asked > 0 else 1
 
     def check(self, request: Request) -> list[Problem]:
-        data = request.config.strategy.data
-        found = [] if data.consistency is None else one_of("consistency", data.consistency, CONSISTENCIES)
-        found += _other_axes(request)
-        if found:
+        if found := _other_axes(request):
             return found
         return [
             problem

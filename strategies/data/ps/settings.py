@@ -8,7 +8,6 @@ from parallelrun.plan.names import counted
 from parallelrun.plan.structure import DataWay
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
-CONSISTENCIES = (SYNC, ASYNC, SSP)
 
 
 @dataclass(frozen=True)
