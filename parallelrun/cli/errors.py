@@ -166,7 +166,7 @@ def _composition(chain: list[BaseException], texts: list[str]) -> ConfigError:
 
 
 def _full_key(chain: list[BaseException]) -> str:
-    return next((str(link.full_key) for link in reversed(chain) if getattr(link, "full_key", None)), "")
+    return next((str(key) for link in reversed(chain) if (key := getattr(link, "full_key", None))), "")
 
 
 def _raised_by_hydra(error: Exception) -> ConfigError | None:

@@ -66,7 +66,7 @@ def _keys() -> list[dict[str, str]]:
     bounds = (("least", ">= "), ("above", "> "), ("most", "<= "), ("below", "< "))
     rows = []
     for key in known_keys().values():
-        limits = [f"{sign}{getattr(key, name):g}" for name, sign in bounds if getattr(key, name) is not None]
+        limits = [f"{sign}{getattr(key, name)}" for name, sign in bounds if getattr(key, name) is not None]
         values = " | ".join(key.choices) or " ".join([key.kind, ", ".join(limits)]).strip()
         if not key.is_of_presets:
             rows.append({"name": key.name, "values": values, "description": key.help})
