@@ -110,7 +110,7 @@ def show(words: list[str]) -> int:
 
         print_json(asdict(found[0]))
     else:
-        from parallelrun.config.freeze import freeze
+        from parallelrun.plan.freeze import freeze
 
         sys.stdout.write(freeze(found[0]))
     return EXIT_OK

@@ -1,7 +1,7 @@
 """Sweeps (`-m`): Hydra composes every point; here each is resolved, run or skipped, and recorded.
 
 A sweep directory holds the points' run directories, `results.jsonl` (one row per point, appended when it ends) and
-the same as `results.csv`. `config.freeze.identity` identifies a point: `sweep.resume=<directory>` runs only the points
+the same as `results.csv`. `plan.freeze.identity` identifies a point: `sweep.resume=<directory>` runs only the points
 that are not done, and a point that repeats an earlier one of the same sweep is listed (`same_as`), not run again.
 """
 
@@ -24,7 +24,6 @@ from parallelrun.cli.gpus import visible_gpus
 from parallelrun.cli.objective import objective
 from parallelrun.config import compose
 from parallelrun.config.compose import Composed, Prepared
-from parallelrun.config.freeze import identity
 from parallelrun.config.overrides import unquoted
 from parallelrun.errors import (
     EXIT_CONFIG,
@@ -37,6 +36,7 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
+from parallelrun.plan.freeze import identity
 from parallelrun.records import append_jsonl, document
 from parallelrun.report import comparison, scaling
 from parallelrun.report import sweep as report

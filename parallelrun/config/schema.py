@@ -134,7 +134,7 @@ class DatasetConfig:
 
 
 @dataclass
-class DataWayConfig:
+class DataStrategyConfig:
     """Data parallelism: ddp | ring | horovod | ps | local_sgd | diloco | zero1 | zero2 | fsdp.
 
     `reads` in strategies/data/<kind>/plan.py lists the keys that each strategy reads.
@@ -168,7 +168,7 @@ class DataWayConfig:
 
 
 @dataclass
-class TensorWayConfig:
+class TensorStrategyConfig:
     """Tensor parallelism: megatron (layout 1d) | 2d | 2.5d | 3d."""
 
     kind: str = "megatron"
@@ -184,7 +184,7 @@ class TensorWayConfig:
 
 
 @dataclass
-class PipelineWayConfig:
+class PipelineConfig:
     """Pipeline schedule: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
     kind: str = "1f1b"
@@ -194,7 +194,7 @@ class PipelineWayConfig:
 
 
 @dataclass
-class ExpertWayConfig:
+class ExpertConfig:
     """Expert parallelism: capacity | dropless."""
 
     kind: str | None = key(None, "capacity | dropless; null: capacity if the router has one")
@@ -217,10 +217,10 @@ class StrategyConfig:
     own_axis: str = "dp"
     fill_order: list[str] = field(default_factory=list)
     demo: dict[str, int] = key(dict, most=COUNT)
-    data: DataWayConfig = field(default_factory=DataWayConfig)
-    tensor: TensorWayConfig = field(default_factory=TensorWayConfig)
-    pipeline: PipelineWayConfig = field(default_factory=PipelineWayConfig)
-    expert: ExpertWayConfig = field(default_factory=ExpertWayConfig)
+    data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
+    tensor: TensorStrategyConfig = field(default_factory=TensorStrategyConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     router: dict[str, Any] = key(dict, "values of the preset for model.router")
 
 

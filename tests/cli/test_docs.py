@@ -1,4 +1,4 @@
-"""Every command printed in README, the docs and the help texts is legal with its defaults (design, section 5)."""
+"""Every command printed in README, the docs and the help texts is legal with its defaults."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from parallelrun.cli import help as texts
-from parallelrun.cli.main import main
 from parallelrun.cli.help import TOOLS, VERBS
+from parallelrun.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

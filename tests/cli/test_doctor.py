@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from parallelrun.cli import doctor, all_reduce
+from parallelrun.cli import all_reduce, doctor
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ The stride of a bottleneck is on its 3x3 convolution, as in torchvision and most
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models.vision import spec as vision
 from parallelrun.models.vision.architecture import (
     AveragePool,
