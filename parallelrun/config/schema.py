@@ -188,7 +188,9 @@ class PipelineConfig:
     """Pipeline schedule: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
     kind: str = "1f1b"
-    chunks: int | None = key(None, "stages per rank; null: 2 for interleaved, zero_bubble and zbv, else 1", least=1)
+    virtual_stages: int | None = key(
+        None, "stages per rank; null: 2 for interleaved, zero_bubble and zbv, else 1", least=1
+    )
     partition: str = key("cost", "cut layers by cost (exact min-max) or uniformly", choices=("cost", "uniform"))
     split: list[str] = key(list, "cut by hand: the first block of every stage but the first")
 
@@ -325,7 +327,7 @@ class Config:
     grid: str | None = key(None, "short for strategy.tensor.grid")
     depth: int | None = key(None, "short for strategy.tensor.depth")
     schedule: str | None = key(None, "short for strategy.pipeline.kind")
-    chunks: int | None = key(None, "short for strategy.pipeline.chunks")
+    virtual_stages: int | None = key(None, "short for strategy.pipeline.virtual_stages")
     microbatches: int | None = key(None, "microbatches per step", most=SAMPLES)
     servers: int | None = key(None, "short for strategy.data.servers")
     consistency: str | None = key(None, "short for strategy.data.consistency", choices=CONSISTENCIES)
