@@ -230,15 +230,16 @@ def _known(
 
 def _plan(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
     from parallelrun.cli.verbs import show_plan, write_plot
+    from parallelrun.plan.document import document as plan_document
+    from parallelrun.plan.document import facts
     from parallelrun.plan.figures import figures
     from parallelrun.report import layouts
-    from parallelrun.report import plan as plan_report
 
-    found = plan_report.facts(plan, composed.config)
+    found = facts(plan, composed.config)
     planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
     if sweep.line.json:
         write_plot(plan, composed.config, found, row["point"])
-        return {**planned, "plan": plan_report.document(plan, composed.config, found)}
+        return {**planned, "plan": plan_document(plan, composed.config, found)}
     _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
     show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
     return {**planned, "layouts": layouts.sweep_row(found.layouts)}

@@ -165,12 +165,14 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
     found: the plan's facts, if already computed.
     """
+    from parallelrun.plan.document import document as plan_document
+    from parallelrun.plan.document import facts
     from parallelrun.report import plan as report
 
-    found = found or report.facts(plan, config)
+    found = found or facts(plan, config)
     written = write_plot(plan, config, found, point)
     if as_json:
-        print_json(report.document(plan, config, found))
+        print_json(plan_document(plan, config, found))
         return
     from parallelrun.report.screen import open_console
 

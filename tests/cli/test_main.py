@@ -397,11 +397,11 @@ def test_the_frozen_configuration_of_a_run_is_a_recipe_that_repeats_it(run, tmp_
 
     words = ["model=resnet", "strategy=hsdp", "dp=4", "optimizer.lr=0.5", "dataset=synthetic", "steps=3"]
     line = argv.read(words)
-    composed, _ = compose.compose_plainly(compose.prepare(line.overrides, (), "run", False))
+    composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", False))
     plan = resolve(composed.config, given=composed.given)
     (tmp_path / "config.yaml").write_text(freeze.freeze(composed.config, plan))
     line = argv.read([f"recipe={tmp_path / 'config.yaml'}"])
-    again, _ = compose.compose_plainly(compose.prepare(line.overrides, (), "run", False))
+    again, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", False))
     repeated = resolve(again.config, given=again.given)
     assert freeze.identity(again.config, repeated) == freeze.identity(composed.config, plan)
     code, out, err = run("plan", "--json", f"recipe={tmp_path / 'config.yaml'}", "steps=7", "optimizer.lr=0.25")
