@@ -34,6 +34,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+DEFAULT_GLOBAL_BATCH = 48
 CONSISTENCIES = ("sync", "async", "ssp")
 # Counts that the planner enumerates one by one (samples of a step, layers) are bounded by the time that this takes;
 # sizes are bounded far above what any machine can hold.
@@ -335,7 +336,9 @@ class Config:
     backup_workers: int | None = key(None, "short for strategy.data.backup_workers")
 
     steps: int = key(60, "optimizer steps", least=1)
-    global_batch: int | None = key(None, "samples per step; null: 48, unless local_batch is set", most=SAMPLES)
+    global_batch: int | None = key(
+        None, f"samples per step; null: {DEFAULT_GLOBAL_BATCH} or from local_batch", most=SAMPLES
+    )
     local_batch: int | None = key(None, "samples per step and data-parallel rank", most=SAMPLES)
     micro_batch: int | None = key(None, "samples per microbatch", most=SAMPLES)
     seed: int = key(1234, "seed of weights, data order and dropout", least=0, most=2**63 - 1)

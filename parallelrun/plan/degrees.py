@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.errors import Problem
 from parallelrun.plan import expert_axes, fill_order
-from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.wording import counted, divisors, nearest
