@@ -141,7 +141,7 @@ class DataStrategyConfig:
     `reads` in strategies/data/<kind>/plan.py lists the keys that each strategy reads.
     """
 
-    kind: str = "ddp"
+    kind: str = key("ddp", "data-parallel strategy")
     shard: int | None = key(None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1)
     reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
     reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
@@ -172,7 +172,7 @@ class DataStrategyConfig:
 class TensorStrategyConfig:
     """Tensor parallelism: megatron (layout 1d) | 2d | 2.5d | 3d."""
 
-    kind: str = "megatron"
+    kind: str = key("megatron", "tensor-parallel strategy")
     sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
     overlap: bool = key(True, "overlap the input-gradient reduce with the weight-gradient product")
     grid: str | None = key(None, "2d, 2.5d: rows x columns, as 2x3; null: square")
@@ -188,7 +188,7 @@ class TensorStrategyConfig:
 class PipelineConfig:
     """Pipeline schedule: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
-    kind: str = "1f1b"
+    kind: str = key("1f1b", "pipeline schedule")
     virtual_stages: int | None = key(
         None, "stages per rank; null: 2 for interleaved, zero_bubble and zbv, else 1", least=1
     )
@@ -209,16 +209,12 @@ class ExpertConfig:
 
 @dataclass
 class StrategyConfig:
-    """A preset of strategies. `own_axis` takes the ranks that no degree claims; `demo` applies if nothing is given.
-
-    fill_order: axes of a combined preset that share the unclaimed ranks, the first one first
-    (`plan/fill_order.py`); empty: own_axis alone.
-    """
+    """A preset of strategies. `own_axis` takes the ranks that no degree claims; `demo` applies if nothing is given."""
 
     name: str = "ptdp"
     description: str = ""
     own_axis: str = "dp"
-    fill_order: list[str] = field(default_factory=list)
+    fill_order: list[str] = key(list, "axes that share the unclaimed ranks, the first one first; []: own_axis")
     demo: dict[str, int] = key(dict, most=COUNT)
     data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
     tensor: TensorStrategyConfig = field(default_factory=TensorStrategyConfig)

@@ -29,6 +29,11 @@ def test_the_processes_of_the_sum_really_add(monkeypatch, two_gpus):
     assert check.state == "pass", check.detail
 
 
+def test_two_processes_add_on_the_loopback_interface():
+    check = doctor._all_reduce()
+    assert check.state == "pass", check.detail
+
+
 def test_a_rank_that_cannot_take_part_is_named(two_gpus):
     if torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")

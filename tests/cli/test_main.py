@@ -244,6 +244,13 @@ def test_ls_has_a_source_and_a_description_for_everything(run, kind):
     assert run("ls", *kind.split())[0] == 0
 
 
+def test_ls_keys_explains_every_key_that_users_type(run):
+    rows = {row["name"]: row for row in json.loads(run("ls", "keys", "--json")[1])["keys"]}
+    assert all(row["values"] and row["description"] for row in rows.values())
+    assert rows["recompute"]["values"] == "none | selective | full"
+    assert rows["dropout"]["values"] == "float >= 0, < 1" and "model.preset" not in rows
+
+
 def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
     seen: list[bool] = []
     monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
