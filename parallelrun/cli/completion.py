@@ -82,5 +82,5 @@ def values(key: str) -> list[str]:
     if key == "schedule" or key in axes:
         return list(shorthands.kinds(axes.get(key, "pipeline")))
     if key == "layout":
-        return list(shorthands.LAYOUTS)
+        return list(shorthands.layouts())
     return ["latest", "auto"] if key == "resume" else list(known.choices)
