@@ -17,11 +17,6 @@ from parallelrun.model_spec import (
     weight_and_bias,
 )
 
-CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "relu", "swiglu"),
-    "position": ("learned", "rope"),
-}
 TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)
 
 
@@ -46,26 +41,12 @@ def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
     return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
 
 
-def unknown_choices(model: ModelConfig, keys: Iterable[str] = CHOICES) -> list[Problem]:
-    """A problem for each of `keys` whose value is not one of its choices."""
-    return [
-        Problem(
-            f"model.{key}={getattr(model, key)} is unknown",
-            f"model.{key}",
-            " or ".join(f"model.{key}={one}" for one in CHOICES[key]),
-        )
-        for key in keys
-        if getattr(model, key) not in CHOICES[key]
-    ]
-
-
 def check(model: ModelConfig) -> list[Problem]:
     """Every problem of `model` that no plan could solve, each with the nearest legal value."""
-    problems = unknown_choices(model)
     sizes = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "seq")}
-    small = too_small(sizes | {"kv_heads": kv_heads(model), "ffn": ffn_size(model)})
-    if small:
-        return problems + small
+    problems = too_small(sizes | {"kv_heads": kv_heads(model), "ffn": ffn_size(model)})
+    if problems:
+        return problems
     heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
     if hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"

@@ -16,13 +16,12 @@ from parallelrun.plan.messages import Explanation
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
-from parallelrun.wording import counted, one_of
+from parallelrun.wording import counted
 
 from . import protocol, shards
 from .shards import Shard
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
-CONSISTENCIES = (SYNC, ASYNC, SSP)
 DEFAULT_STALENESS = 2
 
 
@@ -80,9 +79,7 @@ class ParameterServer(DataStrategy):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        asked = request.config.strategy.data.consistency
-        problems = [] if asked is None else one_of("consistency", asked, CONSISTENCIES)
-        problems += _check_other_axes(request)
+        problems = _check_other_axes(request)
         checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
         return problems or [problem for check in checks for problem in check(request)]
 

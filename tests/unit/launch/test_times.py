@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.cli import host_agent, hosts, remote
+from parallelrun.cli import host_agent, host_launcher, hosts
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
 from parallelrun.launch import (
     attach,
@@ -269,11 +269,11 @@ class Agent:
 
 
 @pytest.fixture
-def launcher(monkeypatch, clock) -> remote.Launcher:
+def launcher(monkeypatch, clock) -> host_launcher.HostLauncher:
     """A launcher of two hosts, whose loop moves the clock."""
-    found = remote.Launcher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
+    found = host_launcher.HostLauncher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
     found._agents = [Agent(name, clock) for name in "ab"]
-    monkeypatch.setattr(remote, "time", clock)
+    monkeypatch.setattr(host_launcher, "time", clock)
     monkeypatch.setattr(host_agent, "time", clock)
 
     def relay(patience_s: float) -> None:
