@@ -6,7 +6,7 @@ each server, the version that the log names) and applies the updates in the logg
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -80,10 +80,9 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
         trace.initial = _weights(training)
     while clock < training.config.steps:
         context.heartbeat(clock + 1, "step")
-        step = worker.step(clock + 1, False)
-        clock = step.clock
-        trace.losses.append(step.reply.loss)
-        trace.grad_norms.append(step.reply.norm)
+        clock, reply = worker.step(clock + 1, False)
+        trace.losses.append(reply.loss)
+        trace.grad_norms.append(reply.norm)
     worker.end(clock)
     if worker.is_chief:
         trace.final = _weights(training)
@@ -155,16 +154,12 @@ class LogReplay:
         """Apply every update of the log. Raises VerificationError if rows are missing or contradict each other."""
         updates = [row for row in rows if isinstance(row, AppliedUpdate)]
         self._pulled = _pulled_versions(rows, len(self.stores))
-        self._uses = Counter((push.worker, push.clock) for row in updates for push in row.pushes)
         # A run keeps the running statistics of worker 0 only.
         first = [row for row in updates if row.server == 0 and row.applied]
         self._kept_statistics = {(p.worker, p.clock) for row in first for p in row.pushes if p.worker == 0}
-        # The versions of each server's weights, kept as long as a push still needs them.
-        servers = range(len(self.stores))
-        self._needs = [Counter(versions[server] for versions in self._pulled.values()) for server in servers]
-        self._versions: list[dict[int, Tensor]] = [{0: store.weights.clone()} for store in self.stores]
+        self._versions = [[store.weights.clone()] for store in self.stores]  # every version of every server's weights
         self._recomputed: dict[PushKey, RecomputedPush] = {}
-        queues = [deque(row for row in updates if row.server == server) for server in servers]
+        queues = [deque(row for row in updates if row.server == server) for server in range(len(self.stores))]
         while any(queues):
             ready = [queue for queue in queues if queue and self._can_apply(queue[0])]
             if not ready:
@@ -221,22 +216,12 @@ class LogReplay:
             lr = schedule.learning_rate(self._config.optimizer, row.clock, self._config.steps)
             store.update(lr, row.coefficient)
         store.version = row.version
-        if self._needs[row.server][row.version]:
-            self._versions[row.server][row.version] = store.weights.clone()
-        for key in ((push.worker, push.clock) for push in row.pushes):
-            self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._recomputed[key]
+        self._versions[row.server].append(store.weights.clone())
 
     def _recompute(self, push: Push) -> RecomputedPush:
         key = push.worker, push.clock
         if key not in self._recomputed:
-            versions = list(enumerate(self._pulled[key]))
-            self._load([self._versions[server][version] for server, version in versions])
-            for server, version in versions:
-                self._needs[server][version] -= 1
-                if not self._needs[server][version]:
-                    del self._versions[server][version]
+            self._load([versions[pulled] for versions, pulled in zip(self._versions, self._pulled[key])])
             loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
             self.training.statistics.finish_step(key in self._kept_statistics)
             self._buffers.pack()

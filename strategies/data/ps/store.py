@@ -35,11 +35,11 @@ from parallelrun.train.checkpointing import check_batch
 from parallelrun.train.scaler import LossScaler
 
 from .connections import shard_views
-from .plan import server_shards, settings_of
+from .plan import settings_of, sharding
 
 
 class ShardStore:
-    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `plan.server_shards`.
+    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `plan.sharding`.
 
     version: number of updates so far (of synchronous updates: the step; a skipped one counts too). frozen: on server 0,
     the parameters that are not trained, for checkpoints.
@@ -48,7 +48,7 @@ class ShardStore:
     def __init__(self, config: Config, plan: Plan, server: int):
         self._config, self._plan, self._server = config, plan, server
         stored = getattr(torch, plan.precision.stored)
-        self.shards = server_shards(plan, server)
+        self.shards = sharding(plan).of_server[server]
         numel = sum(shard.numel for shard in self.shards)
         self.weights, self.gradient = torch.zeros(numel, dtype=stored), torch.zeros(numel, dtype=stored)
         self.parameters = []

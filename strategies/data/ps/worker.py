@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import isfinite
 from typing import TypeVar
 
@@ -29,14 +28,6 @@ from .plan import ParameterServerWay, settings_of
 from .protocol import Ask, ServerReply, WorkerRequest
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class WorkerStep:
-    """One step of one worker: its clock after it, and the first server's reply to its push."""
-
-    clock: int
-    reply: ServerReply
 
 
 def pause_before_push(settings: ParameterServerWay, worker: int, clock: int) -> None:
@@ -65,8 +56,11 @@ class Worker:
         self.client.read_frozen()
         return reply.clock
 
-    def step(self, clock: int, stop: bool) -> WorkerStep:
-        """Compute the gradient of this worker's part of global batch `clock`, push it, pull. Raises NumericsError."""
+    def step(self, clock: int, stop: bool) -> tuple[int, ServerReply]:
+        """Compute the gradient of this worker's part of global batch `clock`, push it, pull. Raises NumericsError.
+
+        Return the clock that is then completed (a late worker skips some) and the first server's reply.
+        """
         loss_sum, num_valid = compute(self.training, self.training.reader.batch(clock), self.scaler.scale)
         self.client.buffers.pack()
         finite, norm = isfinite(loss_sum), 0.0
@@ -81,7 +75,7 @@ class Worker:
         self.training.statistics.finish_step(finite and reply.accepted > 0)
         self._check(clock, reply, finite)
         self.scaler.update(finite)
-        return WorkerStep(max(clock, reply.clock), reply)
+        return max(clock, reply.clock), reply
 
     def step_to_save(self, before: int, clock: int, stopping: bool) -> int | None:
         """Return the step in (before, clock] after which the run saves, if any. A late worker skips clocks."""

@@ -16,8 +16,8 @@ from parallelrun.plan import prediction
 from parallelrun.plan.document import document, server_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.ps import plan as ps
-from parallelrun.strategies.data.ps.shards import num_rows
+from parallelrun.strategies.data.ps.plan import sharding
+from parallelrun.strategies.data.ps.shards import Shard, num_rows
 from tests.plans import tiny_config, tiny_plan
 
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.demo": {"dp": 3}, "global_batch": 12}
@@ -157,38 +157,40 @@ def sized(servers: int, min_bytes: int):
     return replace(found, servers=servers, data=replace(found.data, servers=servers, shard_min_bytes=min_bytes))
 
 
+def assigned(found) -> list[tuple[int, Shard]]:
+    return [(server, shard) for server, own in enumerate(sharding(found).of_server) for shard in own]
+
+
 class TestShards:
     @given(servers=st.integers(1, 9), min_bytes=st.integers(0, 20_000))
     @settings(max_examples=40, deadline=None)
     def test_every_row_of_every_trained_parameter_is_on_one_server(self, servers, min_bytes):
         found = sized(servers, min_bytes)
-        rows = Counter((shard.name, row) for shard in ps.all_shards(found) for row in range(shard.start, shard.stop))
+        rows = Counter((shard.name, row) for _, shard in assigned(found) for row in range(shard.start, shard.stop))
         expected = [(p.name, row) for p in found.spec.parameters.values() for row in range(num_rows(p))]
         assert rows == Counter(expected)
-        assert {shard.server for shard in ps.all_shards(found)} <= set(range(servers))
+        assert len(sharding(found).of_server) == servers
 
     @given(servers=st.integers(1, 9), min_bytes=st.integers(0, 20_000))
     @settings(max_examples=40, deadline=None)
     def test_greedy_is_within_its_bound(self, servers, min_bytes):
         """Graham 1969: the fullest holds at most the mean and one piece."""
         found = sized(servers, min_bytes)
-        loads = ps.server_bytes(found)
-        largest = max(4 * shard.numel for shard in ps.all_shards(found))
+        loads = sharding(found).num_bytes
+        largest = max(4 * shard.numel for _, shard in assigned(found))
         assert sum(loads) == 4 * sum(prod(p.shape) for p in found.spec.parameters.values())
         assert max(loads) <= sum(loads) / servers + largest
 
     def test_a_tensor_is_cut_above_the_threshold_only(self):
-        uncut = ps.all_shards(sized(3, 2**20))
-        cut = ps.all_shards(sized(3, 256))
-        assert max(Counter(shard.name for shard in uncut).values()) == 1
+        assert max(Counter(shard.name for _, shard in assigned(sized(3, 2**20))).values()) == 1
         name, parameter = max(sized(3, 0).spec.parameters.items(), key=lambda item: item[1].numel)
         assert parameter.shape == (64, 16)  # 4096 bytes
-        largest = [shard for shard in cut if shard.name == name]
-        assert [(shard.start, shard.stop) for shard in largest] == [(0, 22), (22, 44), (44, 64)]
-        assert sorted(shard.server for shard in largest) == [0, 1, 2]
+        largest = [(server, shard) for server, shard in assigned(sized(3, 256)) if shard.name == name]
+        assert sorted((shard.start, shard.stop) for _, shard in largest) == [(0, 22), (22, 44), (44, 64)]
+        assert [server for server, _ in largest] == [0, 1, 2]
 
     def test_cutting_evens_out(self):
-        assert ps.imbalance(sized(3, 64)) < 1.01 <= ps.imbalance(sized(7, 2**20))
+        assert sharding(sized(3, 64)).imbalance < 1.01 <= sharding(sized(7, 2**20)).imbalance
 
     def test_a_scalar_has_one_row_and_what_is_frozen_is_on_no_server(self):
         found = plan()
@@ -197,15 +199,15 @@ class TestShards:
         parameters = (replace(first, shape=()), replace(first, name="kept", frozen=True), *rest)
         layers = (replace(block.layers[0], parameters=parameters), *block.layers[1:])
         spec = replace(found.spec, blocks=(replace(block, layers=layers), *found.spec.blocks[1:]))
-        placed = {shard.name: shard for shard in ps.all_shards(replace(found, spec=spec))}
+        placed = {shard.name: shard for _, shard in assigned(replace(found, spec=spec))}
         assert (placed[first.name].start, placed[first.name].stop) == (0, 1)
         assert placed[first.name].shape == () and placed[first.name].numel == 1
         assert "kept" not in placed
 
-    def test_two_shards_of_a_server_are_never_neighbours(self):
+    def test_a_server_owns_at_most_one_shard_of_a_tensor(self):
         for servers in (1, 2, 5):
-            for one, other in zip(placed := ps.all_shards(sized(servers, 64)), placed[1:]):
-                assert (one.server, one.name, one.stop) != (other.server, other.name, other.start)
+            for own in sharding(sized(servers, 64)).of_server:
+                assert len({shard.name for shard in own}) == len(own)
 
 
 def rows_of(found, rank):
@@ -216,7 +218,7 @@ class TestTheAccount:
     def test_what_a_worker_and_a_server_send(self):
         found = plan(servers=2)
         size = 4 * found.spec.num_parameters
-        loads = ps.server_bytes(found)
+        loads = sharding(found).num_bytes
         assert rows_of(found, 0)["send", "push"] == (2, size) and rows_of(found, 0)["recv", "pull"] == (2, 0)
         assert [rows_of(found, 3 + k)["send", "pull"] for k in range(2)] == [(3, 3 * load) for load in loads]
         assert rows_of(found, 3)["recv", "push"] == (3, 0)
@@ -242,7 +244,7 @@ class TestTheAccount:
 
     def test_optimizer_state_is_on_the_servers_only(self):
         found = plan(servers=2)
-        loads = ps.server_bytes(found)
+        loads = sharding(found).num_bytes
         assert prediction.memory(found, 0).optimizer == 0 and prediction.memory(found, 0).weights == sum(loads)
         held = [prediction.memory(found, 3 + k) for k in range(2)]
         assert [(m.weights, m.optimizer) for m in held] == [(load, 2 * load) for load in loads]
@@ -256,7 +258,7 @@ class TestTheAccount:
         assert [row["role"] for row in written["ranks"]] == ["worker"] * 3 + ["server"] * 2
         assert written["ranks"][4]["dp"] is None and written["ranks"][4]["gpu"] is None
         assert [row["rank"] for row in written["servers"]] == [3, 4]
-        assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(ps.imbalance(found))
+        assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(sharding(found).imbalance)
         assert written["axes"][1] == {"axis": "dp", "degree": 3, "groups": 1, "first_group": [0, 1, 2]}
 
 
@@ -264,7 +266,7 @@ def test_a_large_model_on_many_servers_is_planned_at_once():
     """Not by trying every server for every piece: 175 billion parameters over 512 servers."""
     size = {"model.layers": 96, "model.hidden": 12288, "model.heads": 96, "model.vocab": 50304, "model.seq": 64}
     found = tiny_plan({**PS, **size, "dp": 64, "servers": 512, "global_batch": 64})
-    assert ps.imbalance(found) < 1.02
+    assert sharding(found).imbalance < 1.02
 
 
 @pytest.mark.parametrize(
