@@ -164,19 +164,13 @@ class Server:
     def _apply_at_once(self, worker: int, request: WorkerRequest, gradient: Tensor, step_time: float) -> ServerReply:
         clock, finite = request.clock, request.finite > 0
         self._clocks.tick(worker, clock)
-        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
         if finite:
             self._set_gradient([gradient], [1.0])
-            self._store.update(lr)
-        self._store.version += 1
         loss = request.loss_sum / request.num_valid if request.num_valid else float("nan")
         push = Push(worker, clock, request.pulled, loss, request.num_valid, request.norm)
-        self._log(clock, (push,), lr, loss, request.norm, finite, step_time=step_time)
-        self._changed.notify_all()
+        reply = self._apply(clock, (push,), loss, request.norm, finite, step_time=step_time)
         self._wait_until(lambda: self.stopped or self._clocks.may_read(worker, self._settings.staleness))
-        return ServerReply(
-            1, self._store.version, clock, float(finite), 1.0, loss, request.norm, float(self.stopped)
-        )  # fmt: skip
+        return reply._replace(version=self._store.version, stop=float(self.stopped))
 
     # one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)
 
@@ -193,7 +187,6 @@ class Server:
             ready = self._store.version + 1
             reply = self._average_and_update(ready, self._pending.pop(ready))
             self._replies = {one: old for one, old in self._replies.items() if one == ready - 1} | {ready: reply}
-            self._changed.notify_all()
         self._wait_until(lambda: self._store.version >= clock)
         self._clocks.tick(worker, self._store.version)
         return self._replies[self._store.version]
@@ -212,17 +205,12 @@ class Server:
         loss = sum(request.loss_sum for request in requests) / sum(counts)
         applied, limit = isfinite(norm) and isfinite(loss), self._config.optimizer.clip
         coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and applied else 1.0
-        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
-        if applied:
-            self._store.update(lr, coefficient)
-        self._store.version = clock
         self.stopped = self.stopped or stops > 0
         parts = tuple(
             Push(worker, clock, request.pulled, request.loss_sum / (request.num_valid or 1.0), count)
             for worker, request, count in zip(workers, requests, counts)
         )
-        self._log(clock, parts, lr, loss, norm, applied, coefficient)
-        return ServerReply(1, clock, clock, float(applied), 1.0, loss, norm, float(self.stopped))
+        return self._apply(clock, parts, loss, norm, applied, coefficient)
 
     def _sum_over_servers(self, squares: float, stops: float) -> tuple[float, float]:
         """All servers clip by one norm and stop after the same step."""
@@ -240,16 +228,23 @@ class Server:
         if self._config.verb == "verify":
             self._gradients[self._store.version + 1] = self._store.gradient.clone()
 
-    def _log(
-        self, clock: int, pushes: tuple[Push, ...], lr: float, loss: float, norm: float, applied: bool,
-        coefficient: float = 1.0, step_time: float = 0.0,
-    ) -> None:  # fmt: skip
+    def _apply(
+        self, clock: int, pushes: tuple[Push, ...], loss: float, norm: float, applied: bool, coefficient: float = 1.0,
+        step_time: float = 0.0,
+    ) -> ServerReply:  # fmt: skip
+        """Step the optimizer, unless a value is not finite, and log the update; return the reply to its workers."""
+        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
+        if applied:
+            self._store.update(lr, coefficient)
+        self._store.version += 1
         version, queue, gap = self._store.version, self._num_open - 1, self._clocks.gap
         row = AppliedUpdate(
             self._index, version, clock, pushes, lr, loss, norm, applied, coefficient, queue, gap, self._seconds(),
             step_time,
         )  # fmt: skip
         apply_log.append(self._context.directory, row)
+        self._changed.notify_all()
+        return ServerReply(1, version, clock, float(applied), 1.0, loss, norm, float(self.stopped))
 
     # barriers
 

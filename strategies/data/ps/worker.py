@@ -13,15 +13,14 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
-from parallelrun.errors import NumericsError, Problem
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
 from parallelrun.train.gradients import EPSILON
-from parallelrun.train.loop import MAX_SKIPS
+from parallelrun.train.loop import check_finite
 from parallelrun.train.reader import Reader
 from parallelrun.train.scaler import LossScaler
-from parallelrun.train.step import Evaluation
+from parallelrun.train.step import Evaluation, StepResult
 
 from .connections import ServerClient
 from .plan import ParameterServerWay, settings_of
@@ -73,7 +72,8 @@ class Worker:
         reply = self.client.update(request)
         finite = reply.applied > 0 if self._settings.synchronous else finite
         self.training.statistics.finish_step(finite and reply.accepted > 0)
-        self._check(clock, reply, finite)
+        result = StepResult(reply.loss, reply.norm, finite, reply.stop > 0)
+        self._skips = check_finite(self.training, result, self.scaler, clock, self._skips)
         self.scaler.update(finite)
         return max(clock, reply.clock), reply
 
@@ -120,24 +120,6 @@ class Worker:
         result = action()
         self._paused_s += time.perf_counter() - began
         return result
-
-    def _check(self, clock: int, reply: ServerReply, finite: bool) -> None:
-        """Raise NumericsError if the step was not finite and a lower loss scale cannot help."""
-        if finite:
-            self._skips = 0
-            return
-        self._skips += 1
-        overflow_is_expected = self.scaler.scaled and isfinite(reply.loss)
-        if overflow_is_expected and self._skips < MAX_SKIPS:
-            return
-        value, what = (reply.norm, "gradient") if isfinite(reply.loss) else (reply.loss, "loss")
-        reason = f"{self._skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value}"
-        raise NumericsError(
-            Problem(
-                f"step {clock}, worker {self.index}: {reason}; the weights were not changed",
-                command="lower optimizer.lr, or precision=fp32",
-            )
-        )
 
 
 def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, int]:
