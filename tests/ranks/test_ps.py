@@ -264,7 +264,7 @@ def test_a_step_takes_the_first_gradients_and_drops_the_late_worker_by_name(tmp_
     rows, servers = updates(tmp_path), document(tmp_path, "servers.json")
     assert [row.version for row in rows] == list(range(1, 9))
     assert all(len(row.pushes) == 2 for row in rows)
-    assert rows[-1].time_s < 8 * 0.15  # the fastest two's pace, not the delayed one's
+    assert rows[-1].time_s - rows[0].time_s < 7 * 0.15  # the pace of the fastest two, not of the delayed one
     assert servers["dropped_gradients"] == len(drops(tmp_path)) > 0
     assert set(servers["dropped_of_worker"]) == {"2"}
     assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)

@@ -129,7 +129,7 @@ class Server:
                 clock = self._clocks.completed[connection.worker]
                 reply = ServerReply(1, self._store.version, clock, stop=float(self.stopped))
                 return reply, connection.pull.copy_(self._store.weights)
-        frozen = list(self._store.frozen.values())
+        frozen = [parameter.tensor for parameter in self._store.frozen]
         if request.ask == Ask.READ_FROZEN:
             return ServerReply(1), flatten(frozen)
         flat = connection.channel.receive(torch.empty_like(flatten(frozen)), PUSH)
