@@ -197,15 +197,15 @@ class ServerClient:
         requests = [request._replace(ask=Ask.UPDATE, pulled=version) for version in self.versions]
         return self._pull(requests, self.buffers.pushes)
 
-    def wait_at_barrier(self, ask: Ask, request: WorkerRequest, waiting: Callable[[], None]) -> bool:
+    def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> bool:
         """Arrive at a barrier (Ask.SAVE or Ask.END) and wait for its release. False if its action failed on a server.
 
         waiting: called about once a second meanwhile.
         """
-        assert ask in (Ask.SAVE, Ask.END)
+        assert request.ask in (Ask.SAVE, Ask.END)
         pending, succeeded = self._channels, True
         while pending:
-            replies = self._exchange(pending, [request._replace(ask=ask)] * len(pending))
+            replies = self._exchange(pending, [request] * len(pending))
             succeeded = succeeded and all(reply.ready >= 0 for reply in replies)
             pending = [channel for channel, reply in zip(pending, replies) if not reply.ready]
             waiting()

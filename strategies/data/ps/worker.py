@@ -88,9 +88,8 @@ class Worker:
         """Wait at a barrier of all running workers while the servers save. Print a warning if that fails."""
         if self.is_chief:
             self.client.keep_frozen()
-        request = WorkerRequest(Ask.SAVE, step, stop=float(final))
-        heartbeat = self.context.heartbeat
-        if self.paused(lambda: self.client.wait_at_barrier(Ask.SAVE, request, lambda: heartbeat(step, "save"))):
+        request, heartbeat = WorkerRequest(Ask.SAVE, step, stop=final), self.context.heartbeat
+        if self.paused(lambda: self.client.wait_at_barrier(request, lambda: heartbeat(step, "save"))):
             return
         self.failed_saves.append(step)
         self.context.save_failed(step)
@@ -104,7 +103,7 @@ class Worker:
             self.context.heartbeat(clock, "end")
             waiting()
 
-        self.client.wait_at_barrier(Ask.END, WorkerRequest(Ask.END, clock), wait)
+        self.client.wait_at_barrier(WorkerRequest(Ask.END, clock), wait)
         self.client.read()
 
     def evaluate(self) -> Evaluation:
