@@ -23,7 +23,7 @@ from parallelrun.train.step import Evaluation
 from parallelrun.train.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogRow
-from .plan import settings_of, sharding
+from .plan import ParameterServer, sharding
 from .protocol import AXIS, CONTROL, NORM_BYTES, ServerReply
 
 COUNTED = 2  # the exchange whose messages are counted: the first one has set-up traffic
@@ -131,7 +131,7 @@ class MetricsWriter:
 
     def __init__(self, training: Training, context: WorkerContext, start: int):
         plan = training.plan
-        self._training, self._context, self._settings = training, context, settings_of(plan)
+        self._training, self._context, self._settings = training, context, ParameterServer.of(plan)
         self.by_log = not self._settings.in_step
         num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_workers)
         self.recorder = Recorder(training, context, num_rows if self.by_log else None)

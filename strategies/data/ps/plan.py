@@ -24,7 +24,7 @@ DEFAULT_STALENESS = 2
 
 
 @dataclass(frozen=True)
-class ParameterServerWay(DataWay):
+class ParameterServer(DataWay):
     """The settings of a parameter server.
 
     consistency: sync (one update from all workers' gradients), async (one update per push) or ssp (async, but no worker
@@ -39,6 +39,12 @@ class ParameterServerWay(DataWay):
     backup_workers: int = 0
     delays: tuple[tuple[int, float], ...] = ()
     shard_min_bytes: int = 256 * 2**10
+
+    @classmethod
+    def of(cls, plan: Plan) -> ParameterServer:
+        """The plan's data strategy, which must be this one."""
+        assert isinstance(plan.data, cls), f"{plan.data.kind} has no servers"
+        return plan.data
 
     @property
     def detail(self) -> str:
@@ -67,15 +73,9 @@ class ParameterServerWay(DataWay):
         return max(1, num_workers - self.backup_workers) if self.synchronous else 1
 
 
-def settings_of(plan: Plan) -> ParameterServerWay:
-    """The plan's parameter-server settings."""
-    assert isinstance(plan.data, ParameterServerWay), f"{plan.data.kind} has no servers"
-    return plan.data
-
-
 def sharding(plan: Plan) -> Sharding:
     """The shards of each server; see `shards.assign`."""
-    settings = settings_of(plan)
+    settings = ParameterServer.of(plan)
     return assign(plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored])
 
 
@@ -95,9 +95,9 @@ class Way(Replicated):
         checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
         return problems or [problem for check in checks for problem in check(request)]
 
-    def resolve(self, request: Request) -> ParameterServerWay:
+    def resolve(self, request: Request) -> ParameterServer:
         data = request.config.strategy.data
-        return ParameterServerWay(
+        return ParameterServer(
             data.kind,
             servers=request.servers,
             consistency=_consistency(request),
@@ -118,11 +118,11 @@ class Way(Replicated):
         return protocol.worker_traffic(plan, sharding(plan).num_bytes)
 
     def explain(self, plan: Plan) -> Explanation:
-        return protocol.explanation(plan, sharding(plan).num_bytes, settings_of(plan).synchronous)
+        return protocol.explanation(plan, sharding(plan).num_bytes, ParameterServer.of(plan).synchronous)
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
         """One server's messages while every worker does one step."""
-        return protocol.server_traffic(plan, sharding(plan).num_bytes[server], settings_of(plan).synchronous)
+        return protocol.server_traffic(plan, sharding(plan).num_bytes[server], ParameterServer.of(plan).synchronous)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
         """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
@@ -136,7 +136,7 @@ class Way(Replicated):
         return len(sharding(plan).of_server[server])
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        if settings_of(plan).in_step:
+        if ParameterServer.of(plan).in_step:
             return Equivalence("exact")
         return Equivalence("replay", "its own apply log, update for update")
 

@@ -32,7 +32,7 @@ from parallelrun.verify.trace import Trace
 from . import apply_log
 from .apply_log import AppliedUpdate, LogRow, Push
 from .connections import ShardBuffers
-from .plan import settings_of
+from .plan import ParameterServer
 from .store import ShardStore
 from .worker import Worker, clip, compute, evaluate_alone
 
@@ -49,7 +49,7 @@ def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
 def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Train as a worker, compare on worker 0, write verify.json and show it; return 4 (EXIT_MISMATCH) if unequal."""
     training = build(config, plan, context.device)
-    in_step = settings_of(plan).in_step
+    in_step = ParameterServer.of(plan).in_step
     trace = _record(training, context, in_step)
     document: dict[str, Any] = {}
     if context.rank == 0:
@@ -131,7 +131,7 @@ class LogReplay:
     """
 
     def __init__(self, config: Config, plan: Plan, device: torch.device):
-        self._config, self._synchronous = config, settings_of(plan).synchronous
+        self._config, self._synchronous = config, ParameterServer.of(plan).synchronous
         self.training = _one_worker(config, plan, device)
         split = self.training.dataset.train
         sampler = Sampler(len(split), plan.batch.global_batch, config.seed)

@@ -26,7 +26,7 @@ from . import apply_log
 from .apply_log import AppliedUpdate, DroppedPush, Push
 from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
 from .metrics import ServerTraffic
-from .plan import settings_of
+from .plan import ParameterServer
 from .protocol import AXIS, CONTROL, NORM_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .store import ShardStore
 from .synchronization import Barrier, WorkerClocks
@@ -45,7 +45,7 @@ class Server:
     def __init__(self, config: Config, plan: Plan, context: WorkerContext):
         group = build_server_group(plan)
         self._config, self._plan, self._context = config, plan, context
-        self._settings = settings_of(plan)
+        self._settings = ParameterServer.of(plan)
         self._index, self._group = group.index, group.process_group
         self._store = ShardStore(config, plan, group.index)
         self._store.initialise()

@@ -33,7 +33,7 @@ from parallelrun.train.checkpointing import check_batch
 from parallelrun.train.scaler import LossScaler
 
 from .connections import shard_views
-from .plan import settings_of, sharding
+from .plan import ParameterServer, sharding
 
 
 class ShardStore:
@@ -126,7 +126,7 @@ class ShardStore:
         extra = dict(reader.index.extra)
         check_batch(extra, plan, path)
         step, clocks = int(extra["step"]), extra.get("clocks", [])
-        if settings_of(plan).synchronous:
+        if ParameterServer.of(plan).synchronous:
             self.version = step
         elif len(clocks) == len(workers):
             return dict(enumerate(clocks))

@@ -23,13 +23,13 @@ from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import Evaluation, StepResult
 
 from .connections import ServerClient
-from .plan import ParameterServerWay, settings_of
+from .plan import ParameterServer
 from .protocol import Ask, ServerReply, WorkerRequest
 
 T = TypeVar("T")
 
 
-def pause_before_push(settings: ParameterServerWay, worker: int, clock: int) -> None:
+def pause_before_push(settings: ParameterServer, worker: int, clock: int) -> None:
     """Wait as long as `strategy.data.delays` asks of this worker."""
     if seconds := settings.delay(worker):
         time.sleep(seconds)
@@ -45,7 +45,7 @@ class Worker:
         self.is_chief = self.index == 0
         self.scaler = LossScaler(training.config.precision, scaled=training.plan.precision.scaled)
         self.failed_saves: list[int] = []
-        self._settings = settings_of(training.plan)
+        self._settings = ParameterServer.of(training.plan)
         self._paused_s = 0.0
         self._skips = 0
 
