@@ -24,7 +24,7 @@ from parallelrun.train.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogRow
 from .plan import ParameterServer, sharding
-from .protocol import AXIS, CONTROL, NORM_BYTES, ServerReply
+from .protocol import AXIS, CONTROL, ServerReply
 
 COUNTED = 2  # the exchange whose messages are counted: the first one has set-up traffic
 
@@ -48,11 +48,11 @@ class ServerTraffic:
         if self._exchanges[worker] == COUNTED:
             self._rows += rows
 
-    def norm_summed(self) -> None:
+    def norm_summed(self, payload_bytes: int) -> None:
         """Note that the servers have summed the norm of one update."""
         self._sums += 1
         if self._sums == COUNTED:
-            self._rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
+            self._rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, payload_bytes))
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for worker 0. rows: None while some worker's exchange is not counted."""

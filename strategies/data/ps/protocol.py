@@ -24,8 +24,7 @@ AXIS = "world"
 PUSH, PULL, CONTROL = "push", "pull", "control"
 HEADER_ELEMENTS = 9
 HEADER_BYTES = 8 * HEADER_ELEMENTS
-NORM_ELEMENTS = 2
-NORM_BYTES = 8 * NORM_ELEMENTS
+NORM_BYTES = 8 * 2
 
 
 class Ask(IntEnum):

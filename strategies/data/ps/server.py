@@ -27,7 +27,7 @@ from .apply_log import AppliedUpdate, DroppedPush, Push
 from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
 from .metrics import ServerTraffic
 from .plan import ParameterServer
-from .protocol import AXIS, CONTROL, NORM_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest
+from .protocol import AXIS, CONTROL, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .store import ShardStore
 from .synchronization import Barrier, WorkerClocks
 
@@ -217,10 +217,9 @@ class Server:
         if self._group is None:
             return squares, stops
         numbers = torch.tensor([squares, stops], dtype=torch.float64)
-        assert len(numbers) == NORM_ELEMENTS
         with comm.label(AXIS, CONTROL, "sum"):
             dist.all_reduce(numbers, group=self._group)
-        self._traffic.norm_summed()
+        self._traffic.norm_summed(numbers.nbytes)
         return float(numbers[0]), float(numbers[1])
 
     def _set_gradient(self, gradients: list[Tensor], weights: list[float]) -> None:
