@@ -6,15 +6,17 @@ The servers are the last ranks and outside the mesh: dp counts the workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from parallelrun.errors import Problem
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, DataWay, Equivalence, Memory, Plan
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import counted, one_of
 
-from ..replicated import Replicated
 from . import protocol
 from .shards import Sharding, assign, cut
 
@@ -24,8 +26,8 @@ DEFAULT_STALENESS = 2
 
 
 @dataclass(frozen=True)
-class ParameterServer(DataWay):
-    """The settings of a parameter server.
+class ParameterServer(DataStrategy):
+    """Workers hold a copy of the weights; servers own the weights and the optimizer's state.
 
     consistency: sync (one update from all workers' gradients), async (one update per push) or ssp (async, but no worker
     is more than `staleness` clocks ahead of the slowest). staleness: None unless ssp. backup_workers: of sync, the
@@ -33,18 +35,16 @@ class ParameterServer(DataWay):
     the effect of a slow worker. shard_min_bytes: tensors are cut into pieces of at least this size.
     """
 
+    kind = "ps"
+    reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
+    has_servers = True
+
     servers: int = 1
     consistency: str = SYNC
     staleness: int | None = None
     backup_workers: int = 0
     delays: tuple[tuple[int, float], ...] = ()
     shard_min_bytes: int = 256 * 2**10
-
-    @classmethod
-    def of(cls, plan: Plan) -> ParameterServer:
-        """The plan's data strategy, which must be this one."""
-        assert isinstance(plan.data, cls), f"{plan.data.kind} has no servers"
-        return plan.data
 
     @property
     def detail(self) -> str:
@@ -72,33 +72,23 @@ class ParameterServer(DataWay):
         """Return the number of gradients in one update."""
         return max(1, num_workers - self.backup_workers) if self.synchronous else 1
 
-
-def sharding(plan: Plan) -> Sharding:
-    """The shards of each server; see `shards.assign`."""
-    settings = ParameterServer.of(plan)
-    return assign(plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored])
-
-
-class Way(Replicated):
-    """Workers hold a copy of the weights; servers own the weights and the optimizer's state."""
-
-    reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
-
-    def num_servers(self, asked: int | None) -> int:
+    @classmethod
+    def num_servers(cls, asked: int | None) -> int:
         """Ranks that are not workers. asked: `strategy.data.servers`."""
         return asked if isinstance(asked, int) and asked > 0 else 1
 
-    def check(self, request: Request) -> list[Problem]:
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
         asked = request.config.strategy.data.consistency
         problems = [] if asked is None else one_of("consistency", asked, CONSISTENCIES)
         problems += _check_other_axes(request)
         checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
         return problems or [problem for check in checks for problem in check(request)]
 
-    def resolve(self, request: Request) -> ParameterServer:
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
         data = request.config.strategy.data
-        return ParameterServer(
-            data.kind,
+        return cls(
             servers=request.servers,
             consistency=_consistency(request),
             staleness=_staleness(request),
@@ -107,7 +97,8 @@ class Way(Replicated):
             shard_min_bytes=int(data.shard_min_kb * 2**10),
         )
 
-    def filled(self, request: Request) -> tuple[str, ...]:
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
         """The default bound of ssp, where the user gave none."""
         if _consistency(request) != SSP or request.config.strategy.data.staleness is not None:
             return ()
@@ -118,11 +109,11 @@ class Way(Replicated):
         return protocol.worker_traffic(plan, sharding(plan).num_bytes)
 
     def explain(self, plan: Plan) -> Explanation:
-        return protocol.explanation(plan, sharding(plan).num_bytes, ParameterServer.of(plan).synchronous)
+        return protocol.explanation(plan, sharding(plan).num_bytes, self.synchronous)
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
         """One server's messages while every worker does one step."""
-        return protocol.server_traffic(plan, sharding(plan).num_bytes[server], ParameterServer.of(plan).synchronous)
+        return protocol.server_traffic(plan, sharding(plan).num_bytes[server], self.synchronous)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
         """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
@@ -135,10 +126,19 @@ class Way(Replicated):
         """Tensors, or pieces of tensors, that one server owns."""
         return len(sharding(plan).of_server[server])
 
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(data_cost.SERVERS if plan.servers > 1 else data_cost.ONE_SERVER)
+
     def equivalence(self, plan: Plan) -> Equivalence:
-        if ParameterServer.of(plan).in_step:
+        if self.in_step:
             return Equivalence("exact")
         return Equivalence("replay", "its own apply log, update for update")
+
+
+def sharding(plan: Plan) -> Sharding:
+    """The shards of each server; see `shards.assign`."""
+    settings = ParameterServer.of(plan)
+    return assign(plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored])
 
 
 def _consistency(request: Request) -> str:

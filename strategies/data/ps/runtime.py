@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-
-from torch import nn
 
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.records import write_json
 from parallelrun.report import run as report
 from parallelrun.report.bench import show as show_bench
 from parallelrun.train import bench
 from parallelrun.train.build import Training, build
+from parallelrun.train.data_runtime import DataRuntime
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import peak_bytes
 from parallelrun.train.step import Evaluation, measure
 from parallelrun.train.timing import StepClock
 
-from ..local import LocalRuntime, match
 from . import reference
 from .connections import collect_facts, publish_facts
 from .metrics import COUNTED, MetricsWriter
 from .server import Server
 from .worker import Worker
-
-
-def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Do nothing: a worker computes with the complete weights."""
-
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """A worker's gradients stay local until it pushes them."""
-    return LocalRuntime(match(parts, plan, mesh))
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -139,3 +126,14 @@ def _end(
         "failed_save_step": worker.failed_saves[-1] if worker.failed_saves else None,
     }
     writer.finish({0: own_facts, **others, **servers}, "preempted" if stopped else "done", clock, more)
+
+
+class WorkerRuntime(DataRuntime):
+    """A worker computes with the complete weights; its gradients stay local until it pushes them."""
+
+    @classmethod
+    def run_rank(cls, config: Config, plan: Plan, context: WorkerContext) -> int:
+        return run(config, plan, context)
+
+
+RUNTIME = WorkerRuntime
