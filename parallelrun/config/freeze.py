@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
 # What does not change what a run computes: two configs that differ only here are the same point of a sweep.
-_VOLATILE = ("name", "runs", "ranks", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
+_VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
 
 
 def freeze(config: Config, plan: Plan | None = None) -> str:

@@ -17,6 +17,7 @@ PATH_KEYS = frozenset({"path", "dataset.path", "resume", "runs", "name", "recipe
     "sweep.directory",
     "plot",
 }
+LIST_TEXTS = frozenset({"detail"})  # text keys whose commas separate parts of one value, not the points of a sweep
 # Open mappings of the schema: a user's own keys are allowed below them.
 MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
 

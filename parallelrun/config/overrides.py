@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from parallelrun.config import recipes
-from parallelrun.config.keys import GROUPS, MAPPINGS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
+from parallelrun.config.keys import GROUPS, LIST_TEXTS, MAPPINGS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
 from parallelrun.config.values import trap
 from parallelrun.errors import Problem
 
@@ -178,7 +178,7 @@ def _check(override: Override, where: str) -> list[Problem]:
         return [Problem(f"{text}: no such key: {key}", where, suggestion, "parallelrun --help")]
     if "=" not in text:
         return [Problem(f"{text}: a value is missing", where, f"{key}=...")]
-    if known_keys()[key].kind == "str" and key not in PATH_KEYS:
+    if known_keys()[key].kind == "str" and key not in PATH_KEYS | LIST_TEXTS:
         problems = _several(override, where)
         if problems:
             return problems

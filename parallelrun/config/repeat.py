@@ -12,7 +12,7 @@ from parallelrun.config.schema import Config
 
 # What says where a run was and how it was started, not what it computed. `world` follows from the degrees, so that one
 # of them can be overridden.
-_NOT_REPEATED = ("world", "verb", "resume", "runs", "sweep", "plot", "ranks")
+_NOT_REPEATED = ("world", "verb", "resume", "runs", "sweep", "plot", "detail")
 # As if a user had chosen them: a model's own dataset and learning rate must not replace the run's.
 GIVEN = frozenset({"dataset", "optimizer"})
 

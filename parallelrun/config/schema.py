@@ -319,7 +319,7 @@ class Config:
     resume: str | None = None  # latest | auto | a run directory | a checkpoint directory
     runs: str = "runs"  # where run directories are made
     path: str | None = None  # shorthand of dataset.path
-    ranks: str = "few"  # plan: few | all rows of the rank table
+    detail: str | None = None  # plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all
     tokens: float | None = None  # plan: how many days so many tokens take
     plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
     profile: list[int] = field(default_factory=list)  # steps of which torch's profiler writes a trace, on every rank

@@ -166,6 +166,13 @@ class RouterSpec:
         """Has an expert a capacity? Expert choice has by its nature."""
         return self.capacity_factor is not None or self.kind == "expert_choice"
 
+    @property
+    def choice(self) -> str:
+        """How a token gets its experts, such as `top-2 (gshard)`."""
+        if self.kind == "expert_choice":
+            return f"{self.top_k} per token on average, chosen by the experts"
+        return f"top-{self.top_k}" + (f" ({self.kind})" if self.kind != "top_k" else "")
+
     def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
         """Tokens that an expert takes of a routing group of `num_tokens` at most; all of them without a limit.
 

@@ -12,7 +12,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.models.spec import ModelSpec
 from parallelrun.plan import lr_scale
-from parallelrun.plan.names import did_you_mean
+from parallelrun.plan.names import DETAILS, did_you_mean, one_of
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.precision import TABLE
 
@@ -23,7 +23,6 @@ CHOICES = {
     "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": ("cosine", "linear", "constant"),
     "recompute": ("none", "selective", "full"),
-    "ranks": ("few", "all"),
     "tracker": ("none", "tensorboard"),
     "verify.optimizer": ("sgd", "same"),
     "verify.precision": ("fp64", "fp32"),
@@ -141,7 +140,7 @@ REAL: dict[str, tuple[float, bool, float | None, bool]] = {
 }
 
 POSITIVE = (0, False, None, False)
-VERBS = {"plot": ("plan", "explain"), "tokens": ("plan",)}  # of keys that not every verb reads
+VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # of keys that not every verb reads
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -161,6 +160,8 @@ def check(config: Config) -> list[Problem]:
     problems = _by_tables(config, of_router=False)
     problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
     problems += _peaks(config.cluster.peak_tflops)
+    for section in config.detail.split(",") if config.detail is not None else ():
+        problems += one_of("detail", section, (*DETAILS, "all"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
         what = f"name={config.name[:80]!r} is no run name: 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -128,12 +127,14 @@ class _Sent:
 
 
 def write(directory: Path) -> list[Path]:
-    """comparison.svg and comparison.csv in a sweep directory; nothing where no point was finished."""
+    """Write comparison.csv in a sweep directory with finished points, and comparison.svg if matplotlib is installed."""
     found = series(directory)
     if not found:
         return []
-    write_text(directory / PICTURE, to_svg(found))
     write_text(directory / NUMBERS, to_csv(found))
+    if not chart.available():
+        return [directory / NUMBERS]
+    write_text(directory / PICTURE, to_svg(found))
     return [directory / PICTURE, directory / NUMBERS]
 
 
@@ -161,45 +162,37 @@ def from_csv(text: str) -> list[Series]:
 
 
 def to_svg(found: list[Series]) -> str:
-    """Loss, and accuracy where there is one, against time and against bytes; at most 20 points, the first ones."""
+    """Draw loss, and accuracy where there is one, against time and against bytes; at most MOST_LINES points."""
     shown = found[:MOST_LINES]
     sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
-    factors = bool(sent) and max(sent) / min(sent) > SPREAD
-    time = chart.Axis("seconds of training", digits, from_zero=True)
-    volume = chart.Axis(f"{unit} sent by all ranks", digits, log=factors, from_zero=True)
-    panels = []
-    for key, name in MEASURES.items():
-        if not any(key in at.measures for one in shown for at in one.measured):
-            continue
-        value = chart.Axis("", "{:.3g}".format, log="loss" in key and _wide(shown, key))
-        panels.append(chart.Panel(f"{name} against time", time, value, _lines(shown, key, lambda at: at.time_s)))
-        panels.append(
-            chart.Panel(
-                f"{name} against bytes sent", volume, value, _lines(shown, key, lambda at: at.sent_bytes / size)
-            )
-        )
-    return chart.draw("comparison of the sweep's points", panels, [one.label for one in shown], _notes(found, shown))
+    measures = {key: name for key, name in MEASURES.items() if any(one.with_measure(key) for one in shown)}
+    names = [f"{name} against {what}" for name in measures.values() for what in ("time", "bytes sent")]
+    drawn, panels = chart.panels("comparison of the sweep's points", names)
+    for index, key in enumerate(measures):
+        over_time, over_bytes = panels[2 * index : 2 * index + 2]
+        for style, one in enumerate(shown):
+            points = [(at, at.measures[key]) for at in one.with_measure(key)]
+            chart.line(over_time, style, _thinned([(at.time_s, value) for at, value in points]))
+            chart.line(over_bytes, style, _thinned([(at.sent_bytes / size, value) for at, value in points]))
+        values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
+        for axes in (over_time, over_bytes):
+            chart.scale(axes, "y", "{:.3g}".format, log="loss" in key and _wide(values))
+        chart.scale(over_time, "x", digits, from_zero=True, label="seconds of training")
+        chart.scale(over_bytes, "x", digits, log=_wide(sent), from_zero=True, label=f"{unit} sent by all ranks")
+    return chart.svg(drawn, [one.label for one in shown], _notes(found, shown))
 
 
-def _wide(shown: list[Series], measure: str) -> bool:
-    """Whether the numbers spread over so many factors that even steps would show the largest only."""
-    values = [at.measures[measure] for one in shown for at in one.measured if at.measures.get(measure, 0) > 0]
+def _wide(values: list[float]) -> bool:
+    """Return whether the numbers spread so far that even steps would show the largest only."""
     return bool(values) and max(values) / min(values) > SPREAD
 
 
-def _lines(shown: list[Series], measure: str, along: Callable[[Measured], float]) -> tuple[chart.Line, ...]:
-    return tuple(
-        chart.Line(style, _thinned([(along(at), at.measures[measure]) for at in one.with_measure(measure)]))
-        for style, one in enumerate(shown)
-    )
-
-
-def _thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most MOST_POINTS: means of as many neighbours each."""
     size = -(-len(points) // MOST_POINTS) or 1
     parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return tuple((fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts)
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
 def _notes(found: list[Series], shown: list[Series]) -> list[str]:

@@ -29,6 +29,16 @@ from .units import Unit, is_whole, shard_axis, units
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
 
+class FsdpSettings(DataWay):
+    """The settings of FSDP, as `plan` shows them."""
+
+    @property
+    def detail(self) -> str:
+        freed = "freed after forward" if self.reshard_after_forward else "kept between microbatches"
+        often = "in every backward pass" if self.reduce_each_microbatch else "once a step"
+        return f"sharded over {self.shard} ranks, gathered weights {freed}, gradients reduced {often}"
+
+
 class Way:
     """Every rank holds its shard; a block's weights are gathered while it computes."""
 
@@ -54,7 +64,7 @@ class Way:
     def settle(self, request: Request) -> DataWay:
         data = request.config.strategy.data
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
-        return DataWay(
+        return FsdpSettings(
             data.kind,
             shard=data.shard or request.dp,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
