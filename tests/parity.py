@@ -16,21 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
-from parallelrun.exchange import gather_json
 from parallelrun.models.network import compile_blocks
-from parallelrun.plan import account
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
-from parallelrun.verify.alone import one_device
 from parallelrun.verify.decisions import are_held
 from parallelrun.verify.replay import record_replay
 from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
+from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, record
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -80,7 +80,7 @@ def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
     if plan.equivalence.kind == "replay":
         trace = record_replay(config, plan, cpu)
     else:
-        alone, plan = one_device(config, plan)
+        alone, plan = single_device(config, plan)
         trace = record(build(alone, plan, cpu), config.verify.steps)
     path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pt"
     torch.save(vars(trace), path)
@@ -127,7 +127,7 @@ def _surprises(training: Training) -> list[str]:
     with CommunicationCounter(mesh) as counter:
         train_step(training, step, 0.0, LossScaler(config.precision, scaled=False))
     counted = {_key(row): row for row in counter.rows()}
-    said = {_key(row): row for row in account.collectives(plan, mesh.rank)}
+    said = {_key(row): row for row in prediction.collectives(plan, mesh.rank)}
     agreed = {key for key, row in counted.items() if key in said and said[key].allows(row.calls, row.payload_bytes)}
     return [f"rank {mesh.rank} sent {row}" for key, row in counted.items() if key not in agreed] + [
         f"rank {mesh.rank} was to send {row}" for key, row in said.items() if key not in agreed

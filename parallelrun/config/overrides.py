@@ -12,7 +12,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from parallelrun.config import recipes
-from parallelrun.config.keys import GROUPS, LIST_TEXTS, MAPPINGS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
+from parallelrun.config.keys import (
+    GROUPS,
+    LIST_TEXTS,
+    MAPPINGS,
+    PATH_KEYS,
+    in_mapping,
+    known_keys,
+    nearest_keys,
+    sections,
+)
 from parallelrun.config.values import trap
 from parallelrun.errors import Problem
 

@@ -13,14 +13,14 @@ from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan import data_ways as kinds
+from parallelrun.plan import data_strategies as kinds
 from parallelrun.plan.data_axis import DataAxis, Point, Way
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
 from parallelrun.report.screen import table
+from parallelrun.wording import counted
 
 ALWAYS_DRAWN = (kinds.RING, kinds.HALVING, kinds.HIERARCHICAL, kinds.ONE_SERVER, kinds.SERVERS, kinds.BEST)
 MOST_COLUMNS = 6  # numbers of nodes in the table
@@ -47,27 +47,29 @@ def _head(found: DataAxis) -> Text:
     return Text(text)
 
 
-def _label(way: Way) -> str:
-    return ("* " if way.chosen else "  ") + way.label
+def _label(strategy: Way) -> str:
+    return ("* " if strategy.chosen else "  ") + strategy.label
 
 
 def _table(found: DataAxis) -> Table:
-    rated = [way.here.samples_per_s[1] for way in found.ways if way.here and way.here.samples_per_s]
+    rated = [
+        strategy.here.samples_per_s[1] for strategy in found.strategies if strategy.here and strategy.here.samples_per_s
+    ]
     thousands, size = (" k", 1e3) if max(rated, default=0.0) >= 1e3 else ("", 1.0)
     unit, seconds = _time_unit(found)
     drawn = table("strategy", ">steps", ">sends", ">busiest", f">time {unit}", *([">samples/s"] if rated else []))
-    for way in found.ways:
-        if way.here is None:
+    for strategy in found.strategies:
+        if strategy.here is None:
             continue
-        exchange, rates = way.here.exchange, way.here.samples_per_s
+        exchange, rates = strategy.here.exchange, strategy.here.samples_per_s
         drawn.add_row(
-            _label(way),
+            _label(strategy),
             digits(exchange.steps),
             bytes_text(exchange.worker_bytes),
             bytes_text(exchange.busiest_bytes),
             digits(exchange.seconds / seconds),
             *([f"{digits(rates[0] / size)}..{digits(rates[1] / size)}{thousands}"] if rates else []),
-            style="bold" if way.chosen else None,
+            style="bold" if strategy.chosen else None,
         )
     return drawn
 
@@ -79,9 +81,11 @@ def _times(found: DataAxis) -> Table:
     shown = sorted({*known[::-step][:MOST_COLUMNS], found.nodes} & {*known})
     drawn = table("nodes", *(f">{n:g}" for n in shown))
     text = _time_text(found)
-    for way in drawn_strategies(found):
-        times = {point.nodes: text(point.exchange.seconds) for point in way.curve}
-        drawn.add_row(_label(way), *(times.get(int(n), "-") for n in shown), style="bold" if way.chosen else None)
+    for strategy in drawn_strategies(found):
+        times = {point.nodes: text(point.exchange.seconds) for point in strategy.curve}
+        drawn.add_row(
+            _label(strategy), *(times.get(int(n), "-") for n in shown), style="bold" if strategy.chosen else None
+        )
     return drawn
 
 
@@ -89,7 +93,7 @@ def _time_unit(found: DataAxis) -> tuple[str, float]:
     """Return the unit of the column of times: its name, and how many of the fabric's units it is."""
     if found.fabric.unit == kinds.RELATIVE:
         return kinds.RELATIVE, 1.0
-    slowest = max(way.here.exchange.seconds for way in found.ways if way.here)
+    slowest = max(strategy.here.exchange.seconds for strategy in found.strategies if strategy.here)
     return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
@@ -106,7 +110,11 @@ def _best(found: DataAxis) -> list[Text]:
         f"{best.share_overlapped:.2f} with full overlap: {_split(best.workers_overlapped, found)} "
         f"(r = 2D/(B x compute) = {digits(best.ratio)})"
     )
-    equal = [(_rate(way.here), way.label) for way in found.ways if way.here and way.name != kinds.HELPED]
+    equal = [
+        (_rate(strategy.here), strategy.label)
+        for strategy in found.strategies
+        if strategy.here and strategy.name != kinds.HELPED
+    ]
     rate, fastest = max(equal, key=lambda entry: entry[0])
     return [Text(text), Text(f"most samples/s on equal nodes, without overlap: {fastest} ({digits(rate)})")]
 
@@ -117,7 +125,11 @@ def _split(workers: int, found: DataAxis) -> str:
 
 def drawn_strategies(found: DataAxis) -> list[Way]:
     """Return those with a curve: those whose curves differ in shape, and the plan's own."""
-    return [way for way in found.ways if (way.chosen or way.name in ALWAYS_DRAWN) and way.curve]
+    return [
+        strategy
+        for strategy in found.strategies
+        if (strategy.chosen or strategy.name in ALWAYS_DRAWN) and strategy.curve
+    ]
 
 
 def _legend(found: DataAxis) -> list[str]:
@@ -141,11 +153,11 @@ def to_csv(found: DataAxis) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
-    for way in found.ways:
-        for point in way.curve:
+    for strategy in found.strategies:
+        for point in strategy.curve:
             exchange, rates = point.exchange, point.samples_per_s or ("", "")
             writer.writerow(
-                (point.nodes, way.label, int(way.chosen), point.workers, point.servers, exchange.steps,
+                (point.nodes, strategy.label, int(strategy.chosen), point.workers, point.servers, exchange.steps,
                  exchange.worker_bytes, exchange.busiest_bytes, exchange.seconds, found.fabric.unit, *rates)
             )  # fmt: skip
     return text.getvalue()
@@ -161,13 +173,13 @@ def to_svg(found: DataAxis, title: str) -> str:
     strategies = drawn_strategies(found)
     drawn, panels = chart.panels(title, [name for name, _, _ in curves])
     for axes, (_, value, text) in zip(panels, curves, strict=True):
-        for style, way in enumerate(strategies):
-            chart.line(axes, style, [(point.nodes, value(point)) for point in way.curve], thick=way.chosen)
+        for style, strategy in enumerate(strategies):
+            chart.line(axes, style, [(point.nodes, value(point)) for point in strategy.curve], thick=strategy.chosen)
         chart.scale(axes, "x", "{:g}".format, log=True, ticks=_ticks(found), label="nodes, servers included")
         chart.scale(axes, "y", text, log=True)
     size = bytes_text(found.gradient_bytes)
     notes = [f"D = {size} per rank; the thick line is the plan's strategy; closed forms, whose numbers are in the CSV"]
-    return chart.svg(drawn, [way.label for way in strategies], notes)
+    return chart.svg(drawn, [strategy.label for strategy in strategies], notes)
 
 
 def _rate(point: Point) -> float:
@@ -176,7 +188,7 @@ def _rate(point: Point) -> float:
 
 def _ticks(found: DataAxis) -> list[int]:
     """Return the powers of two and the plan's own number of nodes."""
-    nodes = sorted({point.nodes for way in found.ways for point in way.curve})
+    nodes = sorted({point.nodes for strategy in found.strategies for point in strategy.curve})
     return [n for n in nodes if n & (n - 1) == 0 or n == found.nodes]
 
 

@@ -54,7 +54,9 @@ def inside_node_text(found: InsideNode, comparison: Comparison) -> str:
     theirs, ours = bytes_text(found.received_bytes), bytes_text(found.plan_received_bytes)
     verdict = f"{chosen.layout} receives less, and so it does than any smaller tp"
     if found.wins:
-        weights = f"{bytes_text(found.weight_bytes)} per layer and rank instead of {bytes_text(found.plan_weight_bytes)}"
+        weights = (
+            f"{bytes_text(found.weight_bytes)} per layer and rank instead of {bytes_text(found.plan_weight_bytes)}"
+        )
         verdict = f"it receives less, if its weights fit: {weights}"
     return (
         f"with the same ranks and samples, {other}{batch} receives {theirs} per layer and step, sums of gradients "
@@ -79,7 +81,9 @@ def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Consol
     for number, row in points:
         degree = "" if row["chosen"]["moves_weights"] else f" {row['tp']}"
         drawn.add_row(str(number), row["chosen"]["layout"] + degree, f"{row['rows']:,}", *_cells(row["chosen"]))
-    console.print(Text("\nlayouts side by side: one layer and one microbatch", "bold"), drawn, Text(LEGEND, "dim"), sep="\n")
+    console.print(
+        Text("\nlayouts side by side: one layer and one microbatch", "bold"), drawn, Text(LEGEND, "dim"), sep="\n"
+    )
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

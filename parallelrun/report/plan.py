@@ -7,11 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import account, cluster_cost, expert_facts
-from parallelrun.plan.account import Traffic
+from parallelrun.plan import cluster_cost, expert_facts, prediction
 from parallelrun.plan.document import Facts, document, facts, server_rows, warnings
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.names import DETAILS, counted, gib
+from parallelrun.plan.prediction import Traffic
 from parallelrun.plan.structure import Plan
 from parallelrun.report import plan_details
 from parallelrun.report.figures import (
@@ -24,6 +23,7 @@ from parallelrun.report.figures import (
     seconds_text,
 )
 from parallelrun.report.screen import framed, labelled, show_section, table
+from parallelrun.wording import DETAILS, counted, gib
 
 __all__ = ["document", "facts", "show"]
 
@@ -56,7 +56,9 @@ def summary(plan: Plan, config: Config, found: Facts, console: Console) -> Group
 def _rows(plan: Plan, config: Config, found: Facts, most: int) -> list[tuple[str, RenderableType]]:
     """most: how many warnings, filled-in values and axes of traffic are shown."""
     texts = warnings(plan, config, found)
-    rows: list[tuple[str, RenderableType]] = [("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])]
+    rows: list[tuple[str, RenderableType]] = [
+        ("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])
+    ]
     if len(texts) > most:
         rows.append(("", Text(f"and {counted(len(texts) - most, 'more warning')}: see --json", "yellow")))
     return [
@@ -98,7 +100,7 @@ def _strategy(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan, config: Config) -> str:
-    product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.leaves)
+    product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.mesh_dims)
     servers = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
     per_host = ranks_per_node(config.cluster, plan.world)
     hosts = f"{counted(-(-plan.world // per_host), 'host')}, slowest axis first"
@@ -145,7 +147,9 @@ def _memory(found: Facts, config: Config) -> Text:
     fits, why = cluster_cost.fits(worst, config.cluster), cluster_cost.why_fits(worst, config.cluster)
     need = gib(worst.total) if config.cluster.memory_gb else bytes_text(worst.total)
     rank = f" (pp={found.heaviest_position})" if len(found.memories) > 1 else ""
-    return Text.assemble("fits: ", (fits, FITS_STYLE.get(fits, "bold yellow")), f"; the heaviest rank{rank} needs {need}, {why}")
+    return Text.assemble(
+        "fits: ", (fits, FITS_STYLE.get(fits, "bold yellow")), f"; the heaviest rank{rank} needs {need}, {why}"
+    )
 
 
 def _memory_by_kind(found: Facts) -> Table:
@@ -180,7 +184,7 @@ def _traffic(plan: Plan, found: Facts, most: int) -> Table | Text:
     """Return a row per axis: what it carries, and the mean bytes of a step."""
     by_axis: dict[tuple[str, int], list[Traffic]] = {}
     for row in found.traffic:
-        if row.purpose != account.CONTROL and row.operation != "recv":
+        if row.purpose != prediction.CONTROL and row.operation != "recv":
             by_axis.setdefault((row.axis, row.group_size), []).append(row)
     if not by_axis:
         return Text("none: one rank")

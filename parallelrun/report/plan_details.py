@@ -1,4 +1,5 @@
-"""The sections of `parallelrun plan` that `detail=ranks|stages|schedule|traffic|data_axis|layouts` asks for. Torch-free."""
+"""The sections of `parallelrun plan` that `detail=ranks|stages|schedule|traffic|data_axis|layouts` asks for.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import account, expert_facts
+from parallelrun.plan import expert_facts, prediction
 from parallelrun.plan.document import Facts, axis_rows, link_rows, rank_row, server_rows, stage_rows
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.report import data_axis, layouts, timeline
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
+from parallelrun.wording import counted
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
 
 
 def show(name: str, plan: Plan, config: Config, found: Facts, console: Console) -> None:
-    """Print one section: name is one of `plan.names.DETAILS`."""
+    """Print one section: name is one of `wording.DETAILS`."""
     width = min(console.width, WIDEST) - FRAME
     sections: dict[str, tuple[str, Callable[[], RenderableType]]] = {
         "ranks": ("mesh and ranks", lambda: _ranks(plan, config)),
@@ -35,7 +36,9 @@ def show(name: str, plan: Plan, config: Config, found: Facts, console: Console) 
 
 
 def _data_axis(found: Facts) -> RenderableType:
-    return data_axis.panel(found.data_axis) if found.data_axis else Text("one data replica: there is nothing to combine")
+    return (
+        data_axis.panel(found.data_axis) if found.data_axis else Text("one data replica: there is nothing to combine")
+    )
 
 
 def _layouts(found: Facts) -> RenderableType:
@@ -75,7 +78,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def _stages(plan: Plan, found: Facts) -> Group:
-    """Per pp coordinate: its blocks, its parameters and the bytes of its rank that holds most; then the servers."""
+    """Per pp rank: its blocks, its parameters and the bytes of its rank that holds most; then the servers."""
     kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
     drawn = table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages, heaviest = stage_rows(plan), found.heaviest_position
@@ -91,7 +94,7 @@ def _stages(plan: Plan, found: Facts) -> Group:
             *(digits(getattr(memory, kind) / size) for kind in kinds),
             style="bold" if marked else None,
         )
-    notes = [f"weights to total: in {unit}, of the rank that holds most at this pp coordinate; *: the heaviest"]
+    notes = [f"weights to total: in {unit}, of the rank that holds most at this pp rank; *: the heaviest"]
     if len(found.memories) > len(shown):
         notes.append(f"{len(found.memories) - len(shown)} coordinates between them are left out; --json has all")
     notes.append(f"not counted: {', '.join(found.memories[heaviest].leaves_out)}")
@@ -126,7 +129,7 @@ def _schedule(plan: Plan, found: Facts, width: int) -> Text:
     if simulation.num_microbatches < plan.batch.microbatches:
         text.append(f"the first {simulation.num_microbatches} of {plan.batch.microbatches} microbatches; ", "dim")
     text.append("times follow each stage's FLOPs; messages take no time\n\n", "dim")
-    chunk_of_stage = [sum(1 for s in plan.stages_of(stage.position) if s.index < stage.index) for stage in plan.stages]
+    chunk_of_stage = [sum(1 for s in plan.stages_of(stage.pp_rank) if s.index < stage.index) for stage in plan.stages]
     return text.append_text(timeline.draw(simulation, width, chunk_of_stage))
 
 
@@ -136,7 +139,7 @@ def _traffic(plan: Plan, found: Facts) -> RenderableType:
         return Text("none: one rank")
     drawn = table("axis", "operation", "purpose", ">calls", ">payload", ">rank sends", ">all send")
     sending = [row for row in found.traffic if row.operation != "recv"]
-    rows = [row for row in sending if row.purpose != account.CONTROL]
+    rows = [row for row in sending if row.purpose != prediction.CONTROL]
     for row in rows:
         drawn.add_row(
             f"{row.axis} ({row.group_size})",
@@ -156,7 +159,7 @@ def _traffic(plan: Plan, found: Facts) -> RenderableType:
     return Group(drawn, Text("\n".join([*_traffic_notes(plan, found, sending), *_links(plan)]), "dim"))
 
 
-def _traffic_notes(plan: Plan, found: Facts, sending: list[account.Traffic]) -> list[str]:
+def _traffic_notes(plan: Plan, found: Facts, sending: list[prediction.Traffic]) -> list[str]:
     if plan.role(found.busiest_rank) == "server":
         rank = "a server, in a step of every worker"
     else:
@@ -169,7 +172,7 @@ def _traffic_notes(plan: Plan, found: Facts, sending: list[account.Traffic]) -> 
     ]
     if any(row.most_bytes for row in sending):
         notes.append("<=: the bound, where the bytes depend on the data")
-    control = [row for row in sending if row.purpose == account.CONTROL and row.calls]
+    control = [row for row in sending if row.purpose == prediction.CONTROL and row.calls]
     if control:
         calls = " and ".join(f"{row.calls} x {row.operation}" for row in control)
         notes.append(f"not listed: {sum(row.payload_bytes for row in control)} bytes of control per step ({calls})")

@@ -22,7 +22,7 @@ from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
 from parallelrun.report.screen import LABEL, WIDEST
-from parallelrun.train.routing_log import FILE
+from parallelrun.routing_log import FILE
 
 PICTURE = "routing.svg"
 MOST_LAYERS, MOST_ROWS = 4, 16
@@ -37,7 +37,9 @@ class LayerMap:
 
     def __init__(self, layer: str, experts: int, columns: int):
         self.layer, self.experts = layer, experts
-        self._bounds = [*pairwise(row * experts // min(experts, MOST_ROWS) for row in range(min(experts, MOST_ROWS) + 1))]
+        self._bounds = [
+            *pairwise(row * experts // min(experts, MOST_ROWS) for row in range(min(experts, MOST_ROWS) + 1))
+        ]
         self._sums = [[0.0] * columns for _ in self._bounds]
         self._vio = [0.0] * columns
         self._steps = [0] * columns

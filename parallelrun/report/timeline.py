@@ -1,4 +1,4 @@
-"""A schedule as a Gantt chart in text: a row per pp coordinate, legible in colour, without colour and in a log."""
+"""A schedule as a Gantt chart in text: a row per pp rank, legible in colour, without colour and in a log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
 
 
 def shown_ranks(count: int) -> list[int]:
-    """Return the pp coordinates that get a row: all of them, or MOST_ROWS from the first to the last."""
+    """Return the pp ranks that get a row: all of them, or MOST_ROWS from the first to the last."""
     if count <= MOST_ROWS:
         return list(range(count))
     return sorted({round(i * (count - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)})
@@ -71,7 +71,9 @@ def _cells(events: list[Event], columns: int, end: float, chunk_of_stage: list[i
             continue
         event, label = events[cell], str(events[cell].microbatch)
         _, fill, _, styles = KINDS[event.kind]
-        text.append((label if len(label) <= length else "").ljust(length, fill), styles[chunk_of_stage[event.stage] % 2])
+        text.append(
+            (label if len(label) <= length else "").ljust(length, fill), styles[chunk_of_stage[event.stage] % 2]
+        )
     return text
 
 
