@@ -32,11 +32,6 @@ class Row:
     break_even: float | None = None
     reason: str = ""
 
-    @property
-    def moves_weights(self) -> bool:
-        """Whether weights are sent for every microbatch, which every layout but 1D does."""
-        return self.figures is not None and self.figures.moved_weight_bytes > 0
-
 
 @dataclass(frozen=True)
 class InsideNode:

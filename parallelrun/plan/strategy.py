@@ -38,6 +38,8 @@ class Request:
 
 
 class TensorWayPlan(Protocol):
+    one_dimensional: bool  # are weights split over one axis, so that only activations are sent?
+
     def check(self, request: Request) -> list[Problem]:
         """Every violation, each with the nearest legal values."""
 

@@ -119,7 +119,7 @@ def heat_map(
     values = [[float("nan") if cell is None else min(cell, most) for cell in row] for row in cells]
     image = axes.imshow(
         values, LinearSegmentedColormap.from_list("load", [COLD, EVEN, HOT]), TwoSlopeNorm(1.0, 0.0, most),
-        aspect="auto", interpolation="none", extent=(span[0] - 0.5, span[1] + 0.5, len(rows) - 0.5, -0.5),
+        aspect="auto", interpolation="nearest", extent=(span[0] - 0.5, span[1] + 0.5, len(rows) - 0.5, -0.5),
     )  # fmt: skip
     axes.grid(False)
     axes.set_yticks(range(len(rows)), rows)

@@ -10,14 +10,15 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from parallelrun.plan.comparison import Comparison, InsideNode
+from parallelrun.plan.load import load_strategy
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.report.screen import table
 
-COLUMNS = (">received", ">of weights", ">weights", ">saved", ">steps", ">M/h over")
+COLUMNS = (">received", ">of weights", ">weights", ">saved", ">steps", ">M/h")
 LEGEND = (
     "received: bytes per rank, forward and backward; of weights: the part that is weights and their gradients\n"
     "weights: stored; saved: activations for backward; steps: consecutive messages\n"
-    "M/h over: tokens per hidden feature above which the layout receives less than 1d"
+    "M/h: tokens per hidden feature above which the layout receives less than 1d"
 )
 
 
@@ -33,9 +34,9 @@ def panel(comparison: Comparison) -> Group:
         f"{digits(comparison.rows / comparison.hidden)}) on tp {comparison.tp}; * marks the plan's layout"
     )
     once = [
-        Text(f"{row.layout}: also {bytes_text(row.figures.once_bytes)} once per step, for gradients summed over depth")
+        Text(f"{row.layout}: also {bytes_text(row.figures.once_bytes)} once per step, to sum the gradients of weights")
         for row in comparison.layouts
-        if row.figures and row.figures.once_bytes
+        if row.figures and row.figures.once_bytes > row.figures.weight_bytes / 2
     ]
     refused = [Text(f"{row.layout}: {row.reason}", "yellow") for row in comparison.layouts if row.reason]
     inside = [Text(inside_node_text(comparison.inside_node, comparison))] if comparison.inside_node else []
@@ -45,14 +46,14 @@ def panel(comparison: Comparison) -> Group:
 def inside_node_text(found: InsideNode, comparison: Comparison) -> str:
     """Return whether a smaller tp with a larger dp would receive less with the same ranks and samples."""
     chosen = comparison.chosen
-    if found.tp == comparison.tp and not chosen.moves_weights:
+    if found.tp == comparison.tp and _is_1d(chosen.kind):
         return f"1d at tp={found.tp} stays inside a node of {found.node}: no smaller tp is compared"
     other = (
         f"1d tp={found.tp} inside a node of {found.node} x dp={found.dp}" if found.tp > 1 else f"dp={found.dp} alone"
     )
     batch = "" if found.divides else " (with a batch that divides so)"
     theirs, ours = bytes_text(found.received_bytes), bytes_text(found.plan_received_bytes)
-    verdict = f"{chosen.layout} receives less, and so it does than any smaller tp"
+    verdict = f"{chosen.layout} receives less than 1d at this or any smaller tp"
     if found.wins:
         weights = (
             f"{bytes_text(found.weight_bytes)} per layer and rank instead of {bytes_text(found.plan_weight_bytes)}"
@@ -68,9 +69,8 @@ def sweep_row(comparison: Comparison | None) -> dict[str, Any] | None:
     """Return the part of a point's comparison that `sweep_table` shows."""
     if comparison is None:
         return None
-    chosen = {**asdict(comparison.chosen), "moves_weights": comparison.chosen.moves_weights}
     return {"layer": comparison.layer, "rows": comparison.rows, "hidden": comparison.hidden, "tp": comparison.tp,
-            "chosen": chosen}  # fmt: skip
+            "chosen": asdict(comparison.chosen)}  # fmt: skip
 
 
 def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Console) -> None:
@@ -79,17 +79,29 @@ def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Consol
         return
     drawn = table(">#", "layout", ">tokens", *COLUMNS)
     for number, row in points:
-        degree = "" if row["chosen"]["moves_weights"] else f" {row['tp']}"
+        degree = f" {row['tp']}" if _is_1d(row["chosen"]["kind"]) else ""
         drawn.add_row(str(number), row["chosen"]["layout"] + degree, f"{row['rows']:,}", *_cells(row["chosen"]))
     console.print(
         Text("\nlayouts side by side: one layer and one microbatch", "bold"), drawn, Text(LEGEND, "dim"), sep="\n"
     )
 
 
+def _is_1d(kind: str) -> bool:
+    return bool(load_strategy("tensor", kind).one_dimensional)
+
+
 def _cells(row: Mapping[str, Any]) -> list[str]:
     figures, break_even = row["figures"], row["break_even"]
     moved = figures["moved_weight_bytes"]
-    above = "-" if not moved else "never" if break_even is None else digits(break_even) if break_even else "always"
+    above = (
+        "-"
+        if _is_1d(row["kind"])
+        else "never"
+        if break_even is None
+        else digits(break_even)
+        if break_even
+        else "always"
+    )
     return [
         bytes_text(figures["received_bytes"]),
         bytes_text(moved) if moved else "none",

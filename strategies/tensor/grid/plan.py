@@ -39,6 +39,8 @@ EXPLAINED = {
 class Way:
     """The TensorWayPlan of kinds `2d`, `2.5d` and `3d`."""
 
+    one_dimensional = False
+
     def check(self, request: Request) -> list[Problem]:
         """The grid, layer roles, heads, widths and samples must divide; sequence and vocabulary need not."""
         return checks.check(request)

@@ -25,6 +25,8 @@ SPLIT_ROLES = ("columns", "row", "embedding", "head")
 class Way:
     """The TensorWayPlan of kind `megatron` (layout 1d)."""
 
+    one_dimensional = True
+
     def check(self, request: Request) -> list[Problem]:
         """Heads, kv heads, widths and, under sequence parallel, the sequence must divide; the vocabulary need not."""
         if request.tp == 1:
