@@ -24,7 +24,7 @@ DASHES, MARKERS = ("-", "--", ":", "-."), "os^Dx"
 COLD, EVEN, HOT = "#004a80", "#f2f2ec", "#b83b00"  # of a heat map: below, at and above 1
 WIDTH, HEIGHT, ROW = 4.6, 3.2, 0.2  # inches of a panel, and of a line of the legend
 MOST_MARKERS = 16  # on one line
-CHARACTERS = 19  # per inch of the notes' width
+CHARACTERS = 16  # per inch of the notes' width
 SETTINGS = {
     "svg.hashsalt": "parallelrun", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True, "grid.color": "#e2e8f0",

@@ -15,7 +15,6 @@ from parallelrun.plan.structure import Plan
 from parallelrun.report import data_axis, layouts, timeline
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
-from parallelrun.wording import counted
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
 

@@ -27,7 +27,7 @@ from parallelrun.report.plan import show
 from parallelrun.verify.single_device import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MOE = {"model.experts": 8, "model.expert_period": 2}
 LIMITED = {**MOE, "model.router.kind": "gshard", "model.router.capacity_factor": 1.25}
 PRESETS = ("gshard", "switch", "expert_choice", "dropless", "aux_free")

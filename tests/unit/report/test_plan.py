@@ -20,7 +20,7 @@ from parallelrun.report.plan_details import ranks_text
 from tests.plans import tiny_config
 from tests.unit.config.test_presets import composed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LARGE = {
     "model.layers": 96,
     "model.hidden": 12288,
@@ -126,7 +126,8 @@ def test_many_warnings_do_not_push_the_summary_off_the_page():
 
 def test_details_are_shown_when_asked_for():
     parts = {
-        "ranks": "mesh and ranks", "stages": "stages and memory", "schedule": "blank idle", "data_axis": "strategies side",
+        "ranks": "mesh and ranks", "stages": "stages and memory", "schedule": "blank idle",
+        "data_axis": "data-parallel strategies side by side",
         "traffic": "collectives of a step", "layouts": "tensor layouts side by side",
     }  # fmt: skip
     every = {"dp": 2, "tp": 4, "pp": 2, "model.heads": 4}
