@@ -198,8 +198,8 @@ def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     legend = (*SYSTEMS, "crossover, closed form (25 Gb/s, 30 us)", "crossover, measured here")
     notes = (
         f"torch {facts['torch']}, gloo over loopback, {facts['cores']} cores shared by all nodes, {facts['date']}: "
-        "measured time follows the bytes that all nodes send together, which are the same for all systems; with network "
-        "ports of their own, nodes would show the busiest node's bytes.",
+        "measured time follows the bytes that all nodes send together, which are the same for all systems; with "
+        "network ports of their own, nodes would show the busiest node's bytes.",
     )
     return chart.svg(figure, legend, notes)
 

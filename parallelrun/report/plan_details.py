@@ -67,7 +67,7 @@ def _ranks(plan: Plan, config: Config) -> Group:
         notes.append(f"{left_out:,} ranks between them are left out; --json has all {plan.world:,}")
     if not config.cluster.gpus_per_node and not config.cluster.nodes and plan.world > 1:
         notes.append(f"all ranks are on one host, because cluster={config.cluster.name} gives no gpus_per_node")
-    return Group(axes, Text(), ranks, Text("\n".join(notes), "dim"))
+    return Group(axes, Text(), ranks, *(Text(note, "dim") for note in notes))
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -93,7 +93,7 @@ def _stages(plan: Plan, found: Facts) -> Group:
             *(digits(getattr(memory, kind) / size) for kind in kinds),
             style="bold" if marked else None,
         )
-    notes = [f"weights to total: in {unit}, of the rank that holds most at this pp rank; *: the heaviest"]
+    notes = [f"weights to total: {unit} on the heaviest rank of this pp rank; *: the heaviest of all"]
     if len(found.memories) > len(shown):
         notes.append(f"{len(found.memories) - len(shown)} coordinates between them are left out; --json has all")
     notes.append(f"not counted: {', '.join(found.memories[heaviest].leaves_out)}")
