@@ -23,6 +23,7 @@ MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tfl
 
 # What other tools call the same thing.
 _ELSEWHERE = {
+    "ranks": "detail",
     "batch_size": "global_batch",
     "micro_batch_size": "micro_batch",
     "gradient_accumulation": "microbatches",

@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES, MARKERS = ("-", "--", ":", "-."), "os^Dx"
+DASHES: Any = ("-", "--", ":", "-.")
+MARKERS = "os^Dx"
 COLD, EVEN, HOT = "#004a80", "#f2f2ec", "#b83b00"  # of a heat map: below, at and above 1
 WIDTH, HEIGHT, ROW = 4.6, 3.2, 0.2  # inches of a panel, and of a line of the legend
 MOST_MARKERS = 16  # on one line
 CHARACTERS = 16  # per inch of the notes' width
-SETTINGS = {
+SETTINGS: Any = {
     "svg.hashsalt": "parallelrun", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True, "grid.color": "#e2e8f0",
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
@@ -87,14 +88,15 @@ def scale(
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     axis = axes.xaxis if name == "x" else axes.yaxis
-    set_scale, set_limits = (axes.set_xscale, axes.set_xlim) if name == "x" else (axes.set_yscale, axes.set_ylim)
-    values = [float(value) for one in axes.lines for value in (one.get_xdata() if name == "x" else one.get_ydata())]
+    set_scale = axes.set_xscale if name == "x" else axes.set_yscale
+    data: Any = [one.get_xdata() if name == "x" else one.get_ydata() for one in axes.lines]
+    values = [float(value) for series in data for value in series]
     positive = [value for value in values if value > 0]
     if log and positive:
         least, most = min(positive), max(positive)
         if least < max(values) and any(value <= 0 for value in values):
             set_scale("symlog", base=base, linthresh=least)
-            set_limits(left=0) if name == "x" else set_limits(bottom=0)
+            axes.set(**{f"{name}lim": (0, None)})
         else:
             set_scale("log", base=base)
             axis.set_major_locator(MaxNLocator(5) if most / least < 5 else LogLocator(base, numticks=7))
@@ -102,7 +104,7 @@ def scale(
                 axis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=9))
         axis.set_minor_locator(NullLocator())
     elif from_zero:
-        set_limits(left=0) if name == "x" else set_limits(bottom=0)
+        axes.set(**{f"{name}lim": (0, None)})
     if ticks:
         axis.set_major_locator(FixedLocator(ticks))
     axis.set_major_formatter(lambda value, _: text(value))

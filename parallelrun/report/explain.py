@@ -125,7 +125,8 @@ def _events(one: Explanation) -> Iterator[str | Message | Call]:
     for exchange in one.exchanges:
         for number, part in enumerate(exchange.rounds):
             yield f"{exchange.title}: {part.title}" if number == 0 else part.title
-            yield from (*part.messages, *part.calls)
+            yield from part.messages
+            yield from part.calls
 
 
 def _draw_event(axes: Axes, event: Message | Call, lanes: dict[int, int], y: float, colour: str) -> None:

@@ -90,7 +90,9 @@ def _model(plan: Plan) -> str:
 def _strategy(plan: Plan) -> str:
     data = plan.data.kind + (f" ({plan.data.detail})" if plan.data.detail else "")
     tensor = plan.tensor.kind + (" with sequence parallelism" if plan.tensor.sequence_parallel else "")
-    pipeline = plan.pipeline.kind + (f" ({plan.pipeline.virtual_stages} stages per rank)" if plan.pipeline.virtual_stages > 1 else "")
+    pipeline = plan.pipeline.kind + (
+        f" ({plan.pipeline.virtual_stages} stages per rank)" if plan.pipeline.virtual_stages > 1 else ""
+    )
     text = f"{plan.preset}: data {data}, tensor {tensor}, pipeline {pipeline}"
     if plan.mesh.size("ep") > 1:
         text += f", expert {plan.expert.kind}"
@@ -147,7 +149,9 @@ def _memory(found: Facts, config: Config) -> Text:
     fits, why = cluster_cost.fits(worst, config.cluster), cluster_cost.why_fits(worst, config.cluster)
     rank = f" (pp={found.heaviest_position})" if len(found.memories) > 1 else ""
     return Text.assemble(
-        "fits: ", (fits, FITS_STYLE.get(fits, "bold yellow")), f"; the heaviest rank{rank} needs {bytes_text(worst.total)}, {why}"
+        "fits: ",
+        (fits, FITS_STYLE.get(fits, "bold yellow")),
+        f"; the heaviest rank{rank} needs {bytes_text(worst.total)}, {why}",
     )
 
 

@@ -26,7 +26,7 @@ _SUMMED = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
-    """Return bars from lowest to highest, the values averaged into at most `width` of them; gaps where none is finite."""
+    """Return bars from lowest to highest, the values averaged into at most `width`; gaps where none is finite."""
     if not values:
         return ""
     width = min(width, len(values))
