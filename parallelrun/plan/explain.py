@@ -16,7 +16,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
     strategies = strategies_of(plan)
     asked = [
         (strategies.tensor, plan.mesh.size("tp") > 1),
-        (strategies.expert, strategies.expert is not None),
+        (plan.expert, plan.expert is not None),
         (plan.pipeline, plan.mesh.size("pp") > 1),
         (strategies.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
     ]

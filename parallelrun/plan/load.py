@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from parallelrun import registry
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan import routing
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
-from parallelrun.plan.strategy import DataWayPlan, ExpertWayPlan, Request, ServerWayPlan, TensorWayPlan
+from parallelrun.plan.strategy import DataWayPlan, Request, ServerWayPlan, TensorWayPlan
 from parallelrun.plan.structure import Plan
 
 
@@ -20,7 +20,7 @@ class Strategies:
     data: DataWayPlan
     tensor: TensorWayPlan
     pipeline: type[PipelineSchedule]
-    expert: ExpertWayPlan | None = None
+    expert: type[ExpertDispatcher] | None = None
 
 
 Base = TypeVar("Base")
@@ -29,6 +29,11 @@ Base = TypeVar("Base")
 def pipeline_schedule(kind: str) -> type[PipelineSchedule]:
     """Return the class of a pipeline schedule. Raises KeyError for an unknown kind."""
     return strategy_class("pipeline", kind, PipelineSchedule)
+
+
+def expert_dispatcher(kind: str) -> type[ExpertDispatcher]:
+    """Return the class of an expert dispatcher. Raises KeyError for an unknown kind."""
+    return strategy_class("expert", kind, ExpertDispatcher)
 
 
 def splits_backward(request: Request) -> bool:
@@ -60,7 +65,7 @@ def strategies_of(plan: Plan) -> Strategies:
         load_strategy("data", plan.data.kind),
         load_strategy("tensor", plan.tensor.kind),
         type(plan.pipeline),
-        load_strategy("expert", plan.expert.kind) if plan.expert.kind != routing.NO_DISPATCHER else None,
+        type(plan.expert) if plan.expert else None,
     )
 
 

@@ -203,7 +203,7 @@ def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinat
 
 def _backward_block(block: BlockSpec, plan: Plan, strategies: Strategies) -> BackwardBlock:
     passes = strategies.tensor.passes(block, plan)
-    extra = strategies.expert.saved_bytes(block, plan) if strategies.expert else 0
+    extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
     kept = strategies.tensor.saved_bytes(block, plan) + extra
     again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
     return BackwardBlock(kept, passes, max(0, again))

@@ -79,7 +79,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         *plan.pipeline.collectives(pp_rank, plan),
         *strategies.data.collectives(pp_rank, coordinate, plan),
         *sample_sets.collectives(blocks, plan),
-        *(strategies.expert.collectives(blocks, plan) if strategies.expert else []),
+        *(plan.expert.collectives(blocks, plan) if plan.expert else []),
     ]
     if plan.servers:
         return merge(rows)

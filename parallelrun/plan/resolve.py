@@ -25,11 +25,18 @@ from parallelrun.plan import (
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import Strategies, load_strategy, pipeline_schedule, server_strategy_of, strategies_of
+from parallelrun.plan.load import (
+    Strategies,
+    expert_dispatcher,
+    load_strategy,
+    pipeline_schedule,
+    server_strategy_of,
+    strategies_of,
+)
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, Plan, Stage
+from parallelrun.plan.structure import Batch, Equivalence, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.precision import TABLE
 from parallelrun.wording import did_you_mean, either
@@ -138,7 +145,7 @@ def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
         load_strategy("data", config.strategy.data.kind),
         load_strategy("tensor", config.strategy.tensor.kind),
         pipeline_schedule(_pipeline_kind(config, degrees)),
-        load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
+        expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
 
 
@@ -330,10 +337,10 @@ def _plan(
             *lr_scale.filled(config, request.dp),
         ),
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
-        expert=strategies.expert.resolve(request) if strategies.expert else ExpertWay(routing.NO_DISPATCHER),
+        expert=strategies.expert.resolve(request) if strategies.expert else None,
     )
     promises = [
-        strategy.equivalence(plan) for strategy in (strategies.data, strategies.tensor, strategies.expert) if strategy
+        strategy.equivalence(plan) for strategy in (strategies.data, strategies.tensor, plan.expert) if strategy
     ]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 

@@ -15,7 +15,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, ExpertWay, Memory, Plan, TensorWay
+from parallelrun.plan.structure import Batch, Collective, DataWay, Equivalence, Memory, Plan, TensorWay
 
 
 @dataclass(frozen=True)
@@ -117,32 +117,6 @@ class DataWayPlan(Protocol):
 
         the sums over partial axes and of tied copies, which are sized by this way's shards.
         """
-
-    def equivalence(self, plan: Plan) -> Equivalence: ...
-
-    def explain(self, plan: Plan) -> Explanation:
-        """Every message or collective of a step, for `parallelrun explain`."""
-        ...
-
-
-class ExpertWayPlan(Protocol):
-    """Of the ways to bring tokens to experts that lie on other ranks of dp (`strategies/expert`)."""
-
-    def check(self, request: Request) -> list[Problem]: ...
-
-    def resolve(self, request: Request) -> ExpertWay:
-        """The plan's ExpertWay, everything chosen. Asked of a request without violations."""
-
-    def mesh_dims(
-        self, request: Request
-    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        """(mesh dims that make up ep, major first; factors): (("ep", 4),), () or two levels and how they make ep."""
-
-    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        """One rank's all-to-alls of one training step (all microbatches) for those blocks."""
-
-    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Bytes that one microbatch of `block` keeps for backward because rows go to experts and back."""
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
@@ -120,20 +121,6 @@ class TensorWay:
 
 
 @dataclass(frozen=True)
-class ExpertWay:
-    """kind: none (ep=1: every rank has all experts) | capacity | dropless.
-
-    chunks: parts of a microbatch's groups that go one after the other. group_size: ranks of an inner group of the
-    two-level all-to-all, 1 where there is one level. overlap: start sending, compute what does not wait for it.
-    """
-
-    kind: str = "none"
-    chunks: int = 1
-    group_size: int = 1
-    overlap: bool = True
-
-
-@dataclass(frozen=True)
 class Stage:
     """One pipeline stage: its index along the model, the pp rank that runs it, and the blocks it holds."""
 
@@ -196,7 +183,7 @@ class Plan:
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
-    expert: ExpertWay = ExpertWay()
+    expert: ExpertDispatcher | None = None  # None: every rank has all experts (ep=1)
 
     @cached_property
     def known(self) -> dict[object, Any]:

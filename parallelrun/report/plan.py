@@ -94,7 +94,7 @@ def _strategy(plan: Plan) -> str:
         f" ({plan.pipeline.virtual_stages} stages per rank)" if plan.pipeline.virtual_stages > 1 else ""
     )
     text = f"{plan.preset}: data {data}, tensor {tensor}, pipeline {pipeline}"
-    if plan.mesh.size("ep") > 1:
+    if plan.expert:
         text += f", expert {plan.expert.kind}"
     detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
     text += f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}; "
@@ -136,7 +136,7 @@ def _experts(plan: Plan) -> str:
         text += "no limit on the tokens of an expert"
     else:
         text += f"an expert takes at most {found['capacity']:,} of them, {found['eval_capacity']:,} in evaluation"
-    if ep == 1:
+    if plan.expert is None:
         return f"{text}\nevery rank holds all experts"
     levels = f" in two levels ({plan.expert.group_size} ranks per inner group)" if plan.expert.group_size > 1 else ""
     chunks = f", in {plan.expert.chunks} consecutive parts" if plan.expert.chunks > 1 else ""

@@ -37,8 +37,8 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
         console.print(f"[red]copies of {name} differ between ranks[/]")
     if document["routing_held"]:
         console.print(
-            "Both trainings use the plan's routing decisions, because rounding may reorder nearly equal scores. The scores "
-            "themselves are compared."
+            "Both trainings use the plan's routing decisions, because rounding may reorder nearly equal scores. The "
+            "scores themselves are compared."
         )
     count, steps = counted(document["parameters_compared"], "parameter"), counted(document["steps"], "step")
     verdict = "[green]verified[/]" if document["passed"] else "[red]NOT EQUAL[/]"

@@ -18,7 +18,6 @@ from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.optimizer import Optimizer
 from parallelrun.plan import lr_scale
 from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.pipeline_runner import PipelineRunner, build_runner
@@ -96,8 +95,8 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
     registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
-    if plan.expert.kind != NO_DISPATCHER:
-        registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
+    if plan.expert:
+        registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").parallelize(network, plan, mesh)
     network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
     if config.compile:

@@ -51,8 +51,8 @@ def saved(cases: list[dict]) -> list[tuple[int, int]]:
                 network.block("layers.0")(x)
         kept = sum(storage.nbytes() for address, storage in storages.items() if address not in parameters)
         block, strategies = plan.spec.block("layers.0"), strategies_of(plan)
-        assert strategies.expert is not None
-        found.append((kept, strategies.tensor.saved_bytes(block, plan) + strategies.expert.saved_bytes(block, plan)))
+        assert plan.expert is not None
+        found.append((kept, strategies.tensor.saved_bytes(block, plan) + plan.expert.saved_bytes(block, plan)))
     return found
 
 

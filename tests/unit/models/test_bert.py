@@ -20,7 +20,7 @@ from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
 from tests.plans import tiny_config, tiny_plan
 
-PRESETS = Path(__file__).parents[2] / "conf" / "model"
+PRESETS = Path(__file__).parents[3] / "conf" / "model"
 SMALL: dict[str, Any] = {"model.name": "bert", "model.preset": "bert", "model.layers": 2}
 
 

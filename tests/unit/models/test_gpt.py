@@ -20,7 +20,7 @@ from parallelrun.models.gpt import network, spec
 from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
 
-PRESETS = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+PRESETS = sorted((Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
 GPT_PRESETS = {path.stem: yaml.safe_load(path.read_text()) for path in PRESETS}
 GPT_PRESETS = {name: values for name, values in GPT_PRESETS.items() if values.get("name", "gpt") == "gpt"}
 SMALL = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "ffn": 24, "init_std": 0.3}

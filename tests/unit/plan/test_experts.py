@@ -89,11 +89,11 @@ class TestDegrees:
 
     def test_an_explicit_ep_beats_the_preset(self):
         assert tiny_plan(preset("gshard", dp=4, ep=2)).mesh.size("ep") == 2
-        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert.kind == "none"
+        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert is None
 
     def test_other_presets_leave_experts_at_home(self):
         plan = tiny_plan({**MOE, "dp": 4})
-        assert plan.mesh.size("ep") == 1 and plan.expert.kind == "none" and strategies_of(plan).expert is None
+        assert plan.mesh.size("ep") == 1 and plan.expert is None
         assert plan.mesh == tiny_plan(dp=4).mesh
 
     def test_a_model_without_experts_has_nothing_to_spread(self):
@@ -451,7 +451,7 @@ class TestFrozen:
         config = tiny_config(preset("gshard", **{"dp": 4, "ep": 2, "strategy.expert.chunks": 2}))
         plan = resolve(config)
         alone, reference = single_device(config, plan)
-        assert reference.world == 1 and reference.spec == plan.spec and reference.expert.kind == "none"
+        assert reference.world == 1 and reference.spec == plan.spec and reference.expert is None
         assert resolve(load_frozen(freeze(alone, reference))).spec.router == plan.spec.router
 
 
@@ -500,7 +500,7 @@ import io, sys, time
 from rich.console import Console
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.plan import show
-from tests.unit.test_config_presets import composed
+from tests.unit.config.test_presets import composed
 for line in {LARGE!r}:
     found = composed(*line.split())
     begin = time.process_time()
