@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from parallelrun.plan.data_axis import DataAxis, Point, Way
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart
-from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
+from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
 from parallelrun.report.screen import table
 from parallelrun.wording import counted
 
@@ -150,17 +148,14 @@ def _legend(found: DataAxis) -> list[str]:
 
 def to_csv(found: DataAxis) -> str:
     """Return a row per strategy and number of nodes; times are in `unit`."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for strategy in found.strategies:
-        for point in strategy.curve:
-            exchange, rates = point.exchange, point.samples_per_s or ("", "")
-            writer.writerow(
-                (point.nodes, strategy.label, int(strategy.chosen), point.workers, point.servers, exchange.steps,
-                 exchange.worker_bytes, exchange.busiest_bytes, exchange.seconds, found.fabric.unit, *rates)
-            )  # fmt: skip
-    return text.getvalue()
+    rows = [
+        (point.nodes, strategy.label, int(strategy.chosen), point.workers, point.servers, point.exchange.steps,
+         point.exchange.worker_bytes, point.exchange.busiest_bytes, point.exchange.seconds, found.fabric.unit,
+         *(point.samples_per_s or ("", "")))
+        for strategy in found.strategies
+        for point in strategy.curve
+    ]  # fmt: skip
+    return csv_text([CSV_COLUMNS, *rows])
 
 
 def to_svg(found: DataAxis, title: str) -> str:

@@ -169,13 +169,14 @@ def _servers(plan: Plan) -> str:
     most = max(rows, key=lambda row: row["total"])
     return (
         f"{counted(plan.servers, 'server')}; the largest holds {bytes_text(most['total'])}; "
-        f"its weights are {most['of_mean']:.3f} of the mean"
+        f"it owns {most['of_mean']:.3f} times the mean of the weights"
     )
 
 
 def _schedule(plan: Plan, found: Facts) -> str:
     if plan.mesh.size("pp") == 1:
-        return f"no pipeline, no bubble; {counted(plan.batch.microbatches, 'microbatch', 'es')} one after the other"
+        count = plan.batch.microbatches
+        return "no pipeline, no bubble" + (f"; {count} microbatches accumulate gradients" if count > 1 else "")
     simulation = found.simulation
     return (
         f"{plan.pipeline.kind}: the bubble is {simulation.bubble_of_total:.1%} of the step's time "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallelrun.records import write_text
-from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
+from parallelrun.report.figures import bytes_text, csv_text, degrees_text, seconds_text
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.wording import counted
 
@@ -48,15 +47,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     """Return the rows of a sweep, by point. Of a configuration that several invocations have run, only the last
     invocation's rows count; points that repeat within one invocation are all listed. A torn last line is ignored."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    try:
-        lines = (directory / RESULTS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in read_jsonl(directory / RESULTS):
         alike = found.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
         if any(old.get("invocation") != row.get("invocation") for old in alike.values()):
             alike.clear()
@@ -65,13 +56,22 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row.get("point", 0))
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file's lines, without torn lines; [] if there is no such file."""
+    rows = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object, or {} if it has none."""
-    try:
+    with contextlib.suppress(OSError, json.JSONDecodeError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def summary(directory: Path, verb: str) -> dict[str, Any]:
@@ -92,12 +92,8 @@ def write_csv(directory: Path) -> None:
             for row in found]  # fmt: skip
     keys = [key for row in found for key in overridden(row)]
     columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [column for column in columns if column not in _NOT_IN_CSV],
-                            extrasaction="ignore", lineterminator="\n")  # fmt: skip
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(directory / "results.csv", text.getvalue())
+    shown = [column for column in columns if column not in _NOT_IN_CSV]
+    write_text(directory / "results.csv", csv_text([shown, *([row.get(name, "") for name in shown] for row in rows)]))
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -407,7 +407,8 @@ def test_a_plot_that_cannot_be_is_refused(line, code, text, tmp_path, monkeypatc
 
 def test_the_classic_question_of_the_issue_is_answered(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert program.main(["plan", "model=vgg16", "strategy=ps", "dp=6", "servers=2", "cluster=ethernet_25g"]) == 0
+    line = "plan model=vgg16 strategy=ps dp=6 servers=2 cluster=ethernet_25g detail=data_axis"
+    assert program.main(line.split()) == 0
     out = capsys.readouterr().out
     assert "8 nodes (6 workers, 2 servers)" in out and "* ps, 2 servers" in out
     assert "best worker share e* = 0.50 without overlap: 4 workers + 4 servers" in out  # VGG's weights: all traffic
