@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.product import Activation, Product, transfers
+from parallelrun.product import ActivationLayout, Product, transfers
 from parallelrun.report import chart
 
 HERE = Path(__file__).parent
@@ -40,9 +40,9 @@ class Picture:
 
 
 GRID, DEEP, CUBE = (
-    Activation(("row",), ("col",)),
-    Activation(("depth", "row"), ("col",)),
-    Activation(("x", "y"), ("z",)),
+    ActivationLayout(("row",), ("col",)),
+    ActivationLayout(("depth", "row"), ("col",)),
+    ActivationLayout(("x", "y"), ("z",)),
 )
 TP, SQUARE = (("tp", 4),), (("row", 2), ("col", 2))
 PICTURES = (
@@ -100,7 +100,7 @@ def _legend(product: Product) -> str:
     return "; ".join(text for text in (received, summed) if text) or "(forward sends nothing)"
 
 
-def _layout(activation: Activation) -> Layout:
+def _layout(activation: ActivationLayout) -> Layout:
     return Layout((activation.rows, activation.features))
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from parallelrun.plan.expert_axes import FlattenedDims, MeshDims
     from parallelrun.plan.messages import Explanation
-    from parallelrun.plan.strategy import Request
+    from parallelrun.plan.request import Request
     from parallelrun.plan.structure import Collective, Equivalence, Plan
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallelrun import registry
-from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
+from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -69,7 +68,11 @@ def _filled(config: Config, plan: Plan) -> Config:
     }
     return replace(
         replace(folded, **clear),
-        strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan), data=_filled_data(folded, plan)),
+        strategy=replace(
+            folded.strategy,
+            tensor=plan.tensor.resolved_config(folded.strategy.tensor, plan),
+            data=_filled_data(folded, plan),
+        ),
         servers=None,
         model=replace(folded.model, norm_samples=sample_sets.number(plan) or folded.model.norm_samples),
         dp=plan.mesh.size("dp"),
@@ -88,18 +91,8 @@ def _filled(config: Config, plan: Plan) -> Config:
 def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
     """The data strategy with the number of its servers, where it has any, and without what it does not read."""
     data = config.strategy.data
-    reads = registry.load("strategies", f"data.{data.kind}", "plan").Way.reads
-    read = {key: getattr(data, key) for key in (*reads, "kind")}
+    read = {key: getattr(data, key) for key in (*plan.data.reads, "kind")}
     return replace(DataStrategyConfig(**read), servers=plan.servers or None)
-
-
-def _filled_tensor(config: Config, plan: Plan) -> TensorStrategyConfig:
-    """The tensor strategy with its grid and depth, where it has them."""
-    tensor, size = config.strategy.tensor, plan.mesh.size
-    if plan.tensor.kind not in ("2d", "2.5d"):
-        return tensor
-    depth = size("depth") if plan.tensor.kind == "2.5d" else tensor.depth
-    return replace(tensor, grid=f"{size('row')}x{size('col')}", depth=depth)
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:

@@ -15,7 +15,7 @@ from parallelrun.config.schema import Config, ExpertConfig, ModelConfig, RouterC
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import routing_statistics as statistics
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted, did_you_mean, divisors, either, nearest

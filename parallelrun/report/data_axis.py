@@ -11,8 +11,9 @@ from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan import data_strategies as kinds
+from parallelrun.plan import data_cost as kinds
 from parallelrun.plan.data_axis import DataAxis, Point, Way
+from parallelrun.plan.data_strategies import RELATIVE, SECONDS
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart
@@ -40,7 +41,7 @@ def _head(found: DataAxis) -> Text:
     text = f"D = {bytes_text(found.gradient_bytes)} of gradients per rank, combined over {nodes}; * marks the plan's"
     if found.expert_bytes:
         text += f"\nnot compared: {bytes_text(found.expert_bytes)} of the experts' gradients over expert_dp"
-    if found.fabric.unit == kinds.RELATIVE:
+    if found.fabric.unit == RELATIVE:
         text += "\nthe cluster gives no link rates: times are in D/B, the time to send D once"
     return Text(text)
 
@@ -89,14 +90,14 @@ def _times(found: DataAxis) -> Table:
 
 def _time_unit(found: DataAxis) -> tuple[str, float]:
     """Return the unit of the column of times: its name, and how many of the fabric's units it is."""
-    if found.fabric.unit == kinds.RELATIVE:
-        return kinds.RELATIVE, 1.0
+    if found.fabric.unit == RELATIVE:
+        return RELATIVE, 1.0
     slowest = max(strategy.here.exchange.seconds for strategy in found.strategies if strategy.here)
     return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
 def _time_text(found: DataAxis) -> Callable[[float], str]:
-    return seconds_text if found.fabric.unit == kinds.SECONDS else lambda value: f"{digits(value)} D/B"
+    return seconds_text if found.fabric.unit == SECONDS else lambda value: f"{digits(value)} D/B"
 
 
 def _best(found: DataAxis) -> list[Text]:

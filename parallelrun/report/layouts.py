@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from parallelrun.plan.comparison import Comparison, InsideNode
-from parallelrun.plan.load import load_strategy
+from parallelrun.plan.load import tensor_strategy
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.report.screen import table
 
@@ -36,7 +36,7 @@ def panel(comparison: Comparison) -> Group:
     once = [
         Text(f"{row.layout}: also {bytes_text(row.figures.once_bytes)} once per step, to sum the gradients of weights")
         for row in comparison.layouts
-        if row.figures and row.figures.once_bytes > row.figures.weight_bytes / 2
+        if row.figures and tensor_strategy(row.kind).copies_weights
     ]
     refused = [Text(f"{row.layout}: {row.reason}", "yellow") for row in comparison.layouts if row.reason]
     inside = [Text(inside_node_text(comparison.inside_node, comparison))] if comparison.inside_node else []
@@ -46,7 +46,7 @@ def panel(comparison: Comparison) -> Group:
 def inside_node_text(found: InsideNode, comparison: Comparison) -> str:
     """Return whether a smaller tp with a larger dp would receive less with the same ranks and samples."""
     chosen = comparison.chosen
-    if found.tp == comparison.tp and _is_1d(chosen.kind):
+    if found.tp == comparison.tp and tensor_strategy(chosen.kind).is_one_dimensional:
         return f"1d at tp={found.tp} stays inside a node of {found.node}: no smaller tp is compared"
     other = (
         f"1d tp={found.tp} inside a node of {found.node} x dp={found.dp}" if found.tp > 1 else f"dp={found.dp} alone"
@@ -79,15 +79,11 @@ def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Consol
         return
     drawn = table(">#", "layout", ">tokens", *COLUMNS)
     for number, row in points:
-        degree = f" {row['tp']}" if _is_1d(row["chosen"]["kind"]) else ""
+        degree = f" {row['tp']}" if tensor_strategy(row["chosen"]["kind"]).is_one_dimensional else ""
         drawn.add_row(str(number), row["chosen"]["layout"] + degree, f"{row['rows']:,}", *_cells(row["chosen"]))
     console.print(
         Text("\nlayouts side by side: one layer and one microbatch", "bold"), drawn, Text(LEGEND, "dim"), sep="\n"
     )
-
-
-def _is_1d(kind: str) -> bool:
-    return bool(load_strategy("tensor", kind).one_dimensional)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -95,7 +91,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     moved = figures["moved_weight_bytes"]
     above = (
         "-"
-        if _is_1d(row["kind"])
+        if tensor_strategy(row["kind"]).is_one_dimensional
         else "never"
         if break_even is None
         else digits(break_even)

@@ -213,7 +213,7 @@ def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
     elif fault == "expert order":  # rows are packed for one level
         ExpertGroups.send_order = lambda self, device: torch.arange(EXPERTS, device=device)
     elif fault == "gradient of the row alone":  # as if every row that comes back had weight 1 in backward
-        spreads = (rows._Combine, slots._CombineSlots)
+        spreads = (rows._CombineRows, slots._CombineSlots)
         for node in spreads:
             backward = node.backward
             node.backward = staticmethod(

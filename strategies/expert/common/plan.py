@@ -23,7 +23,7 @@ from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.expert_axes import FlattenedDims, MeshDims
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import divisors, either, nearest

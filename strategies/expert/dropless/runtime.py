@@ -41,7 +41,7 @@ class _RowCounts:
 class _KeptRows:
     """The kept rows of one chunk. weights: of the whole Routing."""
 
-    order: rows.Order
+    order: rows.RowOrder
     weights: Tensor
 
     def permute(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from parallelrun.plan.document import document
 from parallelrun.plan.expert_axes import replica_axis, split
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.parameters import held_parameters, module_layout, owns
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.suggest import pairs
 from parallelrun.report.plan import show
 from parallelrun.verify.single_device import single_device as single_device
@@ -378,7 +378,7 @@ class TestLayouts:
     @pytest.mark.parametrize(("dp", "ep", "tp"), [(4, 2, 1), (4, 4, 1), (4, 2, 2), (2, 2, 1)])
     def test_experts_are_cut_over_ep_and_everything_has_one_owner(self, data, dp, ep, tp):
         plan = tiny_plan({**MOE, "dp": dp, "ep": ep, "tp": tp, "strategy.data.kind": data})
-        strategies, shape = strategies_of(plan), plan.mesh
+        shape = plan.mesh
         places = [shape.coordinate(rank) for rank in range(shape.num_ranks)]
         for held in held_parameters(plan, 0):
             of_experts = held.spec.layer_role == "expert"
@@ -386,7 +386,7 @@ class TestLayouts:
             assert replica_axis(held.layout, plan) == ("expert_dp" if of_experts else "dp")
             if of_experts:
                 assert held.layout.local_shape(held.spec.shape, shape.sizes, places[0])[0] == 8 // ep
-            for layout_of in (strategies.data.weight_layout, strategies.data.state_layout):
+            for layout_of in (plan.data.weight_layout, plan.data.state_layout):
                 layout = layout_of(held.spec, held.layout, plan)
                 parts = [layout.ranges(held.spec.shape, shape.sizes, place) for place in places]
                 sizes = {part: prod(stop - start for start, stop in part) for part in parts}
@@ -397,7 +397,7 @@ class TestLayouts:
     def test_experts_follow_the_tensor_way_at_ep_1(self):
         plan = tiny_plan({**MOE, "dp": 2, "tp": 2})
         for spec in plan.spec.parameters.values():
-            assert module_layout(spec, plan) == strategies_of(plan).tensor.layout(spec, plan)
+            assert module_layout(spec, plan) == plan.tensor.layout(spec, plan)
             assert replica_axis(module_layout(spec, plan), plan) == "dp"
 
 
