@@ -124,8 +124,10 @@ def _cell(
 
 @contextmanager
 def _counted_step(training: Training) -> Iterator[CommunicationCounter]:
-    """Count what the last of the verified steps sends, or, if the data way does not do all of its work in that step, what
-    a further one sends. What the verdict itself gathers is not counted."""
+    """Count what the last verified step sends, or a further step if the data way does not send everything in that one.
+
+    What the verdict itself gathers is not counted.
+    """
     last, counter = training.config.verify.steps, CommunicationCounter(training.mesh)
     full = training.plan.data.full_step(last)
 
