@@ -60,8 +60,12 @@ def chosen_cells() -> list[Cell]:
 
 
 def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[str, Any]:
-    """A cell's overrides: uneven vocab where tp splits it, sequence parallel in half of the tensor cells."""
-    overrides: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, **DATA[data]}
+    """A cell's overrides: uneven vocab where tp splits it, sequence parallel in half of the tensor cells.
+
+    Pipelines have one layer a stage and, by `parity`, two microbatches a rank: enough for every phase of a schedule.
+    """
+    stages = 2 * pp if schedule in ("interleaved", "zbv") or pp == 1 else pp
+    overrides: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "model.layers": stages, **DATA[data]}
     if pp > 1:
         overrides["strategy.pipeline.kind"] = schedule
     else:
@@ -69,7 +73,6 @@ def overrides_of(dp: int, tp: int, pp: int, data: str, schedule: str) -> dict[st
     if tp > 1:
         overrides["strategy.tensor.sequence_parallel"] = (dp + pp) % 2 == 0
     overrides.update({"model.vocab": 37, "dataset.vocab": 37, "global_batch": 32, "model.label_smoothing": 0.1})
-    overrides["model.layers"] = 2 * pp  # as many as the schedules of two stages a rank need
     return overrides
 
 
