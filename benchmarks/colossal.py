@@ -36,8 +36,8 @@ from benchmarks.pairs import beyond, on_ranks, read_arguments, summarise, time_p
 from parallelrun import comm, torch_private
 from parallelrun import product as products
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh, build_mesh
-from parallelrun.mesh.shape import MeshShape
+from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import Activation, Product
 from parallelrun.strategies.tensor.grid import matmul
 from parallelrun.strategies.tensor.megatron import operators
@@ -128,8 +128,8 @@ class Side:
         self.dy = self.part.of(whole["y"], "y")
 
     def step(self) -> Tensor:
-        for leaf in (self.x, self.weight, self.bias):
-            leaf.grad = None
+        for mesh_dim in (self.x, self.weight, self.bias):
+            mesh_dim.grad = None
         y = self.forward(self.x)
         y.backward(self.dy)
         self.complete()
@@ -137,14 +137,14 @@ class Side:
 
     def error(self, whole: dict[str, Tensor]) -> float:
         """The largest relative error of Y and every gradient against one process."""
-        leaves = {name: whole[name].clone().requires_grad_() for name in ("x", "weight", "bias")}
-        expected = functional.linear(leaves["x"], leaves["weight"], leaves["bias"])
+        mesh_dims = {name: whole[name].clone().requires_grad_() for name in ("x", "weight", "bias")}
+        expected = functional.linear(mesh_dims["x"], mesh_dims["weight"], mesh_dims["bias"])
         expected.backward(whole["y"])
         y = self.step().detach()
-        found = {"y": y, **{name: getattr(self, name).grad for name in leaves}}
+        found = {"y": y, **{name: getattr(self, name).grad for name in mesh_dims}}
         if self.transposed:
             found["weight"] = found["weight"].t()
-        right = {"y": expected.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+        right = {"y": expected.detach(), **{name: mesh_dim.grad for name, mesh_dim in mesh_dims.items()}}
         parts = {name: self.part.of(value, name) for name, value in right.items()}
         return max(float((found[n] - parts[n]).abs().max() / parts[n].abs().max()) for n in parts)
 

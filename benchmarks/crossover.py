@@ -29,8 +29,8 @@ from torch import Tensor
 
 from benchmarks.pairs import RESULTS, environment, on_ranks
 from parallelrun import comm
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.mesh.runtime import Group, Mesh, build_mesh
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.mesh import Group, Mesh, build_mesh
 from parallelrun.plan.data_cost import Link, parameter_server, ring
 from parallelrun.report.chart import Axis, Line, Panel, draw
 from parallelrun.report.figures import bytes_text, digits
@@ -133,7 +133,7 @@ def _measure(node_counts: list[int], repeats: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def foretold(system: str, nodes: int, size: int) -> float:
+def predicted(system: str, nodes: int, size: int) -> float:
     """Seconds of the exchange by the closed forms, on NETWORK."""
     servers = num_servers(system, nodes)
     if not servers:
@@ -159,7 +159,7 @@ def crossovers(rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]
         at = {
             "measured": crossover_bytes({size: timed["ring", size] / timed["ps, 1 server", size] for size in SIZES}),
             "ethernet_25g": crossover_bytes(
-                {size: foretold("ring", nodes, size) / foretold("ps, 1 server", nodes, size) for size in fine}
+                {size: predicted("ring", nodes, size) / predicted("ps, 1 server", nodes, size) for size in fine}
             ),
         }
         for name, size in at.items():
@@ -236,7 +236,7 @@ def main() -> None:
     arguments = parser.parse_args()
     node_counts = [int(nodes) for nodes in arguments.nodes.split(",")]
     measured = on_ranks(max(node_counts), _measure, node_counts, arguments.repeats)["rows"]
-    rows = [{**row, "foretold_25g_s": foretold(row["system"], row["nodes"], row["bytes"])} for row in measured]
+    rows = [{**row, "foretold_25g_s": predicted(row["system"], row["nodes"], row["bytes"])} for row in measured]
     for row in rows:
         if row["bytes"] in (SMALL, LARGE):
             text = f"{row['seconds'] * 1e3:9.2f} ms, busiest node {bytes_text(row['busiest_bytes'])}"

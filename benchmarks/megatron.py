@@ -150,7 +150,7 @@ class Megatron:
         load_weights(self.model, case, sizes, training)
         self.schedule = get_forward_backward_func()
         self.mask = torch.ones(sizes.seq, sizes.seq, dtype=torch.bool).triu(1)[None, None]
-        self.positions = torch.arange(sizes.seq)[None]
+        self.pp_ranks = torch.arange(sizes.seq)[None]
         self.num_microbatches = training.plan.batch.microbatches
         self.loss = 0.0
 
@@ -177,7 +177,7 @@ class Megatron:
         size = self.training.plan.batch.micro_batch
         tokens = batch.inputs[number * size : (number + 1) * size]
         targets = batch.targets[number * size : (number + 1) * size]
-        output = model(tokens, self.positions, self.mask, labels=targets)
+        output = model(tokens, self.pp_ranks, self.mask, labels=targets)
 
         def mean(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = per_token.float().mean()

@@ -104,10 +104,10 @@ class Embeddings(nn.Module):
     def __init__(self, vocab: int, seq: int, hidden: int):
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
-        self.position = nn.Embedding(seq, hidden)
+        self.pp_rank = nn.Embedding(seq, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.position(torch.arange(tokens.size(1), device=tokens.device))
+        return self.tokens(tokens) + self.pp_rank(torch.arange(tokens.size(1), device=tokens.device))
 
 
 class OutputHead(nn.Module):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.allreduce.runtime import all_reduce
 from parallelrun.train.build import Training, build

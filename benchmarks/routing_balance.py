@@ -24,9 +24,9 @@ from benchmarks.pairs import RESULTS, environment, on_ranks
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.chart import Axis, HeatMap, Line, Panel, draw
 from parallelrun.report.figures import digits
+from parallelrun.routing_log import mean_over_layers
 from parallelrun.train import schedule
 from parallelrun.train.build import build
-from parallelrun.train.routing_log import mean_over_layers
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.plans import tiny_config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from parallelrun import product as products
 from parallelrun.layout import Layout
-from parallelrun.mesh.shape import MeshShape
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import Activation, Product, transfers
 
 HERE = Path(__file__).parent
@@ -28,12 +28,12 @@ class Picture:
 
     name: str
     title: str
-    leaves: tuple[tuple[str, int], ...]
+    mesh_dims: tuple[tuple[str, int], ...]
     product: Product
 
     @property
     def mesh(self) -> MeshShape:
-        return MeshShape(self.leaves)
+        return MeshShape(self.mesh_dims)
 
 
 GRID, DEEP, CUBE = (
@@ -80,11 +80,11 @@ def draw(picture: Picture, rank: int = 0) -> str:
         parts += _matrix(mesh, held, brought, rank, left, turned)
         sign = ("×", "=", "")[index]
         parts.append(f'<text x="{left + SIDE + GAP / 2 - 5}" y="{TOP + SIDE / 2 + 5}" font-size="18">{sign}</text>')
-    place = ", ".join(f"{axis} {mesh.coordinate(rank)[axis]}" for axis in mesh.leaf_names)
+    coordinate = ", ".join(f"{axis} {mesh.coordinate(rank)[axis]}" for axis in mesh.mesh_dim_names)
     below = TOP + SIDE + 24
     parts += [
         f'<rect x="{GAP}" y="{below - 11}" width="14" height="14" fill="{HELD}"/>',
-        f'<text x="{GAP + 20}" y="{below}">held by rank {rank} ({place})</text>',
+        f'<text x="{GAP + 20}" y="{below}">held by rank {rank} ({coordinate})</text>',
         f'<rect x="{GAP}" y="{below + 11}" width="14" height="14" fill="{BROUGHT}"/>',
         f'<text x="{GAP + 20}" y="{below + 22}">{_legend(product)}</text>',
         f'<text x="{GAP}" y="{below + 44}" fill="#4a5568">Numbers in the blocks are the ranks that hold them.</text>',

@@ -1,4 +1,4 @@
-"""What a user is told when something is wrong, and the exit code that goes with it (design, section 8)."""
+"""What a user is told when something is wrong, and the exit code that goes with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Problem:
 
     what: the broken rule with its numbers; where: key or file (`tp`, `recipe.yaml:3`); suggestion: the nearest legal
     value or name ("did you mean"); command: something to try; kind: `arithmetic` (does not divide), `undefined` (has
-    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen ways do not read) or `usage`. A text may quote
+    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen strategies do not read) or `usage`. A text may
+    quote
     names out of files that others have made: it is made `printable`.
     """
 

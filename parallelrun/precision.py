@@ -1,4 +1,4 @@
-"""The precision table, one for every strategy and for one device alike (design, section 6). Torch-free.
+"""The precision table, one for every strategy and for one device alike. Torch-free.
 
 Parameters are stored in `stored`, rounded to `compute` where they are used; activations and their communication are in
 `compute`; gradients are reduced in `reduce`; norms, softmax and loss compute in `accurate`. No autocast.

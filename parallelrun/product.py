@@ -1,6 +1,7 @@
 """How one distributed product Y = X W^T is computed over named axes: what every rank holds, what moves, what is left.
 
-Torch-free data, the one source for the grid tensor ways' runtime, for predicted traffic, for the comparison that `plan`
+Torch-free data, the one source for the grid tensor strategies' runtime, for predicted traffic, for the comparison that
+`plan`
 prints, for the `matmul` lesson and for the pictures in docs/tensor_layouts.md. M are the rows of X (positions of a
 microbatch; only whole samples are ever split), K its features, N the features of Y. W is stored (out, in) = (N, K).
 

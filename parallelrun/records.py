@@ -1,6 +1,6 @@
 """The one writer of a run's JSON files: atomic, with `schema: 1`, and never a number that is not JSON (torch-free).
 
-Non-finite numbers become null and the top-level object then carries `nonfinite: true` (design, section 8).
+Non-finite numbers become null and the top-level object then carries `nonfinite: true`.
 """
 
 from __future__ import annotations

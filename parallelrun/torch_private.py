@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
-    """The order of actions of torch's pipeline schedule `name`: (kind, stage, microbatch) per pp coordinate.
+    """The order of actions of torch's pipeline schedule `name`: (kind, stage, microbatch) per pp rank.
 
     Public schedules keep their order in attributes only their own runtime reads. For tests: ours must equal it.
     """

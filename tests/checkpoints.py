@@ -19,10 +19,10 @@ from parallelrun import registry
 from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
 from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, Part, StoredTensor, describe_plan, encode
 from parallelrun.config.schema import OptimizerConfig
-from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.optimizer import Optimizer
+from parallelrun.plan.parameters import LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter, held_parameters
 from tests.plans import tiny_plan
 
 STATE = ("exp_avg", "exp_avg_sq")
@@ -37,10 +37,10 @@ def value(key: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
 
 def parts_of(plan: Plan, mesh: Mesh, salt: int | None) -> tuple[list[LocalParameter], Optimizer]:
     """This rank's parameters and an AdamW with state: slices of `value`, or NaN and no state when salt is None."""
-    way = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
+    strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     parameters = []
     for held in held_parameters(plan, mesh.coordinate.get("pp", 0)):
-        layout = way.state_layout(held.spec, held.layout, plan)
+        layout = strategy.state_layout(held.spec, held.layout, plan)
         shape = layout.local_shape(held.spec.shape, plan.mesh.sizes, mesh.coordinate)
         tensor = torch.full(shape, torch.nan).requires_grad_()
         parameters.append(LocalParameter(held.name, tensor, held.spec, layout, held.shared))

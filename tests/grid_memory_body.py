@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from parallelrun import registry
-from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import dropout, recompute
 from parallelrun.models.layers import AttentionProduct
 from parallelrun.models.network import Network
-from parallelrun.plan.resolve import load_way, resolve
+from parallelrun.plan.resolve import load_strategy, resolve
 from parallelrun.plan.structure import Plan
 from tests.live_bytes import saving
 from tests.plans import tiny_config
@@ -52,7 +52,7 @@ class Storages:
 def saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Body of a rank: by block, (bytes saved in a forward pass of one microbatch, bytes predicted)."""
     network, plan = placed(overrides)
-    way, num_samples = load_way("tensor", plan.tensor.kind), plan.batch.micro_batch
+    strategy, num_samples = load_strategy("tensor", plan.tensor.kind), plan.batch.micro_batch
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(plan.spec.vocab, (num_samples, plan.spec.seq), generator=generator)
     targets, found = x.roll(-1, 1), {}
@@ -63,7 +63,7 @@ def saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
                 x = network.block(name)(x)
             if name == network.block_names[-1]:
                 network.loss(x, targets)
-        found[name] = storages.nbytes, way.saved_bytes(plan.spec.block(name), plan)
+        found[name] = storages.nbytes, strategy.saved_bytes(plan.spec.block(name), plan)
     return found
 
 
@@ -89,7 +89,7 @@ def _saved_selectively(overrides: dict[str, Any]) -> tuple[int, int]:
 
     with patch.object(recompute._CheapOutputs, "pack", counted):
         recompute.run(network.block("layers.0"), x, torch.arange(plan.batch.micro_batch), plan.recompute)
-    predicted = load_way("tensor", plan.tensor.kind).saved_bytes(plan.spec.block("layers.0"), plan)
+    predicted = load_strategy("tensor", plan.tensor.kind).saved_bytes(plan.spec.block("layers.0"), plan)
     return storages.nbytes, predicted
 
 

@@ -1,4 +1,4 @@
-"""Planted bugs of the grid tensor ways: each function breaks parallelrun in this process, as `tests.mutants` do.
+"""Planted bugs of the grid tensor strategies: each function breaks parallelrun in this process, as `tests.mutants` do.
 
 `tests/ranks/test_grid_mutants.py` runs each on every rank of a plan where it matters, and expects `verify` to notice.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Move, Product
 
@@ -139,13 +139,13 @@ def masks_of_the_first_samples() -> None:
 
 def masks_of_the_first_heads() -> None:
     """Every column of the grid drops the probabilities of the first column's heads."""
-    from parallelrun.models import layers as one_device
+    from parallelrun.models import layers as single_device
     from parallelrun.strategies.tensor.grid import layers
 
     def wrong(self: layers.AttentionProduct, *heads: torch.Tensor) -> torch.Tensor:
         rows, _ = self.trail.parts
         self.sample_part = (rows.index, rows.count)
-        return one_device.AttentionProduct.forward(self, *heads)
+        return single_device.AttentionProduct.forward(self, *heads)
 
     layers.AttentionProduct.forward = wrong
 

@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: object) -> Iterator[tuple[StorageWeakRef, int]]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
-            storage = leaf.untyped_storage()
+    for mesh_dim in tree_leaves(tree):
+        if isinstance(mesh_dim, Tensor) and not mesh_dim.is_meta:
+            storage = mesh_dim.untyped_storage()
             yield StorageWeakRef(storage), storage.nbytes()

@@ -54,7 +54,7 @@ def mean_for_sum() -> None:
 
 def wrong_group() -> None:
     """Tensor-parallel sums run over the data group."""
-    from parallelrun.mesh.runtime import Mesh
+    from parallelrun.mesh import Mesh
 
     right = Mesh.group
     Mesh.group = lambda self, axis: right(self, "dp" if axis == "tp" else axis)
@@ -101,11 +101,11 @@ def untied_embedding() -> None:
 
 def bias_added_by_every_rank() -> None:
     """The row bias is added before the sum: tp times."""
-    from parallelrun.models import layers as one_device
+    from parallelrun.models import layers as single_device
     from parallelrun.strategies.tensor.megatron import layers, operators
 
     def wrong(self: layers.Row, x: torch.Tensor) -> torch.Tensor:
-        partial = one_device.linear(x, self.weight, self.bias, self.compute_dtype)
+        partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
         return operators.leave(partial, self.span.group, self.span.sequence_parallel)
 
     layers.Row.forward = wrong
@@ -222,7 +222,7 @@ def own_gradients_kept() -> None:
 
 def ring_over_the_wrong_group() -> None:
     """Gradients are summed over tp."""
-    from parallelrun.mesh.runtime import Mesh
+    from parallelrun.mesh import Mesh
     from parallelrun.strategies.data.ring import runtime
 
     right = runtime.attach
@@ -268,7 +268,7 @@ def expert_gradients_ep_times_too_large() -> None:
 
 def experts_summed_with_other_experts() -> None:
     """Groups of as many ranks, but across ep: ZeRO sums different experts and shares out their updates."""
-    from parallelrun.mesh.runtime import Mesh
+    from parallelrun.mesh import Mesh
 
     right = Mesh.group
     Mesh.group = lambda self, axis: right(self, "ep" if axis == "expert_dp" else axis)

@@ -18,21 +18,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
-from parallelrun.exchange import gather_json
 from parallelrun.models.network import compile_blocks
-from parallelrun.plan import account
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import StepResult, train_step
-from parallelrun.verify.alone import one_device
 from parallelrun.verify.decisions import are_held
 from parallelrun.verify.replay import record_replay
 from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
+from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, record
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -86,7 +86,7 @@ def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
     if plan.equivalence.kind == "replay":
         trace = record_replay(config, plan, cpu)
     else:
-        alone, plan = one_device(config, plan)
+        alone, plan = single_device(config, plan)
         trace = record(build(alone, plan, cpu), config.verify.steps)
     path = Path(_FILES.name) / f"{abs(hash(settings)):x}-{os.getpid()}.pt"
     torch.save(vars(trace), path)
@@ -128,7 +128,8 @@ def _cell(
 
 @contextmanager
 def _counted_step(training: Training) -> Iterator[CommunicationCounter]:
-    """Count what the last verified step sends, or a further step if the data way does not send everything in that one.
+    """Count what the last verified step sends, or a further step if the data strategy does not send everything in that
+    one.
 
     What the verdict itself gathers is not counted.
     """
@@ -157,7 +158,7 @@ def _surprises(training: Training, counter: CommunicationCounter) -> list[str]:
     the bound, where bytes depend on the data)."""
     plan, mesh = training.plan, training.mesh
     counted = {_key(row): row for row in counter.rows()}
-    said = {_key(row): row for row in account.collectives(plan, mesh.rank)}
+    said = {_key(row): row for row in prediction.collectives(plan, mesh.rank)}
     agreed = {key for key, row in counted.items() if key in said and said[key].allows(row.calls, row.payload_bytes)}
     return [f"rank {mesh.rank} sent {row}" for key, row in counted.items() if key not in agreed] + [
         f"rank {mesh.rank} was to send {row}" for key, row in said.items() if key not in agreed

@@ -35,11 +35,11 @@ class PeakBytes(TorchDispatchMode):
         super().__exit__(*problem)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            self._see(leaf)
+        for mesh_dim in tree_leaves((args, kwargs)):
+            self._see(mesh_dim)
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            self._see(leaf)
+        for mesh_dim in tree_leaves(result):
+            self._see(mesh_dim)
         return result
 
     def restart(self) -> None:

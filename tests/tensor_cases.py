@@ -1,4 +1,5 @@
-"""A tensor way against one device, layer by layer and model by model: what the tests of the tensor ways share."""
+"""A tensor strategy against one device, layer by layer and model by model: what the tests of the tensor strategies
+share."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from parallelrun import registry
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models import dropout, layers, recompute, rounding
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, PipelineWay, Plan
 from parallelrun.strategies.tensor.megatron.place import place
@@ -35,7 +36,7 @@ AUXILIARY = 0.3  # what a routing group's auxiliary loss counts in the loss
 
 def gpt_plan(overrides: dict[str, Any], pipeline: str = "none") -> tuple[Config, Plan]:
     """The tiny gpt with `overrides` (see `tests.plans`) under tensor parallelism alone: fp64, one microbatch of two
-    samples. pipeline: the kind whose rules the tensor way is to follow (zero bubble separates the collectives)."""
+    samples. pipeline: the kind whose rules the tensor strategy is to follow (zero bubble separates the collectives)."""
     few = {
         "model.layers": 2,
         "precision.name": "fp64",
@@ -268,7 +269,7 @@ def _spec_of(role: str, network: nn.Module) -> ModelSpec:
 
 def _activations(role: str, plan: Plan) -> tuple[Layout, list[Layout]]:
     """Layouts (batch, seq, features) of what goes into the layer and of what comes out."""
-    axes = plan.mesh.leaf_axes("tp")
+    axes = plan.mesh.mesh_dims_of("tp")
     between = Layout(((), axes if plan.tensor.sequence_parallel else (), ()))
     split = Layout(((), (), axes))
     if role == "columns":

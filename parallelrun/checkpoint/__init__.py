@@ -23,9 +23,9 @@ from parallelrun.checkpoint.schema import read_index
 from parallelrun.plan.structure import Plan
 
 if TYPE_CHECKING:
-    from parallelrun.mesh.runtime import Mesh
-    from parallelrun.train.optimizer import Optimizer
-    from parallelrun.train.parameters import LocalParameter
+    from parallelrun.mesh import Mesh
+    from parallelrun.optimizer import Optimizer
+    from parallelrun.plan.parameters import LocalParameter
 
 __all__ = [
     "check_model",
@@ -54,7 +54,7 @@ def save(
 ) -> Path:
     """Write `directory/step_<step>` and return its path. Collective: every rank calls it with its own parts.
 
-    extra: what else an exact resume needs, JSON only; rank 0's is kept. kept: what the data way keeps beside the
+    extra: what else an exact resume needs, JSON only; rank 0's is kept. kept: what the data strategy keeps beside the
     optimizer (`DataRuntime.kept`), alike on all replicas. Every logical element is written once, by the
     rank that owns it. Raises EnvironmentProblem (a full disk, a file system that hosts do not share) on all ranks alike
     when any rank fails; earlier checkpoints are then untouched and nothing half-written stays.

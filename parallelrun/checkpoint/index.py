@@ -95,7 +95,7 @@ def state_key(kind: str, name: str) -> str:
 
 
 def kept_key(kind: str, name: str) -> str:
-    """What a data way keeps beside the optimizer (kind: `outer/shared`, ...); other ways do not read it."""
+    """What a data strategy keeps beside the optimizer (kind: `outer/shared`, ...); other ways do not read it."""
     return f"{kind}/{name}"
 
 

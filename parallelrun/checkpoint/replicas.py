@@ -12,7 +12,7 @@ from dataclasses import replace
 from parallelrun import comm
 from parallelrun.checkpoint.index import Index, replica_key
 from parallelrun.checkpoint.planners import LocalPart
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 
 PURPOSE = "checkpoint"

@@ -23,9 +23,9 @@ from parallelrun.checkpoint.find import (
 from parallelrun.checkpoint.headers import check_header
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
 from parallelrun.checkpoint.schema import check_training
-from parallelrun.config.freeze import freeze, load_frozen
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
+from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.structure import Plan
 
 LATEST = "latest"

@@ -27,10 +27,10 @@ from parallelrun.checkpoint.index import (
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.errors import CheckpointError, ParallelrunError, PeerFailed, Problem, SaveFailed
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
+from parallelrun.optimizer import Optimizer
+from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import Plan
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter, owns
 
 
 def save(
@@ -120,8 +120,8 @@ def _own_parts(parameters: Sequence[LocalParameter], optimizer: Optimizer, plan:
     if not replicas.are_apart(plan):
         owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
         return [part for parameter in owned for part in _parts_to_save(parameter, optimizer, mesh)]
-    place = {**mesh.coordinate, "dp": 0}
-    owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, place)]
+    coordinate = {**mesh.coordinate, "dp": 0}
+    owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, coordinate)]
     return replicas.apart_and_mean([q for p in owned for q in _parts_to_save(p, optimizer, mesh)], mesh)
 
 

@@ -100,7 +100,7 @@ def show(words: list[str]) -> int:
 
         print_json(asdict(config))
     else:
-        from parallelrun.config.freeze import freeze
+        from parallelrun.plan.freeze import freeze
 
         sys.stdout.write(freeze(config))
     return EXIT_OK

@@ -1,7 +1,7 @@
 """Sweeps (`-m`): Hydra composes every point; here each is resolved, run or skipped, and its row written down.
 
 A sweep directory holds the points' run directories, `results.jsonl` (a row a point, appended when the point ends) and
-the same as `results.csv`. A point is known by `config.freeze.identity`, so that `sweep.resume=<directory>` runs only
+the same as `results.csv`. A point is known by `plan.freeze.identity`, so that `sweep.resume=<directory>` runs only
 what has not been done, and a point that repeats an earlier one of the same sweep is listed (`same_as`), not run again.
 """
 
@@ -24,7 +24,6 @@ from parallelrun.cli.gpus import visible_gpus
 from parallelrun.cli.objective import objective
 from parallelrun.config import compose
 from parallelrun.config.compose import Composed, Prepared
-from parallelrun.config.freeze import identity
 from parallelrun.config.overrides import unquoted
 from parallelrun.errors import (
     EXIT_CONFIG,
@@ -37,6 +36,7 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
+from parallelrun.plan.freeze import identity
 from parallelrun.records import append_jsonl, document
 from parallelrun.report import comparison, scaling
 from parallelrun.report import sweep as report

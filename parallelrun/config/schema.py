@@ -107,7 +107,7 @@ class DatasetConfig:
 
 
 @dataclass
-class DataWayConfig:
+class DataStrategyConfig:
     """The way of the data axis: ddp | ring | horovod | ps | local_sgd | diloco | zero1 | zero2 | fsdp.
 
     Each way's `reads` (strategies/data/<kind>/plan.py) says which keys it takes.
@@ -145,7 +145,7 @@ class DataWayConfig:
 
 
 @dataclass
-class TensorWayConfig:
+class TensorStrategyConfig:
     """The way of the tensor axes: megatron (layout 1d) | 2d | 2.5d | 3d."""
 
     kind: str = "megatron"
@@ -158,7 +158,7 @@ class TensorWayConfig:
 
 
 @dataclass
-class PipelineWayConfig:
+class PipelineConfig:
     """The way of the pipeline axis: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
     kind: str = "1f1b"
@@ -168,7 +168,7 @@ class PipelineWayConfig:
 
 
 @dataclass
-class ExpertWayConfig:
+class ExpertConfig:
     """The way of the expert axis: capacity | dropless."""
 
     kind: str | None = None  # None: capacity where the router has one, else dropless
@@ -191,10 +191,10 @@ class StrategyConfig:
     own_axis: str = "dp"
     fill_order: list[str] = field(default_factory=list)
     demo: dict[str, int] = field(default_factory=dict)
-    data: DataWayConfig = field(default_factory=DataWayConfig)
-    tensor: TensorWayConfig = field(default_factory=TensorWayConfig)
-    pipeline: PipelineWayConfig = field(default_factory=PipelineWayConfig)
-    expert: ExpertWayConfig = field(default_factory=ExpertWayConfig)
+    data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
+    tensor: TensorStrategyConfig = field(default_factory=TensorStrategyConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     router: dict[str, Any] = field(default_factory=dict)  # what the preset fills into model.router
 
 

@@ -6,7 +6,7 @@ from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.data.dataset import Dataset, Split, collate
 from parallelrun.data.masked import mask
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 __all__ = ["Dataset", "Split", "collate", "notes", "open_dataset"]
 

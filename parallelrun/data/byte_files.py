@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset, Documents, split_documents
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,7 @@ from parallelrun.data.dataset import Dataset
 from parallelrun.data.images import Pixels, open_pixels
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 CLASSES, SIZE = 10, 32
 MOMENTS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))

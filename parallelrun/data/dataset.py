@@ -11,7 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,7 @@ from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset
 from parallelrun.data.images import Pixels, open_pixels
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
 
 CLASSES, SIZE, TOP = 10, 8, 16

@@ -20,7 +20,7 @@ from parallelrun.data.dataset import Dataset, held_out, require_samples
 from parallelrun.data.images import Look, look_for
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
 
 if TYPE_CHECKING:

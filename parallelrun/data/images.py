@@ -15,7 +15,7 @@ from parallelrun.data.byte_files import digest_array
 from parallelrun.data.dataset import Dataset, held_out, require_samples
 from parallelrun.data.order import derive_key, mix
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset, Split
 from parallelrun.data.order import derive_key, mix
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,7 @@ from parallelrun.data.dataset import Dataset, Documents, split_documents
 from parallelrun.data.indexed import data_path, index_path, open_indexed
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 # Files up to this size are read through for their largest token id; of larger ones the user says the vocab.
 SCAN_BYTES = 256 * 2**20

@@ -15,7 +15,7 @@ from parallelrun.data.dataset import Dataset
 from parallelrun.data.images import Pixels, open_pixels
 from parallelrun.data.text import resolve_path
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

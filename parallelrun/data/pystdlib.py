@@ -11,7 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data import byte_files
 from parallelrun.data.dataset import Dataset
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 DEFAULT_MAX_BYTES = 8 * 2**20
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

@@ -15,7 +15,7 @@ from parallelrun.data.arrays import np
 from parallelrun.data.dataset import Dataset, Split, require_samples
 from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,7 +9,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data import byte_files
 from parallelrun.data.dataset import Dataset
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 
 def vocab_size(config: Config) -> int:

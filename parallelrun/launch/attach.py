@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parallelrun.config.freeze import digest, load_frozen
 from parallelrun.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -35,6 +34,7 @@ from parallelrun.launch.meeting import Member, Peers
 from parallelrun.launch.processes import Job
 from parallelrun.launch.status import Status
 from parallelrun.launch.watchdog import Watchdog
+from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.records import write_json
 
 if TYPE_CHECKING:

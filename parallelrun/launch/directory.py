@@ -114,7 +114,7 @@ def describe(
     resumed: dict[str, Any] | None = None,
 ) -> None:
     """Write config.yaml, plan.json and manifest.json. resumed: of the checkpoint the run goes on from, if any."""
-    from parallelrun.config.freeze import freeze
+    from parallelrun.plan.freeze import freeze
     from parallelrun.report.plan import document
 
     if not reserve.set_aside(directory):

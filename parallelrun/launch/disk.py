@@ -8,10 +8,10 @@ from pathlib import Path
 
 from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
-from parallelrun.train.routing_log import NUMBERS_WRITTEN
+from parallelrun.routing_log import NUMBERS_WRITTEN
 
 _ROW_BYTES = 512  # of metrics.jsonl: measured 300 to 450
 _NUMBER_BYTES = 6  # of routing.jsonl, which has two numbers for each expert, layer and step
@@ -49,7 +49,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     state = plan.spec.num_parameters + trained * plan.optimizer_states
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    kept = trained * getattr(ways_of(plan).data, "kept_states", 0)
+    kept = trained * getattr(strategies_of(plan).data, "kept_states", 0)
     return (state * copies + kept) * BYTES[plan.precision.stored]
 
 

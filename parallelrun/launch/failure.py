@@ -129,10 +129,10 @@ def block(
 ) -> list[str]:
     """The last words on the screen: what, which rank where, at which step, how to go on. At most MAX_LINES lines."""
     lines = problem_lines(failure.problems)
-    place = f"{coordinates(plan, failure.rank)}, {socket.gethostname()}, pid {failure.pid}"
+    coordinate = f"{coordinates(plan, failure.rank)}, {socket.gethostname()}, pid {failure.pid}"
     if not failure.problems:
         separator = " " if failure.what.split(" ")[0] in ("died:", "lost", "waited", "hangs:", "stopped") else ": "
-        lines.append(f"error: rank {failure.rank} ({place}){separator}{failure.what}")
+        lines.append(f"error: rank {failure.rank} ({coordinate}){separator}{failure.what}")
     phase = f", phase {failure.phase}" if failure.phase else ""
     lines.append(f"  at: rank {failure.rank}, step {failure.step}{phase}")
     lines += [f"  in: {frame}" for frame in failure.frames]
@@ -147,7 +147,7 @@ def block(
 
 
 def problem_lines(problems: Iterable[Problem]) -> list[str]:
-    """The shape of every error message (design, section 8)."""
+    """The shape of every error message."""
     lines = []
     for problem in problems:
         lines.append(f"error: {problem.what}")
@@ -170,8 +170,8 @@ def coordinates(plan: Plan, rank: int) -> str:
     """`dp=1 tp=1 pp=0`, or `server 0`."""
     if plan.role(rank) == "server":
         return f"server {rank - plan.num_workers}"
-    place = plan.mesh.coordinate(rank)
-    return " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
+    coordinate = plan.mesh.coordinate(rank)
+    return " ".join(f"{axis}={coordinate.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
 
 
 def last_checkpoint(directory: Path) -> tuple[int, Path] | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
-from parallelrun.plan.names import gib
 from parallelrun.plan.structure import Memory, Plan
+from parallelrun.wording import gib
 
 CROWDED = 8  # ranks per core beyond which a run is mostly waiting
 
@@ -92,11 +92,11 @@ def _check_memory(plan: Plan, available: int | None, each: bool) -> list[str]:
     """each: `available` is per rank (GPUs), else for all ranks together (one host's memory)."""
     if available is None:
         return []
-    from parallelrun.plan import account
+    from parallelrun.plan import prediction
 
-    classes = account.rank_classes(plan)
+    classes = prediction.rank_classes(plan)
     on_devices = [(rank, count) for rank, count in classes if not each or plan.role(rank) == "worker"]
-    rows = [(account.memory(plan, rank), count) for rank, count in on_devices]
+    rows = [(prediction.memory(plan, rank), count) for rank, count in on_devices]
     state = _sum_or_max([(_state_bytes(memory), count) for memory, count in rows], each)
     total = _sum_or_max([(memory.total, count) for memory, count in rows], each)
     holder = "a rank needs" if each else f"{plan.world} rank{'s' * (plan.world > 1)} on this host need"

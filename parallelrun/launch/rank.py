@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun import reserve
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
 from parallelrun.launch import failure, gpus
 from parallelrun.launch.board import Board
-from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-WORKER = "parallelrun.train.worker:run"
+WORKER = "parallelrun.launch.worker:run"
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def main(text: str) -> None:
 
     redirect(place.directory, place.rank, place.keeps_terminal)
 
-    from parallelrun.config.freeze import load_frozen
+    from parallelrun.plan.freeze import load_frozen
     from parallelrun.plan.resolve import resolve
 
     config = load_frozen((place.directory / "config.yaml").read_text())

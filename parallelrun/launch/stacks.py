@@ -30,7 +30,7 @@ class Position:
     waiting: bool = False
 
 
-def position(step: int, dump: str, stopped: bool) -> Position:
+def pp_rank(step: int, dump: str, stopped: bool) -> Position:
     """Read faulthandler's dump of one process."""
     frames: list[str] = []
     waiting = False
@@ -44,23 +44,23 @@ def position(step: int, dump: str, stopped: bool) -> Position:
     return Position(step, stopped, tuple(frames), waiting)
 
 
-def suspects(positions: Mapping[int, Position]) -> tuple[list[int], str]:
+def suspects(pp_ranks: Mapping[int, Position]) -> tuple[list[int], str]:
     """The ranks that hold up the others, and why they are suspected; empty when nothing tells them apart."""
-    stopped = [rank for rank, at in positions.items() if at.stopped]
+    stopped = [rank for rank, at in pp_ranks.items() if at.stopped]
     if stopped:
         return stopped, "stopped (SIGSTOP)"
-    silent = [rank for rank, at in positions.items() if not at.frames]
-    if silent and len(silent) < len(positions):
+    silent = [rank for rank, at in pp_ranks.items() if not at.frames]
+    if silent and len(silent) < len(pp_ranks):
         return silent, "gave no stack"
-    elsewhere = [rank for rank, at in positions.items() if not at.waiting]
-    if elsewhere and len(elsewhere) < len(positions):
-        return elsewhere, f"not in a collective but in {positions[elsewhere[0]].frames[0]}"
+    elsewhere = [rank for rank, at in pp_ranks.items() if not at.waiting]
+    if elsewhere and len(elsewhere) < len(pp_ranks):
+        return elsewhere, f"not in a collective but in {pp_ranks[elsewhere[0]].frames[0]}"
     for what, key in (("at step", lambda at: at.step), ("at", lambda at: at.frames[:2])):
-        counts = Counter(key(at) for at in positions.values())
+        counts = Counter(key(at) for at in pp_ranks.values())
         common, number = counts.most_common(1)[0]
-        odd = [rank for rank, at in positions.items() if key(at) != common]
+        odd = [rank for rank, at in pp_ranks.items() if key(at) != common]
         if odd and number > len(odd):
-            shown = key(positions[odd[0]])
+            shown = key(pp_ranks[odd[0]])
             return odd, f"{what} {shown if isinstance(shown, int) else shown[0]}, all others {what} {_short(common)}"
     return [], ""
 

@@ -36,9 +36,9 @@ from parallelrun.launch.processes import Job
 from parallelrun.launch.status import Status
 from parallelrun.launch.supervisor import Outcome
 from parallelrun.launch.watchdog import Watchdog
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
+from parallelrun.wording import counted
 
 
 @dataclass(frozen=True)

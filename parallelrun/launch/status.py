@@ -1,4 +1,4 @@
-"""status.json: how a run stands, for people and schedulers (design, section 8). Torch-free."""
+"""status.json: how a run stands, for people and schedulers. Torch-free."""
 
 from __future__ import annotations
 

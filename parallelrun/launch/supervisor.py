@@ -228,11 +228,11 @@ class Supervisor:
         if not silent:
             return
         stopped = {rank for rank, pid in self._alive.items() if stacks.is_stopped(pid)}
-        positions = {
-            rank: stacks.position(self._board.read(rank).step, dump, rank in stopped)
+        pp_ranks = {
+            rank: stacks.pp_rank(self._board.read(rank).step, dump, rank in stopped)
             for rank, dump in self._dump_stacks(stopped).items()
         }
-        guilty, why = stacks.suspects(positions)
+        guilty, why = stacks.suspects(pp_ranks)
         rank = guilty[0] if guilty else silent[0]
         others = f" (with {', '.join(f'rank {r}' for r in guilty[1:4])})" if len(guilty) > 1 else ""
         why = why or "nothing tells the ranks apart: compare the stacks in logs/"

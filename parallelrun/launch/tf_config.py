@@ -19,7 +19,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.plan import cluster_spec
 from parallelrun.plan.cluster_spec import ClusterSpec
-from parallelrun.plan.names import did_you_mean
+from parallelrun.wording import did_you_mean
 
 NAME = "TF_CONFIG"
 _FIRST = ("chief", "master")  # jobs of one task, which is worker 0

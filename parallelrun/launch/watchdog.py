@@ -65,7 +65,7 @@ class Watchdog:
             dump = file.read()
         self._log.write(dump)
         self._log.flush()
-        at = stacks.position(beat.step, dump, stopped=False)
+        at = stacks.pp_rank(beat.step, dump, stopped=False)
         where = "in a collective that not all ranks have joined" if at.waiting else f"in {at.frames[0]}"
         what = f"hangs: no progress for {self._timeout_s:g} s; {where}; the stacks are in the log"
         order = 2 if at.waiting else 1

@@ -1,4 +1,5 @@
-"""What role layers compute, as functions of tensors: tensor ways call them too, so that all compute the same numbers.
+"""What role layers compute, as functions of tensors: tensor strategies call them too, so that all compute the same
+numbers.
 
 Under every step lie hundreds of these calls, and casting to the dtype that a tensor has already costs more than asking
 for it: small models feel that.

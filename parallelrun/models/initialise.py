@@ -1,4 +1,4 @@
-"""Same initial weights under every plan and on every device (design, section 6).
+"""Same initial weights under every plan and on every device.
 
 A logical tensor is cut into fixed blocks of whole rows of dim 0, at most 16 MiB each; a block is drawn whole on CPU, in
 fp32, from hash(seed, one-device name, block number), and a rank copies out what its Layout says. So no rank ever holds
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from parallelrun import registry
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
+from parallelrun.model_spec import Initialiser, ParameterSpec
 from parallelrun.models.network import Network
-from parallelrun.models.spec import Initialiser, ParameterSpec
+from parallelrun.plan.parameters import module_layout
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import module_layout
 
 BLOCK_BYTES = 16 * 2**20
 Ranges = tuple[tuple[int, int], ...]
@@ -33,11 +33,12 @@ Ranges = tuple[tuple[int, int], ...]
 def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> None:
     """Give every parameter of this rank's stages storage on `mesh.device` and its initial values, in place.
 
-    Call it after the data way has sharded the parts: plain Parameters keep their identity, FSDP2's DTensors get their
+    Call it after the data strategy has sharded the parts: plain Parameters keep their identity, FSDP2's DTensors get
+    their
     local shard only. A tied copy gets its original's values. Buffers that are still on meta have no values to be given:
     modules compute what they need in forward or hold it on a real device.
     """
-    data_way = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
+    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     originals = dict(plan.spec.tied)
     own: dict[str, Tensor] = {}
     filled: set[int] = set()
@@ -50,7 +51,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
                 continue
             filled.add(id(parameter))
             spec = plan.spec.parameters[originals.get(name, name)]
-            layout: Layout = data_way.weight_layout(spec, module_layout(spec, plan), plan)
+            layout: Layout = data_strategy.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
             fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)

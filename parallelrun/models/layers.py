@@ -1,8 +1,8 @@
 """Role layers: all that reduces or splits hidden, heads or vocab, in their one-device meaning.
 
-A tensor way replaces them by its own classes with the same parameter names; it reuses `functions`, so that both
+A tensor strategy replaces them by its own classes with the same parameter names; it reuses `functions`, so that both
 compute the same numbers. Weights are stored in one dtype and rounded to `compute_dtype` where they are used;
-norms, softmax and loss compute in at least fp32 (design, section 6).
+norms, softmax and loss compute in at least fp32.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.models import dropout as masks
-from parallelrun.models.functions import accurate_dtype as accurate_dtype  # for tensor ways
+from parallelrun.models.functions import accurate_dtype as accurate_dtype  # for tensor strategies
 from parallelrun.models.functions import activate, attend, attend_with_dropout, drop, linear, normalise, token_loss
 
 
 class RoleLayer(nn.Module):
-    """A layer that a tensor way may place. `layer_role` names which; weights are cast to `compute_dtype` where used.
+    """A layer that a tensor strategy may place. `layer_role` names which; weights are cast to `compute_dtype` where
+    used.
 
     communicates: its forward sends something, so that computing it again is not cheap. compiles: torch.compile may
     look into it; else it is a break in the graph.
@@ -44,7 +45,7 @@ class Weights(nn.Module):
 
 
 class Columns(RoleLayer):
-    """One input, several named outputs: linear layers whose outputs a tensor way may split.
+    """One input, several named outputs: linear layers whose outputs a tensor strategy may split.
 
     outputs: name -> features. Parameters `<name>.weight` (out, in) and `<name>.bias` (out): never fused. A single
     output without a name (`{"": features}`) keeps plain `weight` and `bias`, as a linear layer of a user's module does.
@@ -80,7 +81,7 @@ class Columns(RoleLayer):
 
 
 class Row(RoleLayer):
-    """A linear layer whose input a tensor way may split. Parameters `weight` (out, in) and `bias` (out)."""
+    """A linear layer whose input a tensor strategy may split. Parameters `weight` (out, in) and `bias` (out)."""
 
     layer_role = "row"
 
@@ -156,7 +157,7 @@ class Norm(RoleLayer):
 class Enter(RoleLayer):
     """In front of what reads whole rows and gives a sum over split features: x (batch, seq, hidden) as it is.
 
-    A tensor way that cuts the sequence makes it whole here, and sums the gradients of what was split behind it.
+    A tensor strategy that cuts the sequence makes it whole here, and sums the gradients of what was split behind it.
     """
 
     layer_role = "enter"
@@ -166,7 +167,7 @@ class Enter(RoleLayer):
 
 
 class Leave(RoleLayer):
-    """Behind it: rows (tokens, hidden), a fresh tensor -> (batch, seq, hidden). A tensor way sums them here."""
+    """Behind it: rows (tokens, hidden), a fresh tensor -> (batch, seq, hidden). A tensor strategy sums them here."""
 
     layer_role = "leave"
 
@@ -175,7 +176,7 @@ class Leave(RoleLayer):
 
 
 class Activation(nn.Module):
-    """The MLP's elementwise middle; splits with its inputs, so no tensor way replaces it. kind: gelu | relu |
+    """The MLP's elementwise middle; splits with its inputs, so no tensor strategy replaces it. kind: gelu | relu |
     swiglu."""
 
     layer_role: ClassVar[str] = "activation"
@@ -205,7 +206,7 @@ class Head(RoleLayer):
 class _Masked(RoleLayer):
     """What drops by hash: needs the sample ids of `dropout.scope` when it is training at a rate above 0.
 
-    sample_part: (index, count) of the equal part of the microbatch's samples that arrives; set by the tensor way.
+    sample_part: (index, count) of the equal part of the microbatch's samples that arrives; set by the tensor strategy.
     """
 
     def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
@@ -232,7 +233,8 @@ class _Masked(RoleLayer):
 class Dropout(_Masked):
     """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
 
-    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor way sets where it starts:
+    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor strategy sets where it
+    starts:
     `sequence_offset` (rows) and `hidden_offset` (columns); the mask is then the same slice of the whole mask.
     """
 
@@ -258,7 +260,7 @@ class AttentionProduct(_Masked):
     """Attention on (batch, heads, seq, head_dim), `causal` or both ways. With a rate above 0, probabilities are dropped
     by hash over (head, query, key) and attention is written out, which costs memory of seq x seq per head.
 
-    head_offset: set by the tensor way: the global index of the first query head held here.
+    head_offset: set by the tensor strategy: the global index of the first query head held here.
     """
 
     layer_role = "attention"

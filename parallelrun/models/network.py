@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models import dropout, recompute, rounding
-from parallelrun.models.spec import ModelSpec
 
 
 class Network(nn.Module):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.plan.names import divisors, either, nearest
 from parallelrun.plan.structure import Batch
+from parallelrun.wording import divisors, either, nearest
 
 DEFAULT_GLOBAL_BATCH = 48
 MICROBATCHES_PER_STAGE = 4  # the bubble of gpipe and 1f1b is then (pp - 1) / (5 pp - 1) of a step: below 20 %
@@ -28,7 +28,8 @@ EFFICIENT_TOKENS = 8192
 class Rules:
     """What a batch must satisfy, and what decides between legal ones.
 
-    parts: micro_batch must divide by it (parts that the tensor way cuts it into, whole routing groups). violations:
+    parts: micro_batch must divide by it (parts that the tensor strategy cuts it into, whole routing groups).
+    violations:
     what the schedule has against a Batch. suits: whether the model can compute it so (sets of samples). fits: whether
     its memory fits a device, as far as the cluster says. tokens: of a sample, 0 if it has none.
     """
@@ -139,7 +140,7 @@ def _microbatches(
     batches = [_batch(global_batch, dp, m) for m in counts]
     if len(batches) == 1 and (config.micro_batch is not None or config.microbatches is not None):
         return batches[0]
-    # where none is legal, the ways' own checks name what is wrong with the one that the schedule at least allows
+    # where none is legal, the strategies' own checks name what is wrong with the one that the schedule at least allows
     legal = [batch for batch in batches if rules.allow(batch)]
     legal = legal or [batch for batch in batches if not rules.violations(batch)] or batches[-1:]
     batch, why = _best(legal, pp, rules) if len(legal) > 1 else (legal[0], "the only legal number")

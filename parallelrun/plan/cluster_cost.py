@@ -8,10 +8,10 @@ from math import ceil
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import sample_sets
-from parallelrun.plan.account import CONTROL, Traffic
 from parallelrun.plan.hosts import rate_gb_s
-from parallelrun.plan.names import gib
+from parallelrun.plan.prediction import CONTROL, Traffic
 from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
+from parallelrun.wording import gib
 
 POINT_TO_POINT = ("send", "recv")
 DAY = 86400.0  # seconds
@@ -121,15 +121,16 @@ def training(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> T
 
 
 def _is_of_data(plan: Plan, axis: str) -> bool:
-    """Does the data way send over `axis` what `data_axis` compares? Not the gradients of spread experts, nor tokens."""
+    """Does the data strategy send over `axis` what `data_axis` compares? Not the gradients of spread experts, nor
+    tokens."""
     if plan.data.group_size(axis) is not None:
         return True
     if axis == WORLD:
         return plan.servers > 0  # what is pushed and pulled
     if axis == EMBEDDING or axis.startswith("expert_"):
         return False
-    leaves = {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
-    return leaves <= set(plan.mesh.leaf_axes("dp")) and not leaves <= set(plan.mesh.leaf_axes("ep"))
+    mesh_dims = {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}
+    return mesh_dims <= set(plan.mesh.mesh_dims_of("dp")) and not mesh_dims <= set(plan.mesh.mesh_dims_of("ep"))
 
 
 def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...]) -> float | None:

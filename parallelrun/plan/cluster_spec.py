@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.plan.names import counted
+from parallelrun.wording import counted
 
 ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 THIS_HOST = ("localhost", "127.0.0.1", "[::1]")

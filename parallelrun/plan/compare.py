@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from parallelrun.config.schema import Config
-from parallelrun.mesh.shape import MeshShape
-from parallelrun.models.spec import BlockSpec, ModelSpec
-from parallelrun.plan import account
+from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.plan import prediction
 from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
 from parallelrun.plan.layout_choices import ONE_DIMENSIONAL, LayoutChoice, layout_name, layouts
-from parallelrun.plan.load import load_way
-from parallelrun.plan.names import divisors
+from parallelrun.plan.load import load_strategy
+from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.parameters import module_layout
+from parallelrun.plan.strategy import Request, TensorWayPlan
 from parallelrun.plan.structure import Batch, Collective, Plan, TensorWay
-from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES, Precision
 from parallelrun.product import Transfer
-from parallelrun.train.parameters import module_layout
+from parallelrun.wording import divisors
 
 NODE = 8  # devices of a host, where the cluster does not say
 MOVED_WEIGHTS = ("weights", "weight_gradients")
@@ -67,8 +67,8 @@ def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:
     spec = replace(plan.spec, blocks=tuple(ends.values()))
     narrow = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
     case = _Case(replace(plan, spec=spec), config, block, narrow)
-    settled = _settled(ONE_DIMENSIONAL, case, spec, plan.batch)
-    return case if isinstance(settled, str) else replace(case, slope_1d=_line(settled, block)[0])
+    resolved = _settled(ONE_DIMENSIONAL, case, spec, plan.batch)
+    return case if isinstance(resolved, str) else replace(case, slope_1d=_line(resolved, block)[0])
 
 
 def _rows(plan: Plan) -> int:
@@ -92,31 +92,31 @@ def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
 
 def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:
     """The plan in another layout, on its tensor axes alone; or why it is not legal."""
-    way: TensorWayPlan = load_way("tensor", layout.kind)
+    strategy: TensorWayPlan = load_strategy("tensor", layout.kind)
     request = _request(layout, case, spec, batch, tp)
-    problems = way.check(request) + load_way("data", case.plan.data.kind).check(request)
+    problems = strategy.check(request) + load_strategy("data", case.plan.data.kind).check(request)
     if problems:
         return "; ".join(dict.fromkeys(problem.what for problem in problems))
-    return _placed(case.plan, way.settle(request), way.leaves(request), spec, batch)
+    return _placed(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)
 
 
 def _placed(plan: Plan, tensor: TensorWay, axes: tuple, spec: ModelSpec, batch: Batch) -> Plan:
-    leaves, factors = axes
-    mesh = MeshShape((("pp", 1), ("dp", 1), *leaves), factors)
+    mesh_dims, flattened = axes
+    mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
     return replace(plan, mesh=mesh, tensor=tensor, spec=spec, batch=batch)
 
 
 def _row(layout: LayoutChoice, case: _Case) -> Row:
     plan = case.plan
-    settled = _settled(layout, case, plan.spec, plan.batch)
-    if isinstance(settled, str):
-        return Row(layout.name, layout.kind, False, reason=settled)
+    resolved = _settled(layout, case, plan.spec, plan.batch)
+    if isinstance(resolved, str):
+        return Row(layout.name, layout.kind, False, reason=resolved)
     return Row(
         layout.name,
         layout.kind,
-        _is_plan(settled, plan),
-        _figures(settled, case.block),
-        _break_even(layout, settled, case),
+        _is_plan(resolved, plan),
+        _figures(resolved, case.block),
+        _break_even(layout, resolved, case),
     )
 
 
@@ -132,18 +132,18 @@ def _own_row(case: _Case) -> Row:
     return Row(name, own.kind, True, _figures(plan, case.block), _break_even(layout, plan, case))
 
 
-def _is_plan(settled: Plan, plan: Plan) -> bool:
+def _is_plan(resolved: Plan, plan: Plan) -> bool:
     """Is this layout the plan's own? The plan may have settled forms for layers that are not compared."""
-    forms = tuple(form for form in plan.tensor.forms if form in settled.tensor.forms)
-    return settled.tensor == replace(plan.tensor, forms=forms) and _axes(settled) == _axes(plan)
+    forms = tuple(form for form in plan.tensor.forms if form in resolved.tensor.forms)
+    return resolved.tensor == replace(plan.tensor, forms=forms) and _axes(resolved) == _axes(plan)
 
 
 def _axes(plan: Plan) -> list[tuple[str, int]]:
-    return [(axis, plan.mesh.size(axis)) for axis in plan.mesh.leaf_axes("tp")]
+    return [(axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("tp")]
 
 
 def _figures(plan: Plan, block: BlockSpec) -> Figures:
-    way = load_way("tensor", plan.tensor.kind)
+    strategy = load_strategy("tensor", plan.tensor.kind)
     rows = _collectives(plan, block)
     held = [(parameter, module_layout(parameter, plan)) for parameter in block.parameters]
     numels = [layout.local_numel(parameter.shape, plan.mesh.sizes, {}) for parameter, layout in held]
@@ -159,18 +159,18 @@ def _figures(plan: Plan, block: BlockSpec) -> Figures:
         once_bytes=sum(_received(row, plan) for row in summed),
         steps=sum(Transfer("", "", r.operation, r.axis, 0, r.calls).steps(plan.mesh.sizes) for r in rows),
         weight_bytes=sum(numels) * BYTES[plan.precision.stored],
-        saved_bytes=way.saved_bytes(block, plan),
+        saved_bytes=strategy.saved_bytes(block, plan),
     )
 
 
 def _collectives(plan: Plan, block: BlockSpec) -> list[Collective]:
     """Of one microbatch."""
     once = replace(plan, batch=replace(plan.batch, microbatches=1))
-    return load_way("tensor", plan.tensor.kind).collectives((block,), once)
+    return load_strategy("tensor", plan.tensor.kind).collectives((block,), once)
 
 
 def _received(row: Collective, plan: Plan) -> int:
-    return account.wire_bytes(row, account.group_size(plan, row.axis))  # as much as a rank sends
+    return prediction.wire_bytes(row, prediction.group_size(plan, row.axis))  # as much as a rank sends
 
 
 def _element(row: Collective, precision: Precision) -> int:
@@ -178,7 +178,7 @@ def _element(row: Collective, precision: Precision) -> int:
     return BYTES[dtype]
 
 
-def _break_even(layout: LayoutChoice, settled: Plan, case: _Case) -> float | None:
+def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | None:
     """M/h above which the layout receives fewer bytes than 1D; 0: always; None: never.
 
     For fixed forms the volume is a line in M: weights move whatever M is, all else grows with it. The best forms are
@@ -188,16 +188,16 @@ def _break_even(layout: LayoutChoice, settled: Plan, case: _Case) -> float | Non
         return None
     best = inf
     for _ in range(8):
-        slope, offset = _line(settled, case.block)
+        slope, offset = _line(resolved, case.block)
         crossing = offset / (case.slope_1d - slope) if slope < case.slope_1d else inf
         if crossing >= best < inf:
             break
         best = crossing
         rows = _divisible(LARGE if best == inf else best, case)
         again = _settled(layout, case, case.narrow, Batch(rows, rows, 1))
-        if isinstance(again, str) or again.tensor == settled.tensor:
+        if isinstance(again, str) or again.tensor == resolved.tensor:
             break
-        settled = again
+        resolved = again
     return None if best == inf else best / case.plan.spec.hidden
 
 
@@ -236,10 +236,10 @@ def _inside_node(case: _Case) -> InsideNode | None:
 def _smaller(smaller: int, node: int, ours: Figures, case: _Case) -> InsideNode | None:
     """1D at tp = `smaller`; None where that is not legal."""
     plan = case.plan
-    settled = _settled(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
-    if isinstance(settled, str):
+    resolved = _settled(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
+    if isinstance(resolved, str):
         return None
-    theirs = _figures(settled, case.block)
+    theirs = _figures(resolved, case.block)
     replicas, dp = plan.mesh.size("tp") // smaller, plan.mesh.size("dp")
     microbatches = plan.batch.microbatches
     return InsideNode(
@@ -257,4 +257,4 @@ def _smaller(smaller: int, node: int, ours: Figures, case: _Case) -> InsideNode 
 def _gradient_sum(figures: Figures, dp: int, plan: Plan) -> int:
     """Bytes received to sum a layer's gradients over dp, once a step."""
     payload = figures.weight_bytes // BYTES[plan.precision.stored] * BYTES[plan.precision.reduce]
-    return account.wire_bytes(Collective("dp", "all_reduce", "gradients", 1, payload), dp)
+    return prediction.wire_bytes(Collective("dp", "all_reduce", "gradients", 1, payload), dp)

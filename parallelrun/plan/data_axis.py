@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parallelrun.config.schema import ClusterConfig
-from parallelrun.plan import account, data_ways
 from parallelrun.plan import data_cost as forms
+from parallelrun.plan import data_strategies, prediction
 from parallelrun.plan.cluster_cost import Cost
 from parallelrun.plan.data_cost import Exchange, Link
-from parallelrun.plan.data_ways import RELATIVE, SECONDS, Candidate, Case, Fabric
+from parallelrun.plan.data_strategies import RELATIVE, SECONDS, Candidate, Case, Fabric
 from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import distinct_parameters
 
 EVERYWHERE = 2**30  # ranks of a host, where the cluster does not say that there are several hosts
 ALL_DRAWN, FEWEST_DRAWN = 64, 8  # above the former only powers of two are drawn
@@ -73,14 +73,14 @@ class DataAxis:
     fabric: Fabric
     compute_s: float | None
     worker_batch: int
-    ways: tuple[Way, ...]
+    strategies: tuple[Way, ...]
     best: BestShare | None
     expert_bytes: int = 0
 
     @property
     def chosen(self) -> Way | None:
         """The plan's own way; None for one that is not known here."""
-        return next((way for way in self.ways if way.chosen), None)
+        return next((strategy for strategy in self.strategies if strategy.chosen), None)
 
 
 def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
@@ -95,11 +95,11 @@ def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
     fabric = _fabric(plan, cluster, nodes, size)
     compute = cost.compute_s if fabric.unit == SECONDS else None
     case = Case(plan, size, nodes, fabric, compute)
-    own = data_ways.chosen(case)
-    ways = [_way(candidate, case, own, cost) for candidate in data_ways.candidates(case)]
+    own = data_strategies.chosen(case)
+    strategies = [_way(candidate, case, own, cost) for candidate in data_strategies.candidates(case)]
     return DataAxis(
         size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch,
-        tuple(way for way in ways if way.here or way.curve), _best(case),
+        tuple(strategy for strategy in strategies if strategy.here or strategy.curve), _best(case),
         gradient_bytes(plan, "expert_dp") if plan.mesh.size("expert_dp") > 1 else 0,
     )  # fmt: skip
 
@@ -115,17 +115,17 @@ def agreed(cost: Cost, known: DataAxis | None) -> Cost:
 
 
 def gradient_bytes(plan: Plan, axis: str = "dp") -> int:
-    """Bytes of the gradients that a rank combines over `axis`, on the pp coordinate that holds most of those.
+    """Bytes of the gradients that a rank combines over `axis`, on the pp rank that holds most of those.
 
     Over dp everything but experts that ep spreads: their copies are fewer (`expert_dp`).
     """
     numels = [
         sum(
             count * held.layout.local_numel(held.spec.shape, plan.mesh.sizes, {})
-            for held, count in distinct_parameters(plan, positions[0])
+            for held, count in distinct_parameters(plan, pp_ranks[0])
             if not held.spec.frozen and replica_axis(held.layout, plan) == axis
         )
-        for positions in account.position_classes(plan)
+        for pp_ranks in prediction.pp_rank_classes(plan)
     ]
     return BYTES[plan.precision.reduce] * max(numels)
 

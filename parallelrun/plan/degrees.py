@@ -1,4 +1,4 @@
-"""The degrees: what is given, what is filled from the world, and whether they multiply to it (design, section 5).
+"""The degrees: what is given, what is filled from the world, and whether they multiply to it.
 
 ep is none of the factors: it divides dp, whose ranks also hold the experts (`expert_axes`).
 """
@@ -15,7 +15,7 @@ from parallelrun.plan import expert_axes, fill_order
 from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.names import counted, did_you_mean, divisors, nearest
+from parallelrun.wording import counted, did_you_mean, divisors, nearest
 
 AXES = ("pp", "dp", "tp")
 LARGEST = 2**20

@@ -8,28 +8,28 @@ from math import gcd
 from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
-from parallelrun.plan import account, bubble, cluster_cost, expert_facts, memory_advice, simulate
+from parallelrun.plan import bubble, cluster_cost, expert_facts, memory_advice, prediction, simulate
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
-from parallelrun.plan.load import server_way_of, ways_of
-from parallelrun.plan.names import counted, gib
+from parallelrun.plan.load import server_strategy_of, strategies_of
 from parallelrun.plan.structure import Plan
+from parallelrun.wording import counted, gib
 
 LINKED_RANKS = 64  # more are not listed link by link
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that is computed about a plan, once. memories: per pp coordinate, of its rank that holds most.
+    """Everything that is computed about a plan, once. memories: per pp rank, of its rank that holds most.
     layouts: the tensor layouts side by side, where there is something to compare; data_axis: so the ways of the data
     axis; training: of `tokens`, where they are given."""
 
     simulation: simulate.Simulation
     busiest_rank: int
-    traffic: tuple[account.Traffic, ...]
-    memories: dict[int, account.Memory]
+    traffic: tuple[prediction.Traffic, ...]
+    memories: dict[int, prediction.Memory]
     cost: cluster_cost.Cost
     training: cluster_cost.Training | None
     layouts: Comparison | None
@@ -37,43 +37,43 @@ class Facts:
 
     @property
     def heaviest_position(self) -> int:
-        """pp coordinate whose ranks need most memory."""
-        return max(self.memories, key=lambda position: self.memories[position].total)
+        """pp rank whose ranks need most memory."""
+        return max(self.memories, key=lambda pp_rank: self.memories[pp_rank].total)
 
 
 def facts(plan: Plan, config: Config) -> Facts:
     """Simulate the schedule, account for memory, traffic and cost, compare tensor layouts and ways of the data axis."""
-    simulation = simulate.of_plan(plan, ways_of(plan).pipeline)
-    busiest, rows = account.traffic(plan)
+    simulation = simulate.of_plan(plan, strategies_of(plan).pipeline)
+    busiest, rows = prediction.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
     data_axis = costs(plan, config.cluster, cost)
     cost = agreed(cost, data_axis)
     training = cluster_cost.training(plan, config.cluster, cost, config.tokens) if config.tokens else None
-    memories = account.memories(plan)
+    memories = prediction.memories(plan)
     return Facts(simulation, busiest, rows, memories, cost, training, compare(plan, config), data_axis)
 
 
 def rank_row(plan: Plan, rank: int, cluster: ClusterConfig) -> dict[str, Any]:
     """One row of the rank table. gpu: index within the host; None on CPU, unless a cluster of GPUs is planned for."""
     per_node = ranks_per_node(cluster, plan.world)
-    place = plan.mesh.coordinate(rank) if plan.role(rank) == "worker" else {}
+    coordinate = plan.mesh.coordinate(rank) if plan.role(rank) == "worker" else {}
     axes = ("pp", "dp", "ep", "tp") if plan.mesh.size("ep") > 1 else ("pp", "dp", "tp")
     return {
         "rank": rank,
         "node": rank // per_node,
-        "gpu": rank % per_node if place and (plan.device == "cuda" or cluster.gpus_per_node) else None,
+        "gpu": rank % per_node if coordinate and (plan.device == "cuda" or cluster.gpus_per_node) else None,
         "role": plan.role(rank),
-        **{axis: place.get(axis, 0) if place else None for axis in axes},
-        **{leaf: place.get(leaf) for leaf in plan.mesh.leaf_names if leaf not in axes},
+        **{axis: coordinate.get(axis, 0) if coordinate else None for axis in axes},
+        **{mesh_dim: coordinate.get(mesh_dim) for mesh_dim in plan.mesh.mesh_dim_names if mesh_dim not in axes},
     }
 
 
 def axis_rows(plan: Plan) -> list[dict[str, Any]]:
     """Every axis with its degree, how many groups it makes and the first of them; slowest axis first."""
     rows = []
-    names = list(plan.mesh.leaf_names)
-    for factored, parts in plan.mesh.factors:
+    names = list(plan.mesh.mesh_dim_names)
+    for factored, parts in plan.mesh.flattened:
         names.insert(names.index(parts[0]), factored)
     for axis in names:
         size = plan.mesh.size(axis)
@@ -91,7 +91,7 @@ def stage_rows(plan: Plan) -> list[dict[str, Any]]:
         rows.append(
             {
                 "stage": stage.index,
-                "position": stage.position,
+                "position": stage.pp_rank,
                 "blocks": list(stage.blocks),
                 "parameters": parameters,
                 "forward_flops": flops[stage.index],
@@ -104,14 +104,14 @@ def server_rows(plan: Plan) -> list[dict[str, Any]]:
     """Every server: its rank, how much it owns and holds, and the largest share over the mean (1.0: even)."""
     if not plan.servers:
         return []
-    way = server_way_of(plan)
-    memories = [way.server_memory(server, plan) for server in range(plan.servers)]
+    strategy = server_strategy_of(plan)
+    memories = [strategy.server_memory(server, plan) for server in range(plan.servers)]
     mean = sum(memory.weights for memory in memories) / plan.servers
     return [
         {
             "server": server,
             "rank": plan.num_workers + server,
-            "shards": way.num_shards(server, plan),
+            "shards": strategy.num_shards(server, plan),
             "of_mean": memory.weights / mean,
             **_bytes(memory),
         }
@@ -183,7 +183,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "stages": stage_rows(plan),
         "servers": server_rows(plan),
         "memory": {
-            "per_position": [{"position": position, **_bytes(memory)} for position, memory in found.memories.items()],
+            "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
             "heaviest_position": found.heaviest_position,
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, config.cluster),
@@ -197,8 +197,8 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         },
         "communication": {
             "busiest_rank": found.busiest_rank,
-            "rows": [asdict(row) for row in found.traffic if row.purpose != account.CONTROL],
-            "control": [asdict(row) for row in found.traffic if row.purpose == account.CONTROL],
+            "rows": [asdict(row) for row in found.traffic if row.purpose != prediction.CONTROL],
+            "control": [asdict(row) for row in found.traffic if row.purpose == prediction.CONTROL],
             "links": link_rows(plan),
         },
         "cost": asdict(found.cost),
@@ -209,9 +209,10 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
 
 
 def link_rows(plan: Plan) -> list[dict[str, int]]:
-    """Bytes of a step from rank to rank, where the data way itself decides who sends to whom; none for large worlds,
+    """Bytes of a step from rank to rank, where the data strategy itself decides who sends to whom; none for large
+    worlds,
     whose links are the squares of their ranks."""
-    links = getattr(ways_of(plan).data, "links", None)
+    links = getattr(strategies_of(plan).data, "links", None)
     if links is None or plan.mesh.size("dp") == 1 or plan.world > LINKED_RANKS:
         return []
     return [{"from": pair[0], "to": pair[1], "bytes": amount} for pair, amount in sorted(links(plan).items())]
@@ -230,7 +231,7 @@ def _model(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _bytes(memory: account.Memory) -> dict[str, int]:
+def _bytes(memory: prediction.Memory) -> dict[str, int]:
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,

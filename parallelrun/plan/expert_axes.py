@@ -12,13 +12,13 @@ from math import gcd
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.strategy import DataWayPlan, Request
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import DataWayPlan, Request
+from parallelrun.wording import divisors, either, nearest
 
 EP, DP, EXPERT = "ep", "dp", "expert_"
-Leaves = tuple[tuple[str, int], ...]
-Factors = tuple[tuple[str, tuple[str, ...]], ...]
+MeshDims = tuple[tuple[str, int], ...]
+FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
@@ -62,18 +62,18 @@ def _listed(number: int) -> str:
     return ", ".join(map(str, found if len(found) <= 12 else [*found[:6], "...", *found[-3:]]))
 
 
-def check(request: Request, way: DataWayPlan) -> list[Problem]:
-    """What a data way has against experts that are spread over its ranks."""
-    if way.check(request):  # those are told first: an illegal way has no settings to ask
+def check(request: Request, strategy: DataWayPlan) -> list[Problem]:
+    """What a data strategy has against experts that are spread over its ranks."""
+    if strategy.check(request):  # those are told first: an illegal way has no settings to ask
         return []
-    return [*_check_way(request, way), *_check_leaves(request, way.leaves(request)[0])]
+    return [*_check_data_strategy(request, strategy), *_check_mesh_dims(request, strategy.mesh_dims(request)[0])]
 
 
-def _check_way(request: Request, way: DataWayPlan) -> list[Problem]:
+def _check_data_strategy(request: Request, strategy: DataWayPlan) -> list[Problem]:
     """Tokens go to other ranks inside every step, and experts have copies on a part of dp only: a way says that it
     takes them (`takes_experts`)."""
-    data, kind = way.settle(request), request.config.strategy.data.kind
-    if data.in_step and getattr(way, "takes_experts", False):
+    data, kind = strategy.resolve(request), request.config.strategy.data.kind
+    if data.in_step and getattr(strategy, "takes_experts", False):
         return []
     where, said = "strategy.data.kind", f"strategy.data.kind={kind}" + (f" ({data.detail})" if data.detail else "")
     if data.in_step:
@@ -83,9 +83,9 @@ def _check_way(request: Request, way: DataWayPlan) -> list[Problem]:
     return [Problem(what, where, f"{where}=ddp or ep=1", kind="not_built" if data.in_step else "undefined")]
 
 
-def _check_leaves(request: Request, data_leaves: Leaves) -> list[Problem]:
+def _check_mesh_dims(request: Request, data_dims: MeshDims) -> list[Problem]:
     """ep lies inside the minor-most axis of dp: it must divide that too (HSDP: the ranks that share one copy)."""
-    axis, size = data_leaves[-1]
+    axis, size = data_dims[-1]
     if axis == DP or size % request.ep == 0:
         return []
     shard = "strategy.data.shard"
@@ -95,27 +95,30 @@ def _check_leaves(request: Request, data_leaves: Leaves) -> list[Problem]:
     return [Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic")]
 
 
-def split(data_leaves: Leaves, data_factors: Factors, ep_leaves: Leaves, ep_factors: Factors) -> tuple[Leaves, Factors]:
-    """(leaves, factors) of dp with ep in it: the data way's minor-most leaf becomes `expert_<leaf>` x ep.
+def split(
+    data_dims: MeshDims, data_flattened: FlattenedDims, ep_dims: MeshDims, ep_flattened: FlattenedDims
+) -> tuple[MeshDims, FlattenedDims]:
+    """(leaves, factors) of dp with ep in it: the data strategy's minor-most leaf becomes `expert_<leaf>` x ep.
 
-    data_leaves, data_factors: as the data way lays out dp; ep_leaves, ep_factors: as the expert way lays out ep (one
+    data_leaves, data_factors: as the data strategy lays out dp; ep_leaves, ep_factors: as the expert dispatcher lays
+    out ep (one
     level or two). Without ep_leaves nothing changes. `expert_dp` is dp without ep, whatever it is made of.
     """
-    if not ep_leaves:
-        return data_leaves, data_factors
-    *outer, (minor, size) = data_leaves
+    if not ep_dims:
+        return data_dims, data_flattened
+    *outer, (minor, size) = data_dims
     inner = 1
-    for _, part in ep_leaves:
+    for _, part in ep_dims:
         inner *= part
     assert size % inner == 0, f"ep={inner} does not divide {minor}={size}"
-    rest, names = EXPERT + minor, tuple(name for name, _ in ep_leaves)
-    leaves = (*outer, (rest, size // inner), *ep_leaves)
+    rest, names = EXPERT + minor, tuple(name for name, _ in ep_dims)
+    mesh_dims = (*outer, (rest, size // inner), *ep_dims)
     made = {minor: (rest, *names)}
-    for axis, parts in data_factors:
-        made[axis] = tuple(leaf for part in parts for leaf in made.get(part, (part,)))
+    for axis, parts in data_flattened:
+        made[axis] = tuple(mesh_dim for part in parts for mesh_dim in made.get(part, (part,)))
     if minor != DP:
-        made[EXPERT + DP] = tuple(leaf for leaf in made[DP] if leaf not in names)
-    return leaves, (*ep_factors, *made.items())
+        made[EXPERT + DP] = tuple(mesh_dim for mesh_dim in made[DP] if mesh_dim not in names)
+    return mesh_dims, (*ep_flattened, *made.items())
 
 
 def is_of_experts(axis: str) -> bool:

@@ -48,5 +48,5 @@ def views(plan: Plan) -> dict[str, str]:
         "ep_inner": "ranks of ep inside a group",
         "tp": "features",
     }
-    names = (*plan.mesh.leaf_names, *(axis for axis, _ in plan.mesh.factors))
+    names = (*plan.mesh.mesh_dim_names, *(axis for axis, _ in plan.mesh.flattened))
     return {axis: texts[axis] for axis in names if axis in texts}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan.load import ways_of
+from parallelrun.plan.load import strategies_of
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.structure import Plan
 
@@ -13,11 +13,11 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
     if plan.world == 1:
         what = "one rank sends nothing, so there is nothing to explain"
         raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
-    ways = ways_of(plan)
+    strategies = strategies_of(plan)
     asked = [
-        (ways.tensor, plan.mesh.size("tp") > 1),
-        (ways.expert, ways.expert is not None),
-        (ways.pipeline, plan.mesh.size("pp") > 1),
-        (ways.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
+        (strategies.tensor, plan.mesh.size("tp") > 1),
+        (strategies.expert, strategies.expert is not None),
+        (strategies.pipeline, plan.mesh.size("pp") > 1),
+        (strategies.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
     ]
-    return tuple(way.explain(plan) for way, has_ranks in asked if has_ranks and way is not None)
+    return tuple(strategy.explain(plan) for strategy, has_ranks in asked if has_ranks and strategy is not None)

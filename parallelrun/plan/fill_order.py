@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from parallelrun.config.schema import StrategyConfig
-from parallelrun.plan.names import divisors
+from parallelrun.wording import divisors
 
 Sizes = dict[str, int]
 

@@ -22,7 +22,7 @@ def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
         return False
     span, inner = 1, 1  # ranks from a group's first to its last, for a group aligned to its span
     varying = _leaves(plan, axis)
-    for name, degree in reversed(plan.mesh.leaves):
+    for name, degree in reversed(plan.mesh.mesh_dims):
         inner *= degree
         if name in varying and degree > 1:
             span = inner
@@ -37,7 +37,7 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     members = [0]
     inner = 1
     varying = _leaves(plan, axis)
-    for name, degree in reversed(plan.mesh.leaves):
+    for name, degree in reversed(plan.mesh.mesh_dims):
         if name in varying:
             members = [rank + inner * i for i in range(degree) for rank in members]
         inner *= degree
@@ -45,9 +45,9 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
 
 
 def _leaves(plan: Plan, axis: str) -> set[str]:
-    """The leaf axes that a group of `axis` varies over."""
+    """The mesh dims that a group of `axis` varies over."""
     axis = axis if plan.data.group_size(axis) is None else "dp"
-    return {leaf for part in axis.split("+") for leaf in plan.mesh.leaf_axes(part)}
+    return {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}
 
 
 def rate_gb_s(plan: Plan, cluster: ClusterConfig, axis: str, point_to_point: bool) -> float | None:

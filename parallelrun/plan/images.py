@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 
 ONE_DIMENSION = "megatron"
 

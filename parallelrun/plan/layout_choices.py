@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isqrt
 
-from parallelrun.plan.names import divisors
 from parallelrun.plan.structure import Plan
+from parallelrun.wording import divisors
 
 
 @dataclass(frozen=True)
@@ -62,5 +62,5 @@ def layout_name(plan: Plan) -> str:
     """`2d 2x3`, `3d 2x2x2`, `1d`, `1d sequence`: the plan's own layout."""
     if plan.tensor.kind == "megatron":
         return "1d sequence" if plan.tensor.sequence_parallel else "1d"
-    degrees = [str(plan.mesh.size(axis)) for axis in plan.mesh.leaf_axes("tp")]
+    degrees = [str(plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("tp")]
     return f"{plan.tensor.kind} {'x'.join(degrees)}"

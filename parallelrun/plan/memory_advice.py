@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import account
+from parallelrun.plan import prediction
 from parallelrun.plan.cluster_cost import fits
-from parallelrun.plan.names import gib
 from parallelrun.plan.resolve import solve
 from parallelrun.plan.structure import Memory, Plan
 from parallelrun.plan.suggest import with_value
+from parallelrun.wording import gib
 
 Change = dict[str, Any]
 MOST_CHANGES = 8  # one after the other
@@ -18,7 +18,7 @@ MOST_CHANGES = 8  # one after the other
 
 def heaviest(plan: Plan) -> Memory:
     """Of all ranks, the Memory of the one that holds most."""
-    return max(account.memories(plan).values(), key=lambda memory: memory.total)
+    return max(prediction.memories(plan).values(), key=lambda memory: memory.total)
 
 
 def advice(plan: Plan, config: Config) -> str:

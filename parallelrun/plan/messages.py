@@ -101,16 +101,16 @@ def rows(explanation: Explanation, rank: int) -> list[Collective]:
 def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
     """The group of `rank` over a mesh axis (or several, joined by `+`), over `embedding`, over the `world`, or over
     groups of the data strategy's own."""
-    place = plan.mesh.coordinate(rank) if rank < plan.num_workers else {}
-    if (own := plan.data.members(axis, place.get("dp", 0))) is not None:
+    coordinate = plan.mesh.coordinate(rank) if rank < plan.num_workers else {}
+    if (own := plan.data.members(axis, coordinate.get("dp", 0))) is not None:
         everyone = plan.mesh.group_of(rank, "dp")
         return tuple(everyone[worker] for worker in own)
     if axis == "world":
         return tuple(range(plan.world))
     if axis == "embedding":
-        place = {leaf: plan.mesh.coordinate(rank)[leaf] for leaf in plan.mesh.leaf_names}
-        ends = (plan.stages[0].position, plan.last_stage_position)
-        return tuple(plan.mesh.rank(**{**place, "pp": position}) for position in ends)
+        coordinate = {mesh_dim: plan.mesh.coordinate(rank)[mesh_dim] for mesh_dim in plan.mesh.mesh_dim_names}
+        ends = (plan.stages[0].pp_rank, plan.last_stage_pp_rank)
+        return tuple(plan.mesh.rank(**{**coordinate, "pp": pp_rank}) for pp_rank in ends)
     return plan.mesh.group_of(rank, *axis.split("+"))
 
 

@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.models.spec import BlockSpec, ModelSpec
-from parallelrun.plan.names import closest
+from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.wording import closest
 
 
 def partition(costs: list[float], num_stages: int) -> list[int]:

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from parallelrun.models.spec import BlockSpec
-from parallelrun.plan.load import Ways, ways_of
+from parallelrun.model_spec import BlockSpec
+from parallelrun.plan.load import Strategies, strategies_of
+from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan, Stage
-from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import HeldParameter, held_parameters
 
 INDEX_BYTES = 8  # of a token, a target and the number of a sample
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds at one moment beside weights, optimizer state and what its data way always holds.
+    """What a rank holds at one moment beside weights, optimizer state and what its data strategy always holds.
 
     gradients: complete ones of whole stages. activations: saved for backward. temporary: all that is there only while a
     block's backward pass runs, and the batch.
@@ -64,9 +64,9 @@ class BackwardBlock:
         return self.again + most
 
 
-def worst(plan: Plan, position: int, coordinate: dict[str, int]) -> Moment:
+def worst(plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> Moment:
     """The moment of a step at which the rank at that coordinate holds most."""
-    return _Walk(plan, position, coordinate).worst()
+    return _Walk(plan, pp_rank, coordinate).worst()
 
 
 def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
@@ -77,31 +77,31 @@ def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[s
     )  # fmt: skip
 
 
-def looks(plan: Plan, position: int) -> object:
-    """Equal for pp coordinates whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
+def looks(plan: Plan, pp_rank: int) -> object:
+    """Equal for pp ranks whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
     last, alike = len(plan.stages) - 1, plan.spec.first_alike
-    holder = [stage.position for stage in plan.stages]
+    holder = [stage.pp_rank for stage in plan.stages]
     return tuple(
         (
-            stage.index == 0 or holder[stage.index - 1] == position,
-            stage.index == last or holder[stage.index + 1] == position,
+            stage.index == 0 or holder[stage.index - 1] == pp_rank,
+            stage.index == last or holder[stage.index + 1] == pp_rank,
             tuple(alike[name] for name in stage.blocks),
         )
-        for stage in plan.stages_of(position)
+        for stage in plan.stages_of(pp_rank)
     )
 
 
 class _Walk:
     """One rank's step. Stages are looked at once each; the order of actions says what is in flight at each backward."""
 
-    def __init__(self, plan: Plan, position: int, coordinate: dict[str, int]):
-        self._plan, self._position, self._coordinate = plan, position, coordinate
-        self._ways = ways_of(plan)
-        self._stages = {stage.index: stage for stage in plan.stages_of(position)}
+    def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
+        self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
+        self._ways = strategies_of(plan)
+        self._stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
         others = tuple(sorted((axis, place) for axis, place in coordinate.items() if axis != "pp"))
         # Coordinates that are alike differ only in what is in flight, so all else is computed once for them.
-        self._shared: dict[object, Any] = plan.known.setdefault(("peak", looks(plan, position), others), {})
+        self._shared: dict[object, Any] = plan.known.setdefault(("peak", looks(plan, pp_rank), others), {})
         self._gradients = {index: self._gradients_of(index) for index in self._stages}
         self._blocks = {
             index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
@@ -113,9 +113,9 @@ class _Walk:
     def worst(self) -> Moment:
         begun: Counter[int] = Counter()  # backward passes by stage
         waiting: Counter[int] = Counter()  # microbatches by stage whose weights' gradients are still to be computed
-        batch = _batch_bytes(self._plan, self._position)
+        batch = _batch_bytes(self._plan, self._pp_rank)
         worst: Moment | None = None
-        for action, activations in self._ways.pipeline.live_bytes(self._plan, self._position, self._kept):
+        for action, activations in self._ways.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
             index = action.stage
             if action.kind == "I" and index > 0:
                 waiting[index] += 1
@@ -130,7 +130,7 @@ class _Walk:
                 begun[index] += 1
                 waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
         ending = getattr(self._ways.data, "ending_bytes", None)
-        last = ending(self._position, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
+        last = ending(self._pp_rank, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
         end = Moment(self._complete(begun), 0, last + batch)
         return end if worst is None or end.total > worst.total else worst
 
@@ -145,7 +145,7 @@ class _Walk:
     def _gradients_of(self, index: int) -> list[int]:
         key = "gradients", self._number[index]
         if key not in self._shared:
-            held = [p for p in held_parameters(self._plan, self._position) if p.stage == index]
+            held = [p for p in held_parameters(self._plan, self._pp_rank) if p.stage == index]
             self._shared[key] = _by_block(self._stages[index], held, self._plan, self._coordinate)
         return self._shared[key]
 
@@ -164,7 +164,8 @@ class _Walk:
         return self._shared[key]
 
     def _complete(self, begun: Iterable[int]) -> int:
-        """Gradients that the data way does not take from the weights: those of stages whose backward has run before."""
+        """Gradients that the data strategy does not take from the weights: those of stages whose backward has run
+        before."""
         return sum(sum(self._gradients[index]) for index in begun if self._waiting[index] is None)
 
     def _beyond_kept(self, index: int, number: int) -> int:
@@ -200,18 +201,18 @@ def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinat
     return list(sizes.values())
 
 
-def _backward_block(block: BlockSpec, plan: Plan, ways: Ways) -> BackwardBlock:
-    passes = ways.tensor.passes(block, plan)
-    extra = ways.expert.saved_bytes(block, plan) if ways.expert else 0
-    kept = ways.tensor.saved_bytes(block, plan) + extra
+def _backward_block(block: BlockSpec, plan: Plan, strategies: Strategies) -> BackwardBlock:
+    passes = strategies.tensor.passes(block, plan)
+    extra = strategies.expert.saved_bytes(block, plan) if strategies.expert else 0
+    kept = strategies.tensor.saved_bytes(block, plan) + extra
     again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
     return BackwardBlock(kept, passes, max(0, again))
 
 
-def _batch_bytes(plan: Plan, position: int) -> int:
+def _batch_bytes(plan: Plan, pp_rank: int) -> int:
     """The samples of the data replica in this step: inputs on the first stage, targets on the last."""
     spec, samples = plan.spec, plan.batch.replica_batch
     each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]
-    inputs = prod(spec.sample_shape) * each if position == plan.stages[0].position else 0
-    targets = spec.targets_per_sample * INDEX_BYTES if position == plan.last_stage_position else 0
+    inputs = prod(spec.sample_shape) * each if pp_rank == plan.stages[0].pp_rank else 0
+    targets = spec.targets_per_sample * INDEX_BYTES if pp_rank == plan.last_stage_pp_rank else 0
     return samples * (inputs + targets + INDEX_BYTES)

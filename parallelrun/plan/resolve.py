@@ -1,4 +1,4 @@
-"""resolve: config and world -> frozen Plan, or every violation at once (design, section 3). Torch-free."""
+"""resolve: config and world -> frozen Plan, or every violation at once. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from dataclasses import replace
 from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.mesh.shape import MeshShape
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan import batch as batches
 from parallelrun.plan import (
-    account,
     cluster_cost,
     cluster_spec,
     expert_axes,
     images,
     lr_scale,
     partition,
+    prediction,
     routing,
     rules,
     sample_sets,
     shorthands,
 )
-from parallelrun.plan import batch as batches
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import Ways, load_way, server_way_of, ways_of
-from parallelrun.plan.names import did_you_mean, either
+from parallelrun.plan.load import Strategies, load_strategy, server_strategy_of, strategies_of
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, PipelineWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
-from parallelrun.plan.ways import Request
 from parallelrun.precision import TABLE
+from parallelrun.wording import did_you_mean, either
 
 REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are filled in
 LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
 
 
-__all__ = ["load_way", "resolve", "server_way_of", "ways_of"]
+__all__ = ["load_strategy", "resolve", "server_strategy_of", "strategies_of"]
 
 
 def resolve(
@@ -52,7 +52,8 @@ def resolve(
     """The Plan of a run.
 
     given: the keys set by the user (dotted), as against the preset or a default. world: the ranks that a launcher has
-    started, None when we start them. gpus: GPUs of this host. sweep: keys that the chosen ways do not read are noted
+    started, None when we start them. gpus: GPUs of this host. sweep: keys that the chosen strategies do not read are
+    noted
     in `plan.warnings` instead of refused. Raises ConfigError with every violation.
     """
     solved = solve(config, given, world, gpus, sweep)
@@ -76,7 +77,7 @@ def solve(
     notes = routing.kept(config)
     config, problems = shorthands.fold(config, given)
     problems += rules.check(config)
-    known_ways = not any(problem.where.startswith(shorthands.OF_WAYS) for problem in problems)
+    known_strategies = not any(problem.where.startswith(shorthands.OF_STRATEGIES) for problem in problems)
     cluster = cluster_spec.read(config, problems)
     of_spec: list[Problem] = []
     spec = _spec(config, of_spec)
@@ -84,7 +85,7 @@ def solve(
     servers = _servers(config, cluster, problems)
 
     def num_problems(trial: Degrees) -> int:
-        return _num_trial_problems(config, spec, trial) if spec is not None and known_ways else 0
+        return _num_trial_problems(config, spec, trial) if spec is not None and known_strategies else 0
 
     degrees = degree_rules.fill(config, world, gpus, problems, servers, cluster, experts, num_problems)
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
@@ -95,22 +96,22 @@ def solve(
         problems += unread
     unsplit = images.check(spec, config, degrees.tp) if spec is not None else []
     problems += unsplit
-    if spec is None or unsplit or not degrees.sound or not known_ways:
+    if spec is None or unsplit or not degrees.sound or not known_strategies:
         if degrees.sound:
             batches.fill(config, degrees.dp, degrees.pp, batches.Rules(), degrees.filled, problems)
         return _distinct(problems)
-    ways = _ways(config, spec, degrees)
-    request = _request(config, spec, degrees, ways, problems)
+    strategies = _ways(config, spec, degrees)
+    request = _request(config, spec, degrees, strategies, problems)
     if problems:
         return _distinct(problems)
     assert request.batch is not None
-    stages, problems = _stages(config, spec, request, ways)
+    stages, problems = _stages(config, spec, request, strategies)
     if problems:
         return problems
-    sets, problems = sample_sets.settle(request, ways.data.settle(request))
+    sets, problems = sample_sets.resolve(request, strategies.data.resolve(request))
     if problems:
         return problems
-    plan = _plan(config, request, ways, degrees, stages, (*(problem.what for problem in unread), *notes))
+    plan = _plan(config, request, strategies, degrees, stages, (*(problem.what for problem in unread), *notes))
     said = sample_sets.filled(config.model.norm_samples, sets)
     return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
 
@@ -124,27 +125,30 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     problems = images.check(spec, config, trial.tp)
     if not problems:
         trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
-        ways = _ways(config, spec, trial)
-        request = _request(config, spec, trial, ways, problems)
-        problems += [] if problems else _stages(config, spec, request, ways)[1] + _set_problems(request, ways)
+        strategies = _ways(config, spec, trial)
+        request = _request(config, spec, trial, strategies, problems)
+        problems += (
+            [] if problems else _stages(config, spec, request, strategies)[1] + _set_problems(request, strategies)
+        )
     return len(problems)
 
 
-def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Ways:
-    return Ways(
-        load_way("data", config.strategy.data.kind),
-        load_way("tensor", config.strategy.tensor.kind),
-        load_way("pipeline", _pipeline_kind(config, degrees)),
-        load_way("expert", routing.way_kind(config, spec)) if degrees.ep > 1 else None,
+def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
+    return Strategies(
+        load_strategy("data", config.strategy.data.kind),
+        load_strategy("tensor", config.strategy.tensor.kind),
+        load_strategy("pipeline", _pipeline_kind(config, degrees)),
+        load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
 
 
 def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem]) -> int:
-    """Ranks that are no workers: as many as the data way, if it has any, is asked for or the cluster spec names."""
+    """Ranks that are no workers: as many as the data strategy, if it has any, is asked for or the cluster spec
+    names."""
     kind = config.strategy.data.kind
     if not registry.has("strategies", f"data.{kind}"):
         return 0
-    count = getattr(load_way("data", kind), "num_servers", None)
+    count = getattr(load_strategy("data", kind), "num_servers", None)
     asked = config.strategy.data.servers
     if cluster is not None:
         problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", has_servers=count is not None)
@@ -179,44 +183,48 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
         return None
 
 
-def _request(config: Config, spec: ModelSpec, degrees: Degrees, ways: Ways, problems: list[Problem]) -> Request:
-    """The filled request, with the ways' violations appended."""
+def _request(
+    config: Config, spec: ModelSpec, degrees: Degrees, strategies: Strategies, problems: list[Problem]
+) -> Request:
+    """The filled request, with the strategies' violations appended."""
     chunks = _chunks(config, spec, degrees)
     request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None, degrees.servers, degrees.ep)
-    standing = ways.pipeline.check(request)
-    problems += ways.tensor.check(request) + ways.data.check(request) + standing
+    standing = strategies.pipeline.check(request)
+    problems += strategies.tensor.check(request) + strategies.data.check(request) + standing
     problems += _depth(request)
-    if ways.expert:
-        problems += ways.expert.check(request) + expert_axes.check(request, ways.data)
+    if strategies.expert:
+        problems += strategies.expert.check(request) + expert_axes.check(request, strategies.data)
 
     def violations(batch: Batch) -> list[Problem]:
-        return [problem for problem in ways.pipeline.check(replace(request, batch=batch)) if problem not in standing]
+        return [
+            problem for problem in strategies.pipeline.check(replace(request, batch=batch)) if problem not in standing
+        ]
 
     def suits(batch: Batch) -> bool:
-        return bool(problems) or not _set_problems(replace(request, batch=batch), ways)
+        return bool(problems) or not _set_problems(replace(request, batch=batch), strategies)
 
-    parts = routing.sample_parts(spec, ways.tensor.sample_parts(request))
+    parts = routing.sample_parts(spec, strategies.tensor.sample_parts(request))
     rules = batches.Rules(
-        parts * (config.strategy.expert.chunks if ways.expert else 1), violations, suits,
-        lambda batch: bool(problems) or _fits(replace(request, batch=batch), ways, degrees),
+        parts * (config.strategy.expert.chunks if strategies.expert else 1), violations, suits,
+        lambda batch: bool(problems) or _fits(replace(request, batch=batch), strategies, degrees),
         (spec.seq or 0) if spec.kind == "tokens" else 0,
     )  # fmt: skip
     batch = batches.fill(config, degrees.dp, degrees.pp, rules, degrees.filled, problems)
     if batch is not None:
         request = replace(request, batch=batch)
         problems += violations(batch) + _actions(request)
-        for way in (ways.tensor, ways.data):
-            problems += way.check(request)
-        problems += ways.expert.check(request) if ways.expert else []
+        for strategy in (strategies.tensor, strategies.data):
+            problems += strategy.check(request)
+        problems += strategies.expert.check(request) if strategies.expert else []
         problems += routing.check(request, parts)
     return request
 
 
-def _set_problems(request: Request, ways: Ways) -> list[Problem]:
-    return sample_sets.settle(request, ways.data.settle(request))[1]
+def _set_problems(request: Request, strategies: Strategies) -> list[Problem]:
+    return sample_sets.resolve(request, strategies.data.resolve(request))[1]
 
 
-def _fits(request: Request, ways: Ways, degrees: Degrees) -> bool:
+def _fits(request: Request, strategies: Strategies, degrees: Degrees) -> bool:
     """Does this batch fit a device, as far as the cluster says?
 
     Under REFERENCE_SCHEDULE, whatever the schedule: else the points of a sweep would differ in their batches too.
@@ -227,12 +235,12 @@ def _fits(request: Request, ways: Ways, degrees: Degrees) -> bool:
     if request.pp > 1:
         pipeline = replace(config.strategy.pipeline, kind=REFERENCE_SCHEDULE, split=[])
         config = replace(config, strategy=replace(config.strategy, pipeline=pipeline))
-        ways = replace(ways, pipeline=load_way("pipeline", REFERENCE_SCHEDULE))
+        strategies = replace(strategies, pipeline=load_strategy("pipeline", REFERENCE_SCHEDULE))
         request = replace(request, config=config, chunks=1)
-    stages, problems = _stages(config, request.spec, request, ways)
+    stages, problems = _stages(config, request.spec, request, strategies)
     if problems:
         return True
-    memories = account.memories(_plan(config, request, ways, degrees, stages, ()))
+    memories = prediction.memories(_plan(config, request, strategies, degrees, stages, ()))
     return all(cluster_cost.fits(memory, config.cluster) == "yes" for memory in memories.values())
 
 
@@ -274,29 +282,36 @@ def _actions(request: Request) -> list[Problem]:
     return [Problem(what, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]
 
 
-def _stages(config: Config, spec: ModelSpec, request: Request, ways: Ways) -> tuple[tuple[Stage, ...], list[Problem]]:
+def _stages(
+    config: Config, spec: ModelSpec, request: Request, strategies: Strategies
+) -> tuple[tuple[Stage, ...], list[Problem]]:
     num_stages = request.pp * request.chunks
     cuts, problems = partition.cut(spec, config, num_stages)
-    position = ways.pipeline.position
-    return tuple(Stage(i, position(i, request.pp, request.chunks), names) for i, names in enumerate(cuts)), problems
+    pp_rank = strategies.pipeline.pp_rank
+    return tuple(Stage(i, pp_rank(i, request.pp, request.chunks), names) for i, names in enumerate(cuts)), problems
 
 
 def _plan(
-    config: Config, request: Request, ways: Ways, degrees: Degrees, stages: tuple[Stage, ...], notes: tuple[str, ...]
+    config: Config,
+    request: Request,
+    strategies: Strategies,
+    degrees: Degrees,
+    stages: tuple[Stage, ...],
+    notes: tuple[str, ...],
 ) -> Plan:
-    ep_axes = ways.expert.leaves(request) if ways.expert else ((), ())
-    data_leaves, data_factors = expert_axes.split(*ways.data.leaves(request), *ep_axes)
-    tensor_leaves, tensor_factors = ways.tensor.leaves(request)
+    ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
+    data_dims, data_flattened = expert_axes.split(*strategies.data.mesh_dims(request), *ep_axes)
+    tensor_dims, tensor_flattened = strategies.tensor.mesh_dims(request)
     assert request.batch is not None
-    fill = getattr(ways.data, "filled", None)  # only ways that fill anything in
+    fill = getattr(strategies.data, "filled", None)  # only ways that fill anything in
     data_filled = fill(request) if fill else ()
     plan = Plan(
         preset=config.strategy.name,
         world=degrees.world,
-        mesh=MeshShape((("pp", request.pp), *data_leaves, *tensor_leaves), (*data_factors, *tensor_factors)),
+        mesh=MeshShape((("pp", request.pp), *data_dims, *tensor_dims), (*data_flattened, *tensor_flattened)),
         batch=request.batch,
-        data=ways.data.settle(request),
-        tensor=ways.tensor.settle(request),
+        data=strategies.data.resolve(request),
+        tensor=strategies.tensor.resolve(request),
         pipeline=PipelineWay(_pipeline_kind(config, degrees), request.chunks),
         stages=stages,
         spec=request.spec,
@@ -308,11 +323,18 @@ def _plan(
         optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer),
         equivalence=Equivalence("exact"),
         servers=degrees.servers,
-        filled=(*degrees.filled, *ways.tensor.filled(request), *data_filled, *lr_scale.filled(config, request.dp)),
+        filled=(
+            *degrees.filled,
+            *strategies.tensor.filled(request),
+            *data_filled,
+            *lr_scale.filled(config, request.dp),
+        ),
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
-        expert=ways.expert.settle(request) if ways.expert else ExpertWay(routing.NO_WAY),
+        expert=strategies.expert.resolve(request) if strategies.expert else ExpertWay(routing.NO_DISPATCHER),
     )
-    promises = [way.equivalence(plan) for way in (ways.data, ways.tensor, ways.expert) if way]
+    promises = [
+        strategy.equivalence(plan) for strategy in (strategies.data, strategies.tensor, strategies.expert) if strategy
+    ]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 
 

@@ -1,7 +1,7 @@
 """The router among the settings: what presets fill in, what is legal, what its statistics cost. Torch-free.
 
 How tokens are routed is part of the model (`model.router`): a routing group is a fixed number of consecutive samples of
-the global batch, so every microbatch must hold whole groups. How rows travel is the expert way's.
+the global batch, so every microbatch must hold whole groups. How rows travel is the expert dispatcher's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from math import lcm
 from typing import Any
 
 from parallelrun.config.keys import known_keys
-from parallelrun.config.schema import Config, ExpertWayConfig, ModelConfig, RouterConfig
+from parallelrun.config.schema import Config, ExpertConfig, ModelConfig, RouterConfig
 from parallelrun.errors import Problem
-from parallelrun.models.moe import statistics
-from parallelrun.models.spec import ModelSpec
-from parallelrun.plan.names import counted, did_you_mean, divisors, either, nearest
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan import routing_statistics as statistics
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
+from parallelrun.wording import counted, did_you_mean, divisors, either, nearest
 
-NO_WAY = "none"  # the expert way's kind where every rank has all experts
+NO_DISPATCHER = "none"  # the expert dispatcher's kind where every rank has all experts
 PURPOSE, WORLD = "routing", "world"
 KEY, WAY = "model.router.", "strategy.expert."
 MODEL = "model=moe_gpt"  # what has experts
@@ -90,14 +90,15 @@ def _is_limited(router: RouterConfig) -> bool:
     return router.capacity_factor is not None or router.kind == "expert_choice"
 
 
-def way_kind(config: Config, spec: ModelSpec) -> str:
-    """The expert way of a plan with ep > 1: as asked, else capacity where experts have one."""
+def dispatcher_kind(config: Config, spec: ModelSpec) -> str:
+    """The expert dispatcher of a plan with ep > 1: as asked, else capacity where experts have one."""
     assert spec.router is not None
     return config.strategy.expert.kind or ("capacity" if spec.router.limited else "dropless")
 
 
 def sample_parts(spec: ModelSpec, parts: int) -> int:
-    """What micro_batch must be a multiple of: parts of equally many whole routing groups. parts: the tensor way's."""
+    """What micro_batch must be a multiple of: parts of equally many whole routing groups. parts: the tensor
+    strategy's."""
     return parts * spec.router.group_samples if spec.router else parts
 
 
@@ -204,19 +205,20 @@ def collectives(plan: Plan) -> list[Collective]:
 
 
 def frozen(config: Config, plan: Plan) -> Config:
-    """`config` with the plan's router as the model's own and nothing left to fill in; with its ep and expert way."""
+    """`config` with the plan's router as the model's own and nothing left to fill in; with its ep and expert
+    dispatcher."""
     router = RouterConfig(**asdict(plan.spec.router)) if plan.spec.router else config.model.router
-    ways = replace(config.strategy, router={}, expert=_frozen_way(config, plan))
-    return replace(config, model=replace(config.model, router=router), strategy=ways, ep=plan.mesh.size("ep"))
+    strategies = replace(config.strategy, router={}, expert=_frozen_way(config, plan))
+    return replace(config, model=replace(config.model, router=router), strategy=strategies, ep=plan.mesh.size("ep"))
 
 
-def _frozen_way(config: Config, plan: Plan) -> ExpertWayConfig:
-    if plan.expert.kind == NO_WAY:
-        return ExpertWayConfig()
+def _frozen_way(config: Config, plan: Plan) -> ExpertConfig:
+    if plan.expert.kind == NO_DISPATCHER:
+        return ExpertConfig()
     return replace(config.strategy.expert, kind=plan.expert.kind, fills=False)
 
 
 def alone(config: Config, plan: Plan) -> Config:
     """`config` for the one-device reference: the router is the model's, and stays; every expert is at home."""
     kept = frozen(config, plan)
-    return replace(kept, strategy=replace(kept.strategy, expert=ExpertWayConfig()), ep=None)
+    return replace(kept, strategy=replace(kept.strategy, expert=ExpertConfig()), ep=None)

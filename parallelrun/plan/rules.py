@@ -10,11 +10,11 @@ from typing import Any
 from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import lr_scale
-from parallelrun.plan.names import did_you_mean
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.precision import TABLE
+from parallelrun.wording import did_you_mean
 
 ROUTER = "model.router."
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

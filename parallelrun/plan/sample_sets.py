@@ -7,18 +7,18 @@ plan, kept as a number, so that the one-device reference has the same sets. Torc
 from __future__ import annotations
 
 from parallelrun.errors import Problem
-from parallelrun.models.spec import SAMPLE_SET_ROLE, BlockSpec
-from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, DataWay, Plan, SampleSets
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
+from parallelrun.wording import divisors, either, nearest
 
 KEY = "model.norm_samples"
 LOCAL = "local"
 PURPOSE = "statistics"
 
 
-def settle(request: Request, data: DataWay) -> tuple[SampleSets | None, list[Problem]]:
+def resolve(request: Request, data: DataWay) -> tuple[SampleSets | None, list[Problem]]:
     """(the sets of the plan, None for a model without BatchNorm; violations). The request has no others."""
     if not any(layer.layer_role == SAMPLE_SET_ROLE for layer in request.spec.layers()):
         return None, []

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from parallelrun.config.schema import Config, DataWayConfig
+from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
-from parallelrun.plan.names import did_you_mean, one_of
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
 from parallelrun.registry import has, load, names
+from parallelrun.wording import did_you_mean, one_of
 
-LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor way of every layout
-OF_WAYS = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
-GRIDS = ("2d", "2.5d", "3d")  # tensor ways that split samples and features over several axes
+LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor strategy of every layout
+OF_STRATEGIES = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
+GRIDS = ("2d", "2.5d", "3d")  # tensor strategies that split samples and features over several axes
 DATA_SHORTHANDS = ("servers", "consistency", "staleness", "backup_workers")  # of keys of `strategy.data`
 HOROVOD_KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
 CHUNKED = ("interleaved", "zero_bubble", "zbv")
@@ -65,9 +65,9 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
     problems += found
     if config.strategy.expert.kind is not None:
         problems += one_of("strategy.expert.kind", config.strategy.expert.kind, kinds("expert"))
-    for axis, way in (("data", data), ("tensor", tensor), ("pipeline", pipeline)):
-        if not (has("strategies", f"{axis}.{way.kind}") and (axis == "pipeline" or way.kind != "none")):
-            problems += one_of(f"strategy.{axis}.kind", way.kind, kinds(axis))
+    for axis, of_axis in (("data", data), ("tensor", tensor), ("pipeline", pipeline)):
+        if not (has("strategies", f"{axis}.{of_axis.kind}") and (axis == "pipeline" or of_axis.kind != "none")):
+            problems += one_of(f"strategy.{axis}.kind", of_axis.kind, kinds(axis))
     strategy = replace(config.strategy, data=data, tensor=tensor, pipeline=pipeline, router={})
     return replace(config, model=model, strategy=strategy), problems
 
@@ -81,11 +81,11 @@ def _layout(layout: str) -> tuple[str | None, list[Problem]]:
 
 
 def _other_preset(config: Config, kind: str) -> list[Problem]:
-    """A preset that is about one tensor way names its layout: another one contradicts it."""
+    """A preset that is about one tensor strategy names its layout: another one contradicts it."""
     preset, own = config.strategy.name, config.strategy.tensor.kind
     if config.strategy.own_axis != "tp":
         return []
-    named = {way: layout for layout, way in LAYOUTS.items()}
+    named = {of_axis: layout for layout, of_axis in LAYOUTS.items()}
     what = f"layout={config.layout} contradicts strategy={preset}, which is layout={named.get(own, own)}"
     return [Problem(what, "layout", f"layout={named.get(own, own)} or strategy=ptdp", kind="contradiction")]
 
@@ -111,20 +111,22 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
         **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod or strategy=ring or strategy=ddp"),
         **dict.fromkeys(HOROVOD_KEYS, "strategy=horovod"),
     }
-    keys = [field.name for field in fields(DataWayConfig) if field.name != "kind"]
+    keys = [field.name for field in fields(DataStrategyConfig) if field.name != "kind"]
     return {
         f"strategy.data.{key}": (key not in reads, hints.get(key, f"leave strategy.data.{key} out")) for key in keys
     }
 
 
 def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
-    """Keys that were set although the chosen ways do not read them (`config` is folded)."""
+    """Keys that were set although the chosen strategies do not read them (`config` is folded)."""
     problems = []
     data, tensor, pipeline = config.strategy.data.kind, config.strategy.tensor.kind, config.strategy.pipeline.kind
-    ways = f"data={data} tensor={tensor} pipeline={pipeline if pp > 1 else 'none'}"
+    strategies = f"data={data} tensor={tensor} pipeline={pipeline if pp > 1 else 'none'}"
 
     def complain(key: str, value: object, fix: str) -> None:
-        problems.append(Problem(f"{key}={value} is read by none of the chosen ways ({ways})", key, fix, kind="unread"))
+        problems.append(
+            Problem(f"{key}={value} is read by none of the chosen strategies ({strategies})", key, fix, kind="unread")
+        )
 
     shaped = {"grid": ("2d", "2.5d"), "depth": ("2.5d",)}
     for key in ("grid", "depth"):

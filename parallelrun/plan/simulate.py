@@ -1,6 +1,7 @@
-"""Event simulation of a pipeline schedule: when each pp coordinate computes what, and how long it stands idle.
+"""Event simulation of a pipeline schedule: when each pp rank computes what, and how long it stands idle.
 
-The order of actions is the pipeline way's; the times are relative to the model's forward FLOPs. Messages take no time
+The order of actions is the pipeline schedule's; the times are relative to the model's forward FLOPs. Messages take no
+time
 here, so the bubble is the schedule's own. Torch-free.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parallelrun.plan.strategy import Action, PipelineWayPlan
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Action, PipelineWayPlan
 
 Times = Mapping[str, Sequence[float]]  # kind of action -> seconds (or any unit) per stage index
 
@@ -28,7 +29,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The timeline of one step. orders: per pp coordinate its actions; ends: when each of them ends; busy: per pp
+    """The timeline of one step. orders: per pp rank its actions; ends: when each of them ends; busy: per pp
     coordinate its working time.
 
     num_microbatches: those in `orders`. makespan and busy are of the whole step even where `orders` shows fewer
@@ -42,11 +43,11 @@ class Simulation:
     busy: tuple[float, ...]
     num_microbatches: int
 
-    def events(self, position: int) -> list[Event]:
-        """The timeline of one pp coordinate."""
+    def events(self, pp_rank: int) -> list[Event]:
+        """The timeline of one pp rank."""
         return [
             Event(a.kind, a.stage, a.microbatch, end - self.times[a.kind][a.stage], end)
-            for a, end in zip(self.orders[position], self.ends[position])
+            for a, end in zip(self.orders[pp_rank], self.ends[pp_rank])
         ]
 
     @property
@@ -110,7 +111,7 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
                 runnable.append(waiting.pop((forward, key)))
         clock[lane] = now
     left = [lane for lane, order in enumerate(orders) if len(ends[lane]) < len(order)]
-    assert not left, f"pp coordinates {left} wait for each other in a circle"
+    assert not left, f"pp ranks {left} wait for each other in a circle"
     busy = tuple(sum(times[action.kind][action.stage] for action in order) for order in orders)
     return Simulation(tuple(orders), tuple(ends), times, max(clock, default=0.0), busy, number)
 
@@ -139,7 +140,7 @@ def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
     return [share * sum(b.forward_flops for b in blocks if b.is_recomputed or not recomputed) for blocks in stages]
 
 
-def of_plan(plan: Plan, way: PipelineWayPlan) -> Simulation:
+def of_plan(plan: Plan, strategy: PipelineWayPlan) -> Simulation:
     """The simulation of a plan's step.
 
     Many microbatches repeat: above 16 per coordinate, 3, 4 and 5 rounds of one microbatch per coordinate are simulated;
@@ -147,11 +148,11 @@ def of_plan(plan: Plan, way: PipelineWayPlan) -> Simulation:
     """
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     if pp == 1 or count <= 16 * pp:
-        return _simulate_with(plan, way, count)
-    some = [_simulate_with(plan, way, rounds * pp + count % pp) for rounds in (3, 4, 5)]
+        return _simulate_with(plan, strategy, count)
+    some = [_simulate_with(plan, strategy, rounds * pp + count % pp) for rounds in (3, 4, 5)]
     first, second = some[1].makespan - some[0].makespan, some[2].makespan - some[1].makespan
     if abs(first - second) > 1e-9 * second:
-        return _simulate_with(plan, way, count)
+        return _simulate_with(plan, strategy, count)
     shown = some[2].num_microbatches
     return replace(
         some[2],
@@ -160,15 +161,15 @@ def of_plan(plan: Plan, way: PipelineWayPlan) -> Simulation:
     )
 
 
-def of_schedule(plan: Plan, way: PipelineWayPlan) -> Simulation:
+def of_schedule(plan: Plan, strategy: PipelineWayPlan) -> Simulation:
     """The whole step with stages that all take the same time: a forward takes 1, a backward 2."""
     times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
-    return simulate(way.actions(plan), times, len(plan.stages))
+    return simulate(strategy.actions(plan), times, len(plan.stages))
 
 
-def _simulate_with(plan: Plan, way: PipelineWayPlan, count: int) -> Simulation:
+def _simulate_with(plan: Plan, strategy: PipelineWayPlan, count: int) -> Simulation:
     batch = replace(plan.batch, microbatches=count)
     times = action_times(plan)
     if not any(times["F"]):  # a model that counts no FLOPs: equal stages
         times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
-    return simulate(way.actions(replace(plan, batch=batch)), times, len(plan.stages))
+    return simulate(strategy.actions(replace(plan, batch=batch)), times, len(plan.stages))

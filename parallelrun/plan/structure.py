@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from parallelrun.mesh.shape import MeshShape
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.precision import Precision
 
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
@@ -151,10 +151,10 @@ class ExpertWay:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its index along the model, the pp coordinate that runs it, and the blocks it holds."""
+    """One pipeline stage: its index along the model, the pp rank that runs it, and the blocks it holds."""
 
     index: int
-    position: int
+    pp_rank: int
     blocks: tuple[str, ...]
 
 
@@ -240,9 +240,9 @@ class Plan:
         assert 0 <= rank < self.world, f"rank {rank} is not in a world of {self.world}"
         return "worker" if rank < self.num_workers else "server"
 
-    def stages_of(self, position: int) -> tuple[Stage, ...]:
-        """The stages that pp coordinate `position` runs, by stage index."""
-        return tuple(stage for stage in self.stages if stage.position == position)
+    def stages_of(self, pp_rank: int) -> tuple[Stage, ...]:
+        """The stages that pp rank `position` runs, by stage index."""
+        return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
 
     @property
     def counts_right_answers(self) -> bool:
@@ -251,14 +251,14 @@ class Plan:
         return self.spec.kind != "tokens" and not splits_classes
 
     @property
-    def last_stage_position(self) -> int:
-        """pp coordinate that computes the loss."""
-        return self.stages[-1].position
+    def last_stage_pp_rank(self) -> int:
+        """pp rank that computes the loss."""
+        return self.stages[-1].pp_rank
 
     @property
     def tied_copies(self) -> tuple[tuple[str, str], ...]:
-        """(copy, original) names whose two holders lie on different pp coordinates and need the embedding group."""
-        if not self.spec.tied or self.stages[0].position == self.stages[-1].position:
+        """(copy, original) names whose two holders lie on different pp ranks and need the embedding group."""
+        if not self.spec.tied or self.stages[0].pp_rank == self.stages[-1].pp_rank:
             return ()
         return self.spec.tied
 
@@ -282,7 +282,7 @@ class Collective:
     most_bytes: int | None = None
 
     def allows(self, calls: int, payload_bytes: int) -> bool:
-        """Is what was counted what this row foretells? Calls are exact, and so are bytes, but where they depend on the
+        """Is what was counted what this row predicts? Calls are exact, and so are bytes, but where they depend on the
         data: there they must not exceed the bound."""
         within = payload_bytes == self.payload_bytes if self.most_bytes is None else payload_bytes <= self.most_bytes
         return calls == self.calls and within

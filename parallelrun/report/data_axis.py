@@ -14,13 +14,13 @@ from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan import data_ways as kinds
+from parallelrun.plan import data_strategies as kinds
 from parallelrun.plan.data_axis import DataAxis, Point, Way
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart, terminal_plot
 from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
+from parallelrun.wording import counted
 
 LETTERS = {
     kinds.RING: "r", kinds.HALVING: "d", kinds.TREES: "t", kinds.BINOMIAL: "b",
@@ -54,25 +54,32 @@ def _head(found: DataAxis) -> Text:
 def _table(found: DataAxis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     timed = found.compute_s is not None
-    fastest = max((way.here.samples_per_s[1] for way in found.ways if way.here and way.here.samples_per_s), default=0.0)
+    fastest = max(
+        (
+            strategy.here.samples_per_s[1]
+            for strategy in found.strategies
+            if strategy.here and strategy.here.samples_per_s
+        ),
+        default=0.0,
+    )
     thousands, size = (" k", 1e3) if fastest >= 1e3 else ("", 1.0)
     unit, seconds = _time_unit(found)
     for column in ("way", ">steps", ">sends", ">busiest", f">time {unit}", *((">samples/s",) if timed else ())):
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    for way in found.ways:
-        point = way.here
+    for strategy in found.strategies:
+        point = strategy.here
         if point is None:
             continue
         rates = point.samples_per_s
         table.add_row(
-            ("* " if way.chosen else "  ") + way.label,
+            ("* " if strategy.chosen else "  ") + strategy.label,
             digits(point.exchange.steps),
             bytes_text(point.exchange.worker_bytes),
             bytes_text(point.exchange.busiest_bytes),
             digits(point.exchange.seconds / seconds),
             *([f"{digits(rates[0] / size)}..{digits(rates[1] / size)}{thousands}"] if rates else []),
-            style="bold" if way.chosen else None,
+            style="bold" if strategy.chosen else None,
         )
     return table
 
@@ -81,7 +88,7 @@ def _time_unit(found: DataAxis) -> tuple[str, float]:
     """(name, how many of the fabric's units) in which the column of times is written."""
     if found.fabric.unit == kinds.RELATIVE:
         return kinds.RELATIVE, 1.0
-    slowest = max(way.here.exchange.seconds for way in found.ways if way.here)
+    slowest = max(strategy.here.exchange.seconds for strategy in found.strategies if strategy.here)
     return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
@@ -98,7 +105,11 @@ def _best(found: DataAxis) -> list[Text]:
         f"{best.share_overlapped:.2f} with full overlap: {_split(best.workers_overlapped, found)} "
         f"(r = 2D/(B x compute) = {digits(best.ratio)})"
     )
-    equal = [(_rate(way.here), way.label) for way in found.ways if way.here and way.name != kinds.HELPED]
+    equal = [
+        (_rate(strategy.here), strategy.label)
+        for strategy in found.strategies
+        if strategy.here and strategy.name != kinds.HELPED
+    ]
     rate, fastest = max(equal, key=lambda entry: entry[0])
     return [Text(text), Text(f"most samples a second on equal nodes, without overlap: {fastest} ({digits(rate)})")]
 
@@ -109,18 +120,22 @@ def _split(workers: int, found: DataAxis) -> str:
 
 def drawn(found: DataAxis) -> list[Way]:
     """The ways that get a curve: those that differ in shape, and the plan's own."""
-    return [way for way in found.ways if (way.chosen or way.name in ALWAYS_DRAWN) and way.curve]
+    return [
+        strategy
+        for strategy in found.strategies
+        if (strategy.chosen or strategy.name in ALWAYS_DRAWN) and strategy.curve
+    ]
 
 
 def _plot(found: DataAxis, width: int) -> Text:
     curves = [
         terminal_plot.Curve(
-            LETTERS[way.name],
-            way.label,
-            tuple((point.nodes, point.exchange.seconds) for point in way.curve),
-            way.chosen,
+            LETTERS[strategy.name],
+            strategy.label,
+            tuple((point.nodes, point.exchange.seconds) for point in strategy.curve),
+            strategy.chosen,
         )
-        for way in drawn(found)
+        for strategy in drawn(found)
     ]
     head = Text("time to combine the gradients over the number of nodes, servers among them\n")
     return head.append_text(terminal_plot.draw(curves, width, PLOT_ROWS, "{:g}".format, _time_text(found)))
@@ -146,11 +161,11 @@ def to_csv(found: DataAxis) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
-    for way in found.ways:
-        for point in way.curve:
+    for strategy in found.strategies:
+        for point in strategy.curve:
             exchange, rates = point.exchange, point.samples_per_s or ("", "")
             writer.writerow(
-                (point.nodes, way.label, int(way.chosen), point.workers, point.servers, exchange.steps,
+                (point.nodes, strategy.label, int(strategy.chosen), point.workers, point.servers, exchange.steps,
                  exchange.worker_bytes, exchange.busiest_bytes, exchange.seconds, found.fabric.unit, *rates)
             )  # fmt: skip
     return text.getvalue()
@@ -158,13 +173,13 @@ def to_csv(found: DataAxis) -> str:
 
 def to_svg(found: DataAxis, title: str) -> str:
     """Time and, where the cluster says how fast a device computes, samples a second over the number of nodes."""
-    ways = drawn(found)
+    strategies = drawn(found)
     nodes = chart.Axis("nodes of the data axis, servers among them", "{:g}".format, log=True, ticks=_ticks(found))
 
     def plotted(title: str, value: Callable[[Point], float], text: Callable[[float], str]) -> chart.Panel:
         lines = [
-            chart.Line(style, tuple((point.nodes, value(point)) for point in way.curve), way.chosen)
-            for style, way in enumerate(ways)
+            chart.Line(style, tuple((point.nodes, value(point)) for point in strategy.curve), strategy.chosen)
+            for style, strategy in enumerate(strategies)
         ]
         return chart.Panel(title, nodes, chart.Axis("", text, log=True), tuple(lines))
 
@@ -174,7 +189,7 @@ def to_svg(found: DataAxis, title: str) -> str:
     notes = [
         f"D = {bytes_text(found.gradient_bytes)} a rank; thick: the plan's way; closed forms, the numbers in the CSV"
     ]
-    return chart.draw(title, panels, [way.label for way in ways], notes)
+    return chart.draw(title, panels, [strategy.label for strategy in strategies], notes)
 
 
 def _rate(point: Point) -> float:
@@ -182,7 +197,7 @@ def _rate(point: Point) -> float:
 
 
 def _ticks(found: DataAxis) -> tuple[float, ...]:
-    nodes = sorted({point.nodes for way in found.ways for point in way.curve})
+    nodes = sorted({point.nodes for strategy in found.strategies for point in strategy.curve})
     return tuple(n for n in nodes if n & (n - 1) == 0 or n == found.nodes)
 
 

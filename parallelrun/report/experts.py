@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from parallelrun.plan.expert_facts import facts
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import ExpertWay, Plan
+from parallelrun.wording import counted
 
 MOST_LAYERS = 4
 
@@ -33,9 +33,9 @@ def panel(plan: Plan) -> Text:
     )
 
 
-def _levels(way: ExpertWay) -> str:
-    levels = f" in two levels, {way.group_size} ranks in the inner one" if way.group_size > 1 else ""
-    return levels + (f", in {way.chunks} parts one after the other" if way.chunks > 1 else "")
+def _levels(strategy: ExpertWay) -> str:
+    levels = f" in two levels, {strategy.group_size} ranks in the inner one" if strategy.group_size > 1 else ""
+    return levels + (f", in {strategy.chunks} parts one after the other" if strategy.chunks > 1 else "")
 
 
 def _some(names: list[str]) -> str:

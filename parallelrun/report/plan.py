@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import account, cluster_cost, expert_facts
+from parallelrun.plan import cluster_cost, expert_facts, prediction
 from parallelrun.plan.document import (
     Facts,
     axis_rows,
@@ -24,7 +24,6 @@ from parallelrun.plan.document import (
     warnings,
 )
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.names import counted, gib
 from parallelrun.plan.structure import Plan
 from parallelrun.report.data_axis import panel as data_axis_panel
 from parallelrun.report.experts import panel as experts_panel
@@ -32,6 +31,7 @@ from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
 from parallelrun.report.layouts import panel as layouts_panel
 from parallelrun.report.screen import WIDEST
 from parallelrun.report.timeline import draw, shown_positions
+from parallelrun.wording import counted, gib
 
 __all__ = ["document", "show"]
 
@@ -83,22 +83,24 @@ def _table(*columns: str, **options: Any) -> Table:
 
 def _head(plan: Plan) -> Text:
     text = Text()
-    ways = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
+    strategies = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
     if plan.data.kind == "fsdp":
         kept = "let go after forward" if plan.data.reshard_after_forward else "kept between microbatches"
         often = "in every backward pass" if plan.data.reduce_each_microbatch else "once a step"
-        ways[0] += f" (copies shared by {plan.data.shard} ranks, gathered weights {kept}, gradients reduced {often})"
+        strategies[0] += (
+            f" (copies shared by {plan.data.shard} ranks, gathered weights {kept}, gradients reduced {often})"
+        )
     elif plan.data.detail:
-        ways[0] += f" ({plan.data.detail})"
+        strategies[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
-        ways[1] += " with sequence parallel"
+        strategies[1] += " with sequence parallel"
     if plan.expert.kind != "none":
-        ways.append(f"expert {plan.expert.kind}")
+        strategies.append(f"expert {plan.expert.kind}")
     if plan.pipeline.chunks > 1:
-        ways[2] += f" ({plan.pipeline.chunks} stages a rank)"
+        strategies[2] += f" ({plan.pipeline.chunks} stages a rank)"
     text.append(f"{plan.spec.name}", "bold")
     text.append(f", {plan.spec.num_parameters:,} parameters ({count_text(plan.spec.num_parameters)})")
-    text.append(f"\nstrategy {plan.preset}: {', '.join(ways)}")
+    text.append(f"\nstrategy {plan.preset}: {', '.join(strategies)}")
     text.append(f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}")
     detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
     text.append(f"\nequals one device: {plan.equivalence.kind}{detail}")
@@ -108,7 +110,7 @@ def _head(plan: Plan) -> Text:
 
 
 def _mesh(plan: Plan) -> Group:
-    product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.leaves)
+    product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.mesh_dims)
     views = expert_facts.views(plan)
     table = _table("axis", ">degree", ">groups", "first group", *(["of"] if views else []))
     for row in axis_rows(plan):
@@ -163,20 +165,20 @@ def _batch(plan: Plan) -> Text:
 
 
 def _stages(plan: Plan, config: Config, found: Facts) -> Group:
-    """Per pp coordinate: its blocks, parameters and the bytes of its rank that holds most."""
+    """Per pp rank: its blocks, parameters and the bytes of its rank that holds most."""
     table = _table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages = stage_rows(plan)
     heaviest = found.heaviest_position
     unit, size_of_unit = byte_unit(found.memories[heaviest].total)
-    positions = sorted({*shown_positions(plan.mesh.size("pp")), heaviest})
-    for position in positions:
-        mine = [stage for stage in stages if stage["position"] == position]
-        memory = found.memories[position]
+    pp_ranks = sorted({*shown_positions(plan.mesh.size("pp")), heaviest})
+    for pp_rank in pp_ranks:
+        mine = [stage for stage in stages if stage["position"] == pp_rank]
+        memory = found.memories[pp_rank]
         state = (memory.weights, memory.gradients, memory.optimizer)
         sizes = (*state, memory.activations, memory.temporary, memory.total)
-        mark = position == heaviest and len(found.memories) > 1
+        mark = pp_rank == heaviest and len(found.memories) > 1
         table.add_row(
-            f"{position}{' *' if mark else ''}",
+            f"{pp_rank}{' *' if mark else ''}",
             "; ".join(_block_range(stage["blocks"]) for stage in mine),
             count_text(sum(stage["parameters"] for stage in mine)),
             *(digits(size / size_of_unit) for size in sizes),
@@ -188,8 +190,8 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
     need = gib(worst.total) if config.cluster.memory_gb else bytes_text(worst.total)
     verdict.append(f" (the heaviest rank needs {need}; {cluster_cost.why_fits(worst, config.cluster)})")
     marks = "; * marks the heaviest" if len(found.memories) > 1 else ""
-    notes = [f"weights to total: {unit} of the rank of each pp coordinate that holds most{marks}"]
-    left_out = len(found.memories) - len(positions)
+    notes = [f"weights to total: {unit} of the rank of each pp rank that holds most{marks}"]
+    left_out = len(found.memories) - len(pp_ranks)
     if left_out:
         notes.append(f"{left_out} coordinates between are left out (--json has all)")
     notes.append(f"not counted: {', '.join(worst.leaves_out)}")
@@ -233,7 +235,7 @@ def _schedule(plan: Plan, found: Facts, width: int) -> Group | Text:
             f"\ndrawn with {simulation.num_microbatches} of {plan.batch.microbatches} microbatches; the rest repeats"
         )
     text.append("\nby the stages' own FLOPs, so uneven stages idle too; messages take no time\n")
-    chunk_of_stage = [sum(1 for s in plan.stages_of(stage.position) if s.index < stage.index) for stage in plan.stages]
+    chunk_of_stage = [sum(1 for s in plan.stages_of(stage.pp_rank) if s.index < stage.index) for stage in plan.stages]
     return Group(text, draw(simulation, width, chunk_of_stage))
 
 
@@ -241,7 +243,7 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
     if not found.traffic:
         return Text("none: one rank")
     table = _table("axis", "operation", "purpose", ">calls", ">payload", ">must send", ">all send")
-    rows = [row for row in found.traffic if row.purpose != account.CONTROL and row.operation != "recv"]
+    rows = [row for row in found.traffic if row.purpose != prediction.CONTROL and row.operation != "recv"]
     for row in rows:
         table.add_row(
             f"{row.axis} ({row.group_size})",
@@ -258,12 +260,14 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
     )
     mean = "mean of a step" if any(row.every > 1 for row in rows) else "sum"
     table.add_row(mean, "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
-    control = [row for row in found.traffic if row.purpose == account.CONTROL and row.operation != "recv" and row.calls]
+    control = [
+        row for row in found.traffic if row.purpose == prediction.CONTROL and row.operation != "recv" and row.calls
+    ]
     if plan.role(found.busiest_rank) == "server":
         where = "a server, in a step of every worker"
     else:
-        place = plan.mesh.coordinate(found.busiest_rank)
-        where = " ".join(f"{axis}={place.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
+        coordinate = plan.mesh.coordinate(found.busiest_rank)
+        where = " ".join(f"{axis}={coordinate.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
     sent = " and ".join(f"{'one' if row.calls == 1 else row.calls} {row.operation}" for row in control)
     note = (
         f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
@@ -275,7 +279,7 @@ def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
 
 
 def _links(plan: Plan) -> list[Text]:
-    """Who sends gradients to whom, where the data way itself decides it."""
+    """Who sends gradients to whom, where the data strategy itself decides it."""
     rows = link_rows(plan)
     if not rows:
         return []

@@ -21,7 +21,7 @@ from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
 from parallelrun.report.screen import WIDEST
-from parallelrun.train.routing_log import FILE
+from parallelrun.routing_log import FILE
 
 PICTURE = "routing.svg"
 MOST_LAYERS, MOST_ROWS = 4, 16

@@ -11,11 +11,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from parallelrun.plan.account import as_predicted
-from parallelrun.plan.names import counted
+from parallelrun.plan.prediction import matches_prediction as matches_prediction
 from parallelrun.report import routing
 from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
 from parallelrun.report.screen import WIDEST, open_console
+from parallelrun.wording import counted
 
 BARS = "▁▂▃▄▅▆▇█"
 LABEL, FRAME = 9, 4  # columns of the labels, and of the panel's frame
@@ -135,7 +135,7 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     merged: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         merged.setdefault((row["axis"], row["operation"], row["purpose"]), []).append(row)
-    exact = all(as_predicted(row) for row in rows)
+    exact = all(matches_prediction(row) for row in rows)
     bounded = any(row.get("predicted_most_bytes") is not None for row in rows)
     right = "within the predicted bounds" if bounded else "as predicted, to the byte"
     title = f"sent in one step, over all ranks: {right if exact else 'NOT as predicted'}"
@@ -154,7 +154,7 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
             bytes_text(total["payload_bytes"]),
             bytes_text(total["wire_bytes"]),
         )
-        if not all(as_predicted(row) for row in alike):
+        if not all(matches_prediction(row) for row in alike):
             said = f"[red]{total['predicted_calls']:,}[/]", f"[red]{bytes_text(total['predicted_payload_bytes'])}[/]"
             table.add_row("", "", "[red]predicted[/]", *said, "")
     return Group(Text(title, style="green" if exact else "red"), table)  # a table's own title wraps at its width

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.plan.names import counted
 from parallelrun.records import write_text
 from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
+from parallelrun.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""A schedule as a terminal Gantt: one row per pp coordinate, legible in colour, without colour and in a log file."""
+"""A schedule as a terminal Gantt: one row per pp rank, legible in colour, without colour and in a log file."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
     Where an action is shorter than a column, a column shows the part of its time that is busy instead. Above 12
     coordinates, 12 of them from first to last are drawn. chunk_of_stage: shades every other chunk.
     """
-    positions = shown_positions(len(simulation.orders))
-    label_width = len(f"pp {positions[-1]} ")
+    pp_ranks = shown_positions(len(simulation.orders))
+    label_width = len(f"pp {pp_ranks[-1]} ")
     columns = max(20, width - label_width)
     end = max(ends[-1] for ends in simulation.ends)
     shortest = min(
@@ -39,12 +39,12 @@ def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
         columns = columns // round(whole) * round(whole)
     dense = whole > columns
     text = Text()
-    for position in positions:
-        text.append(f"pp {position}".ljust(label_width), "bold")
+    for pp_rank in pp_ranks:
+        text.append(f"pp {pp_rank}".ljust(label_width), "bold")
         if dense:
-            text.append_text(_dense_row(simulation, position, columns, end))
+            text.append_text(_dense_row(simulation, pp_rank, columns, end))
         else:
-            text.append_text(_row(simulation.events(position), columns, end, chunk_of_stage))
+            text.append_text(_row(simulation.events(pp_rank), columns, end, chunk_of_stage))
         text.append("\n")
     text.append(" " * label_width)
     text.append_text(_dense_legend() if dense else _legend(simulation))
@@ -86,12 +86,12 @@ def _row(events: list[Event], columns: int, end: float, chunk_of_stage: list[int
     return text
 
 
-def _dense_row(simulation: Simulation, position: int, columns: int, end: float) -> Text:
+def _dense_row(simulation: Simulation, pp_rank: int, columns: int, end: float) -> Text:
     """Per column the busy part of its time as a shade, in the colour of what takes most of it."""
     spent = {kind: [0.0] * columns for kind in NAMES}
     scale = columns / end
     lengths = {kind: [time * scale for time in times] for kind, times in simulation.times.items()}
-    for action, ended in zip(simulation.orders[position], simulation.ends[position]):
+    for action, ended in zip(simulation.orders[pp_rank], simulation.ends[pp_rank]):
         stop = ended * scale
         begin = stop - lengths[action.kind][action.stage]
         row = spent[action.kind]

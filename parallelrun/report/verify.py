@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from parallelrun.plan.names import counted
 from parallelrun.report.figures import degrees_text
 from parallelrun.report.screen import open_console
+from parallelrun.wording import counted
 
 MEANING = {
     "initial": "initial weights",

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from parallelrun.comm.json_exchange import gather_json
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
-from parallelrun.exchange import gather_json
-from parallelrun.launch.context import WorkerContext
-from parallelrun.plan import account
+from parallelrun.plan import prediction
 from parallelrun.records import write_json
 from parallelrun.report import bench as report
 from parallelrun.train import schedule
@@ -53,7 +53,7 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
     median = statistics.median(times)
     lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
     tokens = plan.batch.global_batch * plan.spec.targets_per_sample
-    payload = sum(row.payload_bytes for row in account.collectives(plan, 0))
+    payload = sum(row.payload_bytes for row in prediction.collectives(plan, 0))
     return {
         "schema": 1,
         "preset": plan.preset,

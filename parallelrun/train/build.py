@@ -11,16 +11,16 @@ from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.data.order import Sampler
-from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.vision.batch_norm import give_sets
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan import lr_scale
-from parallelrun.plan.routing import NO_WAY
+from parallelrun.plan.parameters import LocalParameter
+from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
 from parallelrun.train.routing import Routing
 from parallelrun.train.statistics import RunningStatistics
@@ -34,9 +34,9 @@ class Training:
     plan: Plan
     mesh: Mesh
     parts: list[Network]
-    data: Any  # DataRuntime of the plan's data way
+    data: Any  # DataRuntime of the plan's data strategy
     gradients: Gradients
-    engine: Any  # Engine of the plan's pipeline way
+    engine: Any  # Engine of the plan's pipeline schedule
     optimizer: Optimizer
     reader: Reader
     eval_reader: Reader
@@ -67,21 +67,24 @@ class Training:
         Where each tensor rank has the whole replica's loss, that is tensor coordinate 0; where a layout splits the
         samples, coordinate 0 of the axes that do not.
         """
-        way = registry.load("strategies", f"tensor.{self.plan.tensor.kind}", "plan").Way()
-        split = way.loss_axes(self.plan)
-        place = self.mesh.coordinate
-        copies = [leaf for leaf in self.plan.mesh.leaf_axes("tp") if leaf not in split]
-        return place.get("pp", 0) == self.plan.last_stage_position and not any(place.get(leaf, 0) for leaf in copies)
+        strategy = registry.load("strategies", f"tensor.{self.plan.tensor.kind}", "plan").Way()
+        split = strategy.loss_axes(self.plan)
+        coordinate = self.mesh.coordinate
+        copies = [mesh_dim for mesh_dim in self.plan.mesh.mesh_dims_of("tp") if mesh_dim not in split]
+        return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and not any(
+            coordinate.get(mesh_dim, 0) for mesh_dim in copies
+        )
 
     @property
     def counts_targets(self) -> bool:
         """True on the one rank of every data replica that counts its valid targets: last stage, tensor coordinate 0."""
-        place = self.mesh.coordinate
-        return place.get("pp", 0) == self.plan.last_stage_position and place.get("tp", 0) == 0
+        coordinate = self.mesh.coordinate
+        return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and coordinate.get("tp", 0) == 0
 
 
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """This rank's stages on the meta device, placed by the tensor and expert ways, with recompute and compile applied.
+    """This rank's stages on the meta device, placed by the tensor and expert dispatchers, with recompute and compile
+    applied.
 
     One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
     """
@@ -92,7 +95,7 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
     registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
-    if plan.expert.kind != NO_WAY:
+    if plan.expert.kind != NO_DISPATCHER:
         registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
     network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
@@ -106,10 +109,10 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     config = lr_scale.numbered(config, plan)
     mesh = build_mesh(plan, device)
     parts = build_parts(config, plan, mesh)
-    data_way = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
-    data_way.shard(parts, plan, mesh)
+    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
+    data_strategy.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
-    data = data_way.attach(parts, plan, mesh)
+    data = data_strategy.attach(parts, plan, mesh)
     engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, data)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch

@@ -9,8 +9,8 @@ from typing import Any
 from parallelrun import checkpoint
 from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import CheckpointError, Problem, SaveFailed
-from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
 from parallelrun.train.scaler import LossScaler

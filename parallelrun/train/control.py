@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import WORLD, Mesh
+from parallelrun.mesh import WORLD, Mesh
 from parallelrun.plan.structure import CONTROL_ELEMENTS
 
 

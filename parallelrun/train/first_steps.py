@@ -17,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from parallelrun import sequences, torch_private
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.errors import CollectiveMismatch
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective
 from parallelrun.sequences import Lane, Sequence, SequenceFile
 

@@ -1,4 +1,4 @@
-"""From the data way's gradients to the final ones: partial axes, tied copies, the global norm, clipping."""
+"""From the data strategy's gradients to the final ones: partial axes, tied copies, the global norm, clipping."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm, torch_private
-from parallelrun.mesh.runtime import EMBEDDING, Group, Mesh
+from parallelrun.mesh import EMBEDDING, Group, Mesh
 from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import LocalParameter, owns
 
 EPSILON = 1e-6
 # fp32 sums over longer rows lose digits on CPU (3.5e-5 at 30 million elements); rows this long keep 7 of them.
@@ -22,11 +22,11 @@ MEASURED_ALONE_BYTES = 4 * 2**20
 
 
 class Gradients:
-    """The gradients of one rank's parameters, once the data way is done with them.
+    """The gradients of one rank's parameters, once the data strategy is done with them.
 
     What is alike in every step is found out here, once: small models pay for each call from Python. flat: by the axis
     over which copies lie (`replica_axis`), buffers that hold the gradients of all parameters of that axis and else only
-    zeros, where the data way has such.
+    zeros, where the data strategy has such.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Gradients:
         self._device = mesh.device
         self._flat = [buffer for buffers in flat.values() for buffer in buffers]
         self._loose = [p for p in parameters if replica_axis(p.layout, plan) not in flat]
-        place = dict(mesh.coordinate)
+        coordinate = dict(mesh.coordinate)
         if plan.data.independent:
-            place["dp"] = 0  # every replica measures what is its own
-        owned = {layout: owns(layout, plan.mesh, place) for layout in {p.layout for p in parameters}}
+            coordinate["dp"] = 0  # every replica measures what is its own
+        owned = {layout: owns(layout, plan.mesh, coordinate) for layout in {p.layout for p in parameters}}
         self._measured: list[Tensor] = []  # parts of flat buffers, and the parameters that are measured beside them:
         self._counted = [p for p in self._loose if not p.shared and owned[p.layout]]
         for axis, buffers in flat.items():
@@ -116,8 +116,8 @@ def _own_parts(
         replicas = 1  # each rank of the axis holds gradients of its own
     replica = coordinate.get(axis, 0) if replicas > 1 else 0
     if replicas > 1 or plan.data.independent:
-        for leaf in plan.mesh.leaf_axes(axis):
-            coordinate[leaf] = 0  # one replica owns what all replicas measure together
+        for mesh_dim in plan.mesh.mesh_dims_of(axis):
+            coordinate[mesh_dim] = 0  # one replica owns what all replicas measure together
     if any(p.shared or not owns(p.layout, plan.mesh, coordinate) for p in parameters):
         return None
     return [buffer.tensor_split(replicas)[replica] for buffer in flat]
@@ -125,7 +125,7 @@ def _own_parts(
 
 def _gradient(parameter: LocalParameter) -> Tensor:
     gradient = parameter.tensor.grad
-    assert gradient is not None, f"the data way left no gradient for {parameter.name}"
+    assert gradient is not None, f"the data strategy left no gradient for {parameter.name}"
     return gradient
 
 

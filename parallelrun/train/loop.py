@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from math import isfinite
 
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
-from parallelrun.launch.context import WorkerContext
 from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
@@ -77,11 +77,11 @@ def _check(training: Training, result: StepResult, scaler: LossScaler, step: int
     bad = [p.name for p in training.parameters if p.tensor.grad is not None and not p.tensor.grad.isfinite().all()]
     value = result.loss if what == "loss" else result.grad_norm
     reason = f"{skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value}"
-    place = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
+    coordinate = " ".join(f"{axis}={index}" for axis, index in training.mesh.coordinate.items())
     raise NumericsError(
         Problem(
             f"step {step}: {reason}; the weights were not changed"
-            + (f"; on rank {training.mesh.rank} ({place}) first in the gradient of {bad[0]}" if bad else ""),
+            + (f"; on rank {training.mesh.rank} ({coordinate}) first in the gradient of {bad[0]}" if bad else ""),
             command="lower optimizer.lr, or precision=fp32",
         )
     )

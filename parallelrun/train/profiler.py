@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from parallelrun.accounting import CollectiveNames
+from parallelrun.comm.counter import CollectiveNames
 from parallelrun.config.schema import Config
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 
 FOLDER = "profile"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.data.order import Sampler
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.batch import Batch
 from parallelrun.train.prefetch import InBackgroundThread, InWorkerProcesses, ReadAhead
@@ -83,14 +83,14 @@ class Reader:
     ):
         replica = mesh.coordinate.get("dp", 0) if replica is None else replica
         size = plan.batch.replica_batch
-        position = mesh.coordinate.get("pp", 0)
+        pp_rank = mesh.coordinate.get("pp", 0)
         self.samples = HostSamples(
             split,
             sampler,
             start=replica * size,
             stop=(replica + 1) * size,
-            has_inputs=position == plan.stages[0].position,
-            has_targets=position == plan.last_stage_position,
+            has_inputs=pp_rank == plan.stages[0].pp_rank,
+            has_targets=pp_rank == plan.last_stage_pp_rank,
             floats=getattr(torch, plan.precision.compute),
         )
         self._device = mesh.device

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from parallelrun import reserve
-from parallelrun.exchange import gather_json
-from parallelrun.launch.context import WorkerContext
-from parallelrun.plan import account, simulate
-from parallelrun.plan.load import ways_of
+from parallelrun.comm.json_exchange import gather_json
+from parallelrun.context import WorkerContext
+from parallelrun.plan import prediction, simulate
+from parallelrun.plan.load import strategies_of
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
 from parallelrun.report.progress import Progress
+from parallelrun.routing_log import RoutingLog
 from parallelrun.train.build import Training
-from parallelrun.train.routing_log import RoutingLog
 from parallelrun.train.timing import StepTimes
 from parallelrun.train.tracker import Tracker, open_tracker
 
@@ -206,8 +206,8 @@ class Recorder:
             "peak_memory_bytes": max(one["peak_bytes"] for one in everyone),
             "payload_bytes_per_step": self._per_step("payload_bytes", rows),
             "wire_bytes_per_step": self._per_step("wire_bytes", rows),
-            "communication_as_predicted": all(account.as_predicted(row) for row in rows) if rows else None,
-            "bubble_predicted": simulate.of_plan(plan, ways_of(plan).pipeline).bubble_of_total,
+            "communication_as_predicted": all(prediction.matches_prediction(row) for row in rows) if rows else None,
+            "bubble_predicted": simulate.of_plan(plan, strategies_of(plan).pipeline).bubble_of_total,
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
         }
@@ -220,7 +220,7 @@ class Recorder:
     def _per_step(self, key: str, rows: list[dict]) -> int:
         """Bytes of all ranks in one step, on average where some are sent in every H-th step only."""
         plan = self._training.plan
-        return round(sum(row[key] / account.steps_between(plan, row["purpose"]) for row in rows))
+        return round(sum(row[key] / prediction.steps_between(plan, row["purpose"]) for row in rows))
 
 
 def median_times(records: list[StepRecord]) -> dict[str, float]:
@@ -251,7 +251,7 @@ def communication_rows(measured: Mapping[int, list[dict]], training: Training) -
     plan = training.plan
     rows = []
     for rank, counted in sorted(measured.items()):
-        predicted = {(c.axis, c.operation, c.purpose): c for c in account.collectives(plan, rank)}
+        predicted = {(c.axis, c.operation, c.purpose): c for c in prediction.collectives(plan, rank)}
         seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
         for key in sorted(predicted.keys() | seen.keys()):
             axis, operation, purpose = key
@@ -265,8 +265,8 @@ def communication_rows(measured: Mapping[int, list[dict]], training: Training) -
                     "purpose": purpose,
                     "calls": was.calls if was else 0,
                     "payload_bytes": was.payload_bytes if was else 0,
-                    "wire_bytes": account.wire_bytes(was, account.group_size(plan, axis)) if was else 0,
-                    "every": account.steps_between(plan, purpose),
+                    "wire_bytes": prediction.wire_bytes(was, prediction.group_size(plan, axis)) if was else 0,
+                    "every": prediction.steps_between(plan, purpose),
                     "predicted_calls": said.calls if said else 0,
                     "predicted_payload_bytes": said.payload_bytes if said else 0,
                     "predicted_most_bytes": said.most_bytes if said else None,

@@ -1,7 +1,7 @@
 """What the layers with experts do once a step: how much their auxiliary loss weighs, what they saw, and what moves.
 
 Statistics of every layer are summed over the world in one exchange, so that each rank knows the load of the global
-batch: the selection biases move by it alike everywhere, and one rank writes it down (`train.routing_log`).
+batch: the selection biases move by it alike everywhere, and one rank writes it down (`routing_log`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import Work
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import WORLD, Mesh
-from parallelrun.models.moe import statistics
+from parallelrun.mesh import WORLD, Mesh
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network
+from parallelrun.plan import routing_statistics as statistics
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.routing import PURPOSE
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.statistics import held_range
 
 
@@ -37,7 +37,7 @@ class _Kept:
 class Routing:
     """Of one rank's stages. A model without experts has none of it, and nothing is sent.
 
-    The exchange is a vector of fp64 with the statistics of every layer of the whole model (`models.moe.statistics`),
+    The exchange is a vector of fp64 with the statistics of every layer of the whole model (`plan.routing_statistics`),
     each followed by the bytes of its all-to-alls. A rank fills in its own layers: what was routed at tensor coordinate
     0 only (all tensor ranks route the same tokens), bytes on every rank.
     """

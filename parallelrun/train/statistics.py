@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.models.vision.batch_norm import PURPOSE, BatchNorm
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import LocalParameter
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import WORLD
+from parallelrun.mesh import WORLD
 from parallelrun.plan.structure import Plan
 from parallelrun.train import control
 from parallelrun.train.batch import Batch
@@ -38,7 +38,7 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
     """(targets >= 0 by which the loss is divided, in this replica's part): known before backward.
 
     The former are those of the whole global batch; where replicas have run out of data (batch None), as many as if all
-    those that the data way counts had as many as the others. A dataset without ignored targets needs no exchange;
+    those that the data strategy counts had as many as the others. A dataset without ignored targets needs no exchange;
     otherwise last-stage ranks sum theirs over dp.
     """
     plan, data = training.plan, training.plan.data
@@ -48,7 +48,7 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
         per_sample = plan.spec.targets_per_sample
         counted = plan.batch.global_batch * num_counted // num_replicas
         return counted * per_sample, 0 if batch is None else plan.batch.replica_batch * per_sample
-    if training.mesh.coordinate.get("pp", 0) != plan.last_stage_position:
+    if training.mesh.coordinate.get("pp", 0) != plan.last_stage_pp_rank:
         return 1, 0  # only the last stage computes a loss
     valid = None if batch is None or batch.targets is None else (batch.targets >= 0).sum()
     mine = torch.zeros((), dtype=torch.int64, device=training.mesh.device) if valid is None else valid

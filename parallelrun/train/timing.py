@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from parallelrun import comm, torch_private
-from parallelrun.mesh.runtime import EMBEDDING, WORLD
+from parallelrun.mesh import EMBEDDING, WORLD
 from parallelrun.train.build import Training
 
 ACROSS_STAGES = (WORLD, EMBEDDING)  # groups that join ranks of several stages
@@ -56,7 +56,7 @@ class Clock(Protocol):
 
     def mark(self) -> Any: ...
 
-    def settle(self, last: Any) -> None: ...
+    def resolve(self, last: Any) -> None: ...
 
     def seconds(self, began: Any, ended: Any) -> float: ...
 
@@ -67,7 +67,7 @@ class HostClock:
     on_device = False
     mark = staticmethod(time.perf_counter)
 
-    def settle(self, last: float) -> None:
+    def resolve(self, last: float) -> None:
         pass
 
     def seconds(self, began: float, ended: float) -> float:
@@ -84,7 +84,7 @@ class CudaClock:
         event.record()
         return event
 
-    def settle(self, last: torch.cuda.Event) -> None:
+    def resolve(self, last: torch.cuda.Event) -> None:
         last.synchronize()
 
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
@@ -128,7 +128,7 @@ class StepClock:
         ended = self._clock.mark() if self._is_timed else None
         self._undo.close()
         if self._is_timed:
-            self._clock.settle(ended)
+            self._clock.resolve(ended)
         self._seconds = time.perf_counter() - self._host_began
         self._times = self._parts(ended)
 

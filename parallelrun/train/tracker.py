@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from parallelrun.context import WorkerContext
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.launch.context import WorkerContext
 from parallelrun.packages import require
 
 

@@ -1,6 +1,7 @@
-"""The reference of plans whose equivalence is `replay`: the data way's own algorithm, in one process.
+"""The reference of plans whose equivalence is `replay`: the data strategy's own algorithm, in one process.
 
-Where a data way does not compute what one device computes (gradient compression, Adasum, local SGD, DiLoCo), it is held
+Where a data strategy does not compute what one device computes (gradient compression, Adasum, local SGD, DiLoCo), it is
+held
 against itself: n one-device replicas, each with its own part of the batch, and between them the way's rule, written
 plainly in `strategies/data/<kind>/replay.py` as `rule(config, plan) -> Rule`. Tensor and pipeline axes are not in the
 reference, so they are proved along with it.
@@ -18,23 +19,24 @@ from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.data.order import Sampler
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import SAMPLE_SET_ROLE
+from parallelrun.model_spec import SAMPLE_SET_ROLE
 from parallelrun.plan import lr_scale
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.reader import Reader
 from parallelrun.train.step import count_samples, count_valid
-from parallelrun.verify.alone import one_device
 from parallelrun.verify.decisions import RecordedDecisions
+from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, replica_name
 
 Tensors = dict[str, Tensor]
 
 
 class Rule(Protocol):
-    """What the replicas of a data way tell each other, as plain arithmetic. One object lives through all steps, so it
+    """What the replicas of a data strategy tell each other, as plain arithmetic. One object lives through all steps, so
+    it
     may keep state (error feedback, momenta). Replicas are in the order of their dp coordinate; tensors are logical
     (one-device names and shapes), in the precision of the check.
     """
@@ -69,7 +71,7 @@ class Summed:
 
 
 def rule_of(config: Config, plan: Plan) -> Rule:
-    """The rule of the plan's data way."""
+    """The rule of the plan's data strategy."""
     return registry.load("strategies", f"data.{plan.data.kind}", "replay").rule(config, plan)
 
 
@@ -150,7 +152,7 @@ def _share_statistics(replicas: list[Training]) -> None:
 
 def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Training:
     """A one-device training that sees the samples of data replica `index` only, all in one microbatch."""
-    alone, alone_plan = one_device(config, plan)
+    alone, alone_plan = single_device(config, plan)
     batch = replace(alone_plan.batch, micro_batch=plan.batch.replica_batch, microbatches=1)
     training = build(alone, replace(alone_plan, batch=batch), device)
     dataset, size = training.dataset, plan.batch.global_batch

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
+from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
-from parallelrun.exchange import gather_json
-from parallelrun.launch.context import WorkerContext
-from parallelrun.plan.load import ways_of
+from parallelrun.plan.load import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train.build import Training, build
-from parallelrun.verify.alone import one_device
 from parallelrun.verify.decisions import RecordedDecisions, are_held
 from parallelrun.verify.measure import BOUNDS, compare
 from parallelrun.verify.replay import record_replay
+from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, record
 
 
@@ -40,7 +40,7 @@ def checked_plan(config: Config, plan: Plan) -> Plan:
     """The plan of the checked config; what ways do in some steps only, they do within those that are checked."""
     data = plan.data.checked(config.verify.steps)
     plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name, data=data)
-    promised = ways_of(plan).data.equivalence(plan)
+    promised = strategies_of(plan).data.equivalence(plan)
     return replace(plan, equivalence=promised) if promised.kind == plan.equivalence.kind else plan
 
 
@@ -57,7 +57,7 @@ def reference_trace(config: Config, plan: Plan, device: torch.device, ours: Trac
     decisions = RecordedDecisions(ours.router_scores) if ours is not None and are_held(config, plan) else None
     if plan.equivalence.kind == "replay":
         return record_replay(config, plan, device, decisions)
-    alone, alone_plan = one_device(config, plan)
+    alone, alone_plan = single_device(config, plan)
     return record(build(alone, alone_plan, device), config.verify.steps, decisions)
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.exchange import gather_json
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.comm.json_exchange import gather_json
+from parallelrun.mesh import Mesh
+from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.train import schedule
 from parallelrun.train.build import Training
-from parallelrun.train.parameters import LocalParameter, owns
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from parallelrun.verify.decisions import RecordedDecisions, Scores

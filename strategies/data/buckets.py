@@ -1,4 +1,4 @@
-"""Bucket arithmetic shared by the data ways' plans and runtimes. Torch-free.
+"""Bucket arithmetic shared by the data strategies' plans and runtimes. Torch-free.
 
 Gradients become ready from the last layer to the first, so buckets are filled in reverse order of the parameters; the
 first is small, so that the exchange starts early (PyTorch DDP, Li et al. 2020, section 3.2).
@@ -12,17 +12,17 @@ from math import prod
 
 from parallelrun.layout import Layout
 from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, DataWay, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .sharding import shard_dim
 
 FIRST_BUCKET_BYTES = 2**20
 
 
-def settle(request: Request) -> DataWay:
+def resolve(request: Request) -> DataWay:
     """The DataWay of a way that has no settings but the size of its buckets."""
     data = request.config.strategy.data
     return DataWay(data.kind, bucket_bytes=int(data.bucket_mb * 2**20))
@@ -51,7 +51,7 @@ def padded_numel(shape: Sequence[int], parts: int, dim: int = 0) -> int:
 
 
 def local_shapes(held: Sequence[HeldParameter], coordinate: dict[str, int], plan: Plan) -> list[tuple[int, ...]]:
-    """Shapes as the module stores the parameters before any data way: split by the tensor axes and ep only."""
+    """Shapes as the module stores the parameters before any data strategy: split by the tensor axes and ep only."""
     known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
     out = []
     for parameter in held:
@@ -113,9 +113,9 @@ def partition(
     return tuple(sorted(found, key=lambda bucket: -bucket.indices[-1]))
 
 
-def trained_parameters(plan: Plan, position: int) -> list[HeldParameter]:
-    """Those of a pp coordinate that the optimizer updates."""
-    return [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
+def trained_parameters(plan: Plan, pp_rank: int) -> list[HeldParameter]:
+    """Those of a pp rank that the optimizer updates."""
+    return [parameter for parameter in held_parameters(plan, pp_rank) if not parameter.spec.frozen]
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class Contents:
     parts: tuple[tuple[HeldParameter, tuple[int, ...]], ...]
 
 
-def contents(position: int, coordinate: dict[str, int], plan: Plan) -> list[Contents]:
+def contents(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Contents]:
     """The buckets of a rank that sums whole gradients, in launch order."""
-    key = "bucket contents", position, *sorted(coordinate.items())
+    key = "bucket contents", pp_rank, *sorted(coordinate.items())
     if key not in plan.known:
-        trained = trained_parameters(plan, position)
+        trained = trained_parameters(plan, pp_rank)
         shapes = local_shapes(trained, coordinate, plan)
         plan.known[key] = [
             Contents(bucket.axis, tuple((trained[index], shapes[index]) for index in bucket.indices))
@@ -142,7 +142,8 @@ def contents(position: int, coordinate: dict[str, int], plan: Plan) -> list[Cont
 def final_collectives(
     layouts: Sequence[tuple[HeldParameter, Layout]], coordinate: dict[str, int], plan: Plan
 ) -> list[Collective]:
-    """What `train.gradients.Gradients.finalise` sends after the data way is done, given each parameter's state layout.
+    """What `train.gradients.Gradients.finalise` sends after the data strategy is done, given each parameter's state
+    layout.
 
     One all-reduce per set of partial axes (per axis of the set) and one over the embedding group.
     """

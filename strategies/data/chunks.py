@@ -9,9 +9,9 @@ from math import prod
 from torch import Tensor, nn
 
 from parallelrun.layout import chunk_range
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
+from parallelrun.plan.parameters import HeldParameter, LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import HeldParameter, LocalParameter
 
 from .buckets import sum_axis
 from .sharding import shard_dim, shard_layout

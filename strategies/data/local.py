@@ -1,4 +1,5 @@
-"""What every data way's runtime starts from: the stage modules' parameters matched to the plan, and the case dp=1."""
+"""What every data strategy's runtime starts from: the stage modules' parameters matched to the plan, and the case
+dp=1."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
+from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import HeldParameter, LocalParameter, held_parameters
 
 Pair = tuple[HeldParameter, nn.Parameter]
 
 
 def match(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
     """(what the plan says is held, the module's Parameter), in the plan's order. Every Parameter is in exactly one."""
-    position = mesh.coordinate.get("pp", 0)
-    part_of = {stage.index: part for stage, part in zip(plan.stages_of(position), parts, strict=True)}
-    pairs = [(held, part_of[held.stage].get_parameter(held.name)) for held in held_parameters(plan, position)]
+    pp_rank = mesh.coordinate.get("pp", 0)
+    part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
+    pairs = [(held, part_of[held.stage].get_parameter(held.name)) for held in held_parameters(plan, pp_rank)]
     known = {id(parameter) for _, parameter in pairs}
     strangers = [name for part in parts for name, value in part.named_parameters() if id(value) not in known]
     assert not strangers, f"not in the plan's spec: {strangers}"
@@ -74,7 +75,7 @@ class LocalRuntime:
     def begin_run(self, training: Any, context: Any, start: int) -> None:
         """Called on all ranks before step `start` + 1, when a checkpoint has been loaded if there is one.
 
-        training: `train.build.Training`. context: `launch.context.WorkerContext`.
+        training: `train.build.Training`. context: `context.WorkerContext`.
         """
 
     def end_run(self) -> None:

@@ -1,12 +1,12 @@
-"""What the data ways have in common whose ranks hold whole copies of everything. Torch-free."""
+"""What the data strategies have in common whose ranks hold whole copies of everything. Torch-free."""
 
 from __future__ import annotations
 
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.messages import Explanation, explanation_of_calls
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.ways import Request
 
 
 class Replicated:
@@ -14,17 +14,19 @@ class Replicated:
 
     explained = "", ""  # what the strategy does, in sentences, and the paper: for `explain`
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """See `DataWayPlan`."""
         raise AssertionError(f"{type(self)} sends nothing")
 
     def explain(self, plan: Plan) -> Explanation:
         """The messages of the group of rank 0, for `parallelrun explain`."""
-        place = plan.mesh.coordinate(0)
-        found = self.collectives(place["pp"], place, plan)
+        coordinate = plan.mesh.coordinate(0)
+        found = self.collectives(coordinate["pp"], coordinate, plan)
         return explanation_of_calls("data", plan.data.kind, *self.explained, plan, found)
 
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    def mesh_dims(
+        self, request: Request
+    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         return (("dp", request.dp),), ()
 
     def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:

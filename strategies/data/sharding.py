@@ -6,9 +6,9 @@ from math import prod
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Request
 
 
 def shard_dim(parameter: ParameterSpec, tensor_layout: Layout, axis: str, plan: Plan) -> int:

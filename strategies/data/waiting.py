@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
+from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import HeldParameter
 
 from .buckets import Filled, exchanged_numel, local_shapes, trained_parameters
 
@@ -21,9 +21,9 @@ Filling = Callable[[list[HeldParameter], list[tuple[int, ...]]], Sequence[Filled
 class Waiting:
     """The gradients of one rank. `fill` gives its buckets, of the trained parameters and their local shapes."""
 
-    def __init__(self, position: int, coordinate: dict[str, int], plan: Plan, fill: Filling):
-        self._plan, self._position = plan, position
-        self._trained = trained_parameters(plan, position)
+    def __init__(self, pp_rank: int, coordinate: dict[str, int], plan: Plan, fill: Filling):
+        self._plan, self._pp_rank = plan, pp_rank
+        self._trained = trained_parameters(plan, pp_rank)
         self._shapes = local_shapes(self._trained, coordinate, plan)
         self.buckets = list(fill(self._trained, self._shapes))
         self._bucket_of = {index: number for number, one in enumerate(self.buckets) for index in one.indices}
@@ -46,7 +46,7 @@ class Waiting:
         full: list[int] = []
         early = 0  # of tied weights, from the block that reads them to the one that holds them
         found: dict[str, tuple[int, list[int]]] = {}
-        for own in sorted(self._plan.stages_of(self._position), key=lambda one: -one.index):
+        for own in sorted(self._plan.stages_of(self._pp_rank), key=lambda one: -one.index):
             for block in reversed(own.blocks):
                 if own.index == stage:
                     found[block] = sum(beside) + early, [*full]

@@ -1,4 +1,4 @@
-"""What the expert ways' dispatches share: rows out, experts, rows back, weighted sums; chunk by chunk.
+"""What the expert dispatchers' dispatches share: rows out, experts, rows back, weighted sums; chunk by chunk.
 
 All chunks' rows are on their way while the shared expert computes; a chunk's results go back while the next chunk's
 experts compute. The order in which nodes are made gives backward the same overlap, from the last chunk to the first.
@@ -49,8 +49,8 @@ class Parcel:
 class Dispatch:
     """Brings the rows of one layer's tokens to the experts of all ranks of the expert axis, and their results back."""
 
-    def __init__(self, way: ExpertWay, levels: Levels):
-        self.way, self.levels, self.meter = way, levels, Meter()
+    def __init__(self, strategy: ExpertWay, levels: Levels):
+        self.strategy, self.levels, self.meter = strategy, levels, Meter()
 
     def take_bytes(self) -> int:
         """Payload of this layer's all-to-alls in training since this was last asked."""

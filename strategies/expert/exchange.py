@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 
 from .traffic import COUNTS, ROWS
 

@@ -1,14 +1,16 @@
 """Bytes that a microbatch of a block keeps for backward on a rank because rows travel. Torch-free.
 
-The tensor way counts a layer whose experts are all at home: the rows that experts read, what is inside them, what they
-give, and where rows come from. Here is what an expert way keeps beyond that, of an even load: rows of empty places, and
+The tensor strategy counts a layer whose experts are all at home: the rows that experts read, what is inside them, what
+they
+give, and where rows come from. Here is what an expert dispatcher keeps beyond that, of an even load: rows of empty
+places, and
 the numbers by which rows are put into places or sorted on arrival.
 """
 
 from __future__ import annotations
 
+from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.models.spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
@@ -27,7 +29,7 @@ def saved_bytes(block: BlockSpec, plan: Plan, loads: tuple[Rows, ...], index_byt
 
 
 def num_at_home(plan: Plan) -> int:
-    """Rows of a microbatch without an expert way: the kept assignments of an even load."""
+    """Rows of a microbatch without an expert dispatcher: the kept assignments of an even load."""
     return kept_rows(plan)[0].even
 
 

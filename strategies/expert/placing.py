@@ -1,4 +1,4 @@
-"""Put a network whose tensor way has been placed on the ranks of the expert axis. On meta."""
+"""Put a network whose tensor strategy has been placed on the ranks of the expert axis. On meta."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import ExpertWay, Plan

@@ -1,4 +1,4 @@
-"""The expert ways' all-to-alls in closed form. Torch-free.
+"""The expert dispatchers' all-to-alls in closed form. Torch-free.
 
 Per microbatch and layer with experts, the row being `hidden` numbers of the compute dtype. One leg (two on two levels)
 takes rows from where they are to where they go; each is passed four times, as many rows as leave at that side:
@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from parallelrun.models.spec import BlockSpec
+from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
@@ -44,7 +44,7 @@ def num_tokens(plan: Plan) -> int:
 def num_places(plan: Plan, num_experts: int | None = None) -> int:
     """What so many experts (None: all) take of a microbatch at most."""
     router, spec = plan.spec.router, plan.spec
-    assert router is not None, "an expert way for a model without experts"
+    assert router is not None, "an expert dispatcher for a model without experts"
     groups = plan.batch.micro_batch // router.group_samples
     capacity = router.capacity(num_tokens(plan) // groups, spec.experts)
     return (spec.experts if num_experts is None else num_experts) * groups * capacity
@@ -53,7 +53,7 @@ def num_places(plan: Plan, num_experts: int | None = None) -> int:
 def num_assignments(plan: Plan) -> int:
     """Of a microbatch's tokens to experts, kept or not."""
     router = plan.spec.router
-    assert router is not None, "an expert way for a model without experts"
+    assert router is not None, "an expert dispatcher for a model without experts"
     return num_places(plan) if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
 
 
@@ -75,7 +75,7 @@ def kept_rows(plan: Plan) -> tuple[Rows, ...]:
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """What so many ranks have for so many of the experts. A token never goes twice to the same one."""
     router, tokens, places = plan.spec.router, num_tokens(plan), num_places(plan, num_experts)
-    assert router is not None, "an expert way for a model without experts"
+    assert router is not None, "an expert dispatcher for a model without experts"
     if router.kind == "expert_choice":
         return Rows(num_ranks * places)  # every expert takes its number of every group
     even = min(num_assignments(plan), num_places(plan))

@@ -14,9 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 from parallelrun import comm, torch_private
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.strategies.pipeline.strategy import boundary_shape
 
 from .messages import SENDS_IN_FLIGHT
-from .way import boundary_shape
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -42,7 +42,8 @@ class _Plain(nn.Module):
     """What a stage runs: the part, with the microbatch's sample ids; on the last stage the loss too.
 
     It hides from torch's schedules that a part is wrapped by FSDP: they would gather, let go and reduce by themselves.
-    The data way alone decides that; under zero bubble torch's way loses gradients without a word. The schedules also
+    The data strategy alone decides that; under zero bubble torch's way loses gradients without a word. The schedules
+    also
     keep a stage's output until its backward: a loss costs nothing, where logits would cost a vocabulary per token.
     """
 

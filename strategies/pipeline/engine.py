@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from parallelrun import registry, torch_private
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan

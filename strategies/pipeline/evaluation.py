@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
+from parallelrun.strategies.pipeline.strategy import boundary_shape
 from parallelrun.train.batch import Batch
 
 from . import messages, schedules
 from .boundary import compute_dtype
-from .way import boundary_shape
 
 
 class ForwardPass:
@@ -86,10 +86,10 @@ class ForwardPass:
 
     def _plan_steps(self) -> list[messages.Step]:
         plan = self._plan
-        position = schedules.v_position if plan.pipeline.kind == "zbv" else schedules.loop_position
+        pp_rank = schedules.v_pp_rank if plan.pipeline.kind == "zbv" else schedules.loop_pp_rank
         pp = self._group.size
-        orders = schedules.forward_only(position, pp, plan.pipeline.chunks, plan.batch.microbatches)
-        return messages.with_messages(orders, position, len(plan.stages))[self._group.index]
+        orders = schedules.forward_only(pp_rank, pp, plan.pipeline.chunks, plan.batch.microbatches)
+        return messages.with_messages(orders, pp_rank, len(plan.stages))[self._group.index]
 
     def _receive(self, stage: int, peer: int) -> tuple[Tensor, dist.Work | None]:
         buffer = torch.empty(boundary_shape(self._plan, stage), dtype=compute_dtype(self._plan), device=self._device)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from parallelrun.plan.ways import Action
+from parallelrun.plan.strategy import Action
 
 from .schedules import Orders
 
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 Steps = list[list[Step]]
 
 
-def with_messages(orders: Orders, position: Callable[[int, int], int], num_stages: int) -> Steps:
+def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages: int) -> Steps:
     """Add sends and receives to the ranks' orders of actions so that both ends of every pair see the same order.
 
     A receive is put in the receiver's list at the moment its sender has sent: no circular wait can arise, also where
@@ -59,7 +59,7 @@ def with_messages(orders: Orders, position: Callable[[int, int], int], num_stage
             if kind == "W" or not 0 <= after < num_stages:
                 continue
             ready.add((direction, after, microbatch))
-            receiver = position(after, pp)
+            receiver = pp_rank(after, pp)
             if receiver != rank:
                 steps[rank].append(Step(f"SEND_{direction}", stage, microbatch, receiver))
                 steps[receiver].append(Step(f"RECV_{direction}", after, microbatch, rank))

@@ -1,6 +1,6 @@
-"""Schedules as lists of actions: what every pp coordinate computes, in which order. Torch-free.
+"""Schedules as lists of actions: what every pp rank computes, in which order. Torch-free.
 
-Each function returns, per pp coordinate, the order that torch.distributed.pipelining's schedule of the same name runs;
+Each function returns, per pp rank, the order that torch.distributed.pipelining's schedule of the same name runs;
 a test holds them equal. An action F is a forward, B a full backward, I a backward for inputs only, W for weights only.
 On stage 0 torch defers everything to W (there is no input gradient to send), so I costs nothing there.
 
@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 
-from parallelrun.plan.ways import Action
+from parallelrun.plan.strategy import Action
 
 Orders = tuple[tuple[Action, ...], ...]
 
 
-def loop_position(stage_index: int, pp: int) -> int:
+def loop_pp_rank(stage_index: int, pp: int) -> int:
     """Stages go round and round: 0, 1, ..., pp - 1, 0, 1, ..."""
     return stage_index % pp
 
 
-def v_position(stage_index: int, pp: int) -> int:
+def v_pp_rank(stage_index: int, pp: int) -> int:
     """Two chunks go down and back up, so that the first and the last stage share coordinate 0."""
     return stage_index if stage_index < pp else 2 * pp - 1 - stage_index
 
@@ -159,12 +159,12 @@ def peak_in_flight(order: Sequence[Action]) -> dict[int, int]:
 
 
 @lru_cache(maxsize=16)
-def forward_only(position: Callable[[int, int], int], pp: int, chunks: int, num_microbatches: int) -> Orders:
+def forward_only(pp_rank: Callable[[int, int], int], pp: int, chunks: int, num_microbatches: int) -> Orders:
     """An order for evaluation: rounds of pp microbatches through all of a coordinate's stages (V: chunk by chunk)."""
-    per_round = num_microbatches if position is v_position else pp
+    per_round = num_microbatches if pp_rank is v_pp_rank else pp
     orders = []
     for rank in range(pp):
-        stages = [stage for stage in range(pp * chunks) if position(stage, pp) == rank]
+        stages = [stage for stage in range(pp * chunks) if pp_rank(stage, pp) == rank]
         rounds = [range(start, min(start + per_round, num_microbatches))
                   for start in range(0, num_microbatches, per_round)]  # fmt: skip
         orders.append(tuple(Action("F", stage, m) for some in rounds for stage in stages for m in some))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 
 PURPOSE = "loss"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.messages import Call, Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 

@@ -1,11 +1,11 @@
 """What one-device layers between the split ones keep for backward, on a rank's rows and features. Torch-free.
 
-Shared by the tensor ways' `memory.py`; counted per storage, as autograd keeps them.
+Shared by the tensor strategies' `memory.py`; counted per storage, as autograd keeps them.
 """
 
 from __future__ import annotations
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 

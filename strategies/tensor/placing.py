@@ -1,4 +1,4 @@
-"""What every tensor way does to put a one-device network on its ranks: cut parameters, swap modules. On meta."""
+"""What every tensor strategy does to put a one-device network on its ranks: cut parameters, swap modules. On meta."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.mesh import Mesh
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
 
@@ -33,5 +33,5 @@ def put(network: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def splits_vocabulary(plan: Plan) -> bool:
-    """Do logits come from a head, whose outputs a tensor way splits?"""
+    """Do logits come from a head, whose outputs a tensor strategy splits?"""
     return any(layer.layer_role == "head" for layer in plan.spec.layers())

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from parallelrun.config.schema import Config
-from parallelrun.models.spec import LayerSpec, ModelSpec
+from parallelrun.model_spec import LayerSpec, ModelSpec
 
 _ROOT = "module."  # what a user's module lies in, in the names of its layers
 

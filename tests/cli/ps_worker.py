@@ -6,14 +6,14 @@ import os
 from dataclasses import replace
 
 from parallelrun.config.schema import Config
-from parallelrun.launch.context import WorkerContext
+from parallelrun.context import WorkerContext
+from parallelrun.launch import worker
 from parallelrun.plan.structure import Plan
-from parallelrun.train import worker
 from tests.cli.workers import note
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """`parallelrun.train.worker.run`, watched."""
+    """`parallelrun.launch.worker.run`, watched."""
     note(context, "started", os.getpid())
 
     def heartbeat(step: int, phase: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.config.freeze import load_frozen
 from parallelrun.launch import directory, disk, start
+from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
 from tests.cli.launcher import run_program
 from tests.plans import tiny_config, tiny_plan

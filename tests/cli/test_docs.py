@@ -1,4 +1,4 @@
-"""Every command printed in README, the docs and the help texts is legal with its defaults (design, section 5)."""
+"""Every command printed in README, the docs and the help texts is legal with its defaults."""
 
 from __future__ import annotations
 

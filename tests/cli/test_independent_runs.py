@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from parallelrun.config.schema import Config
-from parallelrun.launch.context import WorkerContext
+from parallelrun.context import WorkerContext
 from parallelrun.plan.structure import Plan
 from parallelrun.verify import run as verify
 from tests.cli.launcher import run_launcher
 
 LOCAL_SGD = {"dp": 2, "strategy.data.kind": "local_sgd", "strategy.data.sync_every": 3, "model.layers": 1}
 DILOCO = {"dp": 2, "strategy.data.kind": "diloco", "strategy.data.sync_every": 10, "model.layers": 1}
-TRAIN = "parallelrun.train.worker:run"
+TRAIN = "parallelrun.launch.worker:run"
 
 
 def read(path: Path) -> Any:

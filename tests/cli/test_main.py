@@ -391,7 +391,8 @@ def test_info_alone_and_with_a_value_answers(run):
 
 def test_the_frozen_configuration_of_a_run_is_a_recipe_that_repeats_it(run, tmp_path):
     from parallelrun.cli import argv
-    from parallelrun.config import compose, freeze
+    from parallelrun.config import compose
+    from parallelrun.plan import freeze
     from parallelrun.plan.resolve import resolve
 
     words = ["model=resnet", "strategy=hsdp", "dp=4", "optimizer.lr=0.5", "dataset=synthetic", "steps=3"]

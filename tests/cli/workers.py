@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem
-from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
 
 
@@ -100,7 +100,7 @@ def environment(config: Config, plan: Plan, context: WorkerContext) -> int:
 def fail_in_save(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, in which rank `rank` raises `do` in the place of writing its file of a checkpoint."""
     from parallelrun.checkpoint import storage
-    from parallelrun.train import worker
+    from parallelrun.launch import worker
 
     wanted = {"rank": 3, "do": "ValueError", **wish()}
     errors = {
@@ -122,8 +122,7 @@ def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, for whose metrics.jsonl the disk has no room: before step 4 (`returns`), at the end (`kept
     back`, the room that the run keeps back) or never (`never`, nor for what went wrong)."""
     from parallelrun import reserve
-    from parallelrun.launch import failure
-    from parallelrun.train import worker
+    from parallelrun.launch import failure, worker
 
     wanted, metrics = wish()["room"], context.directory / "metrics.jsonl"
     if context.rank:
@@ -151,7 +150,7 @@ def on_a_full_disk(config: Config, plan: Plan, context: WorkerContext) -> int:
 def differ(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The real training, in which rank `rank` sends its `number`-th all-reduce of `purpose` otherwise: `do`."""
     from parallelrun import comm
-    from parallelrun.train import worker
+    from parallelrun.launch import worker
 
     wanted, real, seen, kept = {"rank": 3, "number": 3, **wish()}, comm.all_reduce, [0], []
 

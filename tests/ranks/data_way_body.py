@@ -1,4 +1,4 @@
-"""What the tests of data ways run on ranks: three real steps, and this rank's shards with where they belong."""
+"""What the tests of data strategies run on ranks: three real steps, and this rank's shards with where they belong."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.plan import account
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.plan import prediction
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective
 from parallelrun.train.build import Training, build
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.plans import tiny_config
@@ -65,7 +65,7 @@ def run(overrides: dict[str, Any], steps: int = 3, fault: Callable[[Training], N
     training = start(overrides)
     if fault:
         fault(training)
-    outcome = Outcome(predicted=account.collectives(training.plan, training.mesh.rank))
+    outcome = Outcome(predicted=prediction.collectives(training.plan, training.mesh.rank))
     before = shards(training, lambda p: p.tensor)
     scaler = LossScaler(training.config.precision, training.plan.precision.scaled)
 

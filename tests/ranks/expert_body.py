@@ -1,4 +1,5 @@
-"""Bodies on ranks for the expert ways: a dispatch on made-up routings, beside the plain sum over assignments on one."""
+"""Bodies on ranks for the expert dispatchers: a dispatch on made-up routings, beside the plain sum over assignments on
+one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
@@ -58,9 +59,9 @@ def groups_of_world(inner: int) -> tuple[Group, ...]:
 
 
 def dispatch_of(case: Case) -> Dispatch:
-    way = ExpertWay(case.kind, case.chunks, case.group_size, case.overlap)
+    strategy = ExpertWay(case.kind, case.chunks, case.group_size, case.overlap)
     levels = Levels(groups_of_world(case.group_size), EXPERTS // dist.get_world_size())
-    return KINDS[case.kind](way, levels)
+    return KINDS[case.kind](strategy, levels)
 
 
 def routing_of(load: str, rank: int) -> Routing:

@@ -15,10 +15,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional
 
 from parallelrun import product as products
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh, build_mesh
-from parallelrun.mesh.shape import MeshShape
+from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.structure import Collective
 from parallelrun.product import Activation, Move, Product
 from parallelrun.strategies.tensor.grid import matmul
@@ -95,7 +95,7 @@ class Found:
 
 
 def mesh_of(sizes: dict[str, int]) -> Mesh:
-    """A mesh of these leaf axes; nothing else of a plan is needed."""
+    """A mesh of these mesh dims; nothing else of a plan is needed."""
     shape = MeshShape(tuple(sizes.items()))
     plan: Any = SimpleNamespace(world=shape.num_ranks, mesh=shape, tied_copies=(), servers=0)
     return build_mesh(plan, torch.device("cpu"))
@@ -143,14 +143,14 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
     return found
 
 
-def differentiate(case: Case, leaves: dict[str, Tensor], run: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor]:
+def differentiate(case: Case, mesh_dims: dict[str, Tensor], run: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor]:
     """Outputs and gradients. leaves: operands and dy, of the whole or of this rank."""
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name.startswith(WEIGHTS) or (name == "x" and case.input_gradient))
+    for name, mesh_dim in mesh_dims.items():
+        mesh_dim.requires_grad_(name.startswith(WEIGHTS) or (name == "x" and case.input_gradient))
     out = run()
     found = {f"y{number}": y for number, y in enumerate(out)}
-    torch.autograd.backward(out, [leaves[f"dy{number}"].to(y.dtype) for number, y in enumerate(out)])
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    torch.autograd.backward(out, [mesh_dims[f"dy{number}"].to(y.dtype) for number, y in enumerate(out)])
+    gradients = {name: mesh_dim.grad for name, mesh_dim in mesh_dims.items() if mesh_dim.grad is not None}
     return {name: value.detach() for name, value in (found | gradients).items()}
 
 
@@ -187,7 +187,7 @@ def prove(case: Case, sum_partial: bool = True) -> Found:
     """Body of a rank: the product here and on one process."""
     mesh = mesh_of(case.sizes)
     local, saved = local_of(case, mesh), Counter()
-    parameters = {leaf.untyped_storage().data_ptr() for name, leaf in local.items() if name.startswith(WEIGHTS)}
+    parameters = {mesh_dim.untyped_storage().data_ptr() for name, mesh_dim in local.items() if name.startswith(WEIGHTS)}
     kept: list[torch.UntypedStorage] = []  # a freed one's address would be used again
 
     def pack(tensor: Tensor) -> Tensor:
@@ -224,17 +224,17 @@ def split(case: Case) -> Found:
     sends; predicted: what the weight half sends."""
     mesh = mesh_of(case.sizes)
     local = local_of(case, mesh)
-    for name, leaf in local.items():
-        leaf.requires_grad_(name == "x" or name.startswith(WEIGHTS))
+    for name, mesh_dim in local.items():
+        mesh_dim.requires_grad_(name == "x" or name.startswith(WEIGHTS))
     numbered = range(len(case.outputs))
     out = multiply(case, local, mesh)
     found = {f"y{i}": out[i].detach() for i in numbered}
-    weights = [leaf for name, leaf in local.items() if name.startswith(WEIGHTS)]
+    weights = [mesh_dim for name, mesh_dim in local.items() if name.startswith(WEIGHTS)]
     with CommunicationCounter(mesh) as first:
         _, groups = stage_backward_input(list(out), [local[f"dy{i}"] for i in numbered], [local["x"]], iter(weights))
     with CommunicationCounter(mesh) as second:
         stage_backward_weight(iter(weights), groups)
-    found |= {name: leaf.grad for name, leaf in local.items() if leaf.grad is not None}
+    found |= {name: mesh_dim.grad for name, mesh_dim in local.items() if mesh_dim.grad is not None}
     return Found(found, errors_of(found, case, mesh), first.rows(), second.rows(), 0, mesh.coordinate)
 
 

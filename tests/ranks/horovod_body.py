@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
+from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.compression.runtime import FactoredSum
 from parallelrun.strategies.data.horovod.adasum import all_combine
 from parallelrun.train.build import Training, build
-from parallelrun.train.parameters import held_parameters
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests import mutants

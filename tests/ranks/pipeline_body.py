@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import registry
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
-from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.way import boundary_bytes, boundary_shape
+from parallelrun.strategies.pipeline.strategy import boundary_bytes, boundary_shape
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import build_parts
 from tests.live_bytes import LiveBytes
@@ -56,7 +56,7 @@ def gradients(parts: list[Network]) -> dict[str, torch.Tensor]:
     return found
 
 
-def one_device(config: Config, plan: Plan) -> Outcome:
+def single_device(config: Config, plan: Plan) -> Outcome:
     """The whole batch at once through the whole model: no engine, no microbatches, no recomputation."""
     mesh = build_mesh(plan, torch.device("cpu"))
     (network,) = build_parts(config, plan, mesh)
@@ -73,11 +73,11 @@ def one_device(config: Config, plan: Plan) -> Outcome:
 def set_up(config: Config, plan: Plan) -> tuple[Mesh, list[Network], object, Batch]:
     """This rank's mesh, parts, engine and batch."""
     mesh = build_mesh(plan, torch.device("cpu"))
-    position = mesh.coordinate.get("pp", 0)
+    pp_rank = mesh.coordinate.get("pp", 0)
     parts = build_parts(config, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
     engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
-    batch = make_batch(plan, position == plan.stages[0].position, position == plan.last_stage_position)
+    batch = make_batch(plan, pp_rank == plan.stages[0].pp_rank, pp_rank == plan.last_stage_pp_rank)
     return mesh, parts, engine, batch
 
 
@@ -183,10 +183,10 @@ class _Bare(nn.Module):
 def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
     """(the most bytes alive at once in each of three steps, the bytes alive after them); stages keep nothing else."""
     mesh = build_mesh(plan, torch.device("cpu"))
-    position = mesh.coordinate["pp"]
-    parts = [_Bare(stage.index, plan) for stage in plan.stages_of(position)]
+    pp_rank = mesh.coordinate["pp"]
+    parts = [_Bare(stage.index, plan) for stage in plan.stages_of(pp_rank)]
     engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
-    batch = make_batch(plan, position == plan.stages[0].position, position == plan.last_stage_position)
+    batch = make_batch(plan, pp_rank == plan.stages[0].pp_rank, pp_rank == plan.last_stage_pp_rank)
     peaks = []
     with LiveBytes(boundary_bytes(plan, 1)) as counter:
         for _ in range(3):

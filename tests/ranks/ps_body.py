@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallelrun.config.schema import Config
-from parallelrun.launch.context import WorkerContext
+from parallelrun.context import WorkerContext
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.strategies.data.ps import log, runtime, worker
@@ -96,12 +96,12 @@ def worker_2_ends_early(config: Config) -> None:
 
 def worker_2_stalls_once(config: Config) -> None:
     """All take 15 ms a step; worker 2 stands still once."""
-    worker.pause_before_push = lambda way, index, clock: time.sleep(0.2 if (index, clock) == (2, 6) else 0.015)
+    worker.pause_before_push = lambda strategy, index, clock: time.sleep(0.2 if (index, clock) == (2, 6) else 0.015)
 
 
 def worker_2_is_slow(config: Config) -> None:
     """All take 15 ms a step; worker 2 four times as long."""
-    worker.pause_before_push = lambda way, index, clock: time.sleep(0.06 if index == 2 else 0.015)
+    worker.pause_before_push = lambda strategy, index, clock: time.sleep(0.06 if index == 2 else 0.015)
 
 
 # what a run has left

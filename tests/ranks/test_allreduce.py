@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm, torch_private
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.mesh.runtime import Group, build_mesh
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.mesh import Group, build_mesh
 from parallelrun.sequences import Lane
 from parallelrun.strategies.data.allreduce import counts, runtime, steps
 from parallelrun.strategies.data.allreduce.runtime import all_reduce
@@ -91,7 +91,7 @@ def test_batches_of_whole_messages_give_the_bits_of_the_pieces():
 
 
 def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict[tuple[int, int], int], list]:
-    """(rows counted, bytes by link as sent from here, rows foretold) of one asynchronous fp64 all-reduce."""
+    """(rows counted, bytes by link as sent from here, rows predicted) of one asynchronous fp64 all-reduce."""
     steps.PIECE_BYTES = piece_bytes
     world = dist.get_world_size()
     mesh = build_mesh(tiny_plan(dp=world, global_batch=4 * world), torch.device("cpu"))
@@ -104,8 +104,8 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
     tensor = torch.zeros(numel, dtype=torch.float64)
     with CommunicationCounter(mesh, note) as counter:
         all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size).wait()
-    foretold = counts.rows(algorithm, world, group.index, numel, 8, steps.piece_elements(8))
-    return counter.rows(), dict(sent), foretold
+    predicted = counts.rows(algorithm, world, group.index, numel, 8, steps.piece_elements(8))
+    return counter.rows(), dict(sent), predicted
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
 def test_every_rank_and_link_carries_what_is_foretold(world, algorithm, numel):
     """The messages are sent by another thread than the one that counts: they are counted all the same."""
     links = {}
-    for counted, sent, foretold in run_ranks(world, wire, algorithm, numel, 800):
-        assert {row for row in counted if row.calls} == {row for row in foretold if row.calls}
+    for counted, sent, predicted in run_ranks(world, wire, algorithm, numel, 800):
+        assert {row for row in counted if row.calls} == {row for row in predicted if row.calls}
         links.update(sent)
     assert links == {link: 8 * elements for link, elements in counts.links(algorithm, world, numel).items()}
 

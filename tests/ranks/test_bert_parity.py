@@ -1,4 +1,5 @@
-"""bert under data, tensor and pipeline ways: masked targets counted over all replicas, both halves of a tie agree."""
+"""bert under data, tensor and pipeline schedules: masked targets counted over all replicas, both halves of a tie
+agree."""
 
 from __future__ import annotations
 

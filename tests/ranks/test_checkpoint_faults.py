@@ -211,7 +211,7 @@ def damaged_copies(good, folder):
 
     last = "rank_00001.safetensors"
     size = (good / last).stat().st_size
-    ways = {
+    strategies = {
         "flip_header": lambda path: flip(path / last, 100),
         "flip_first_number": lambda path: flip(path / last, size * 8 - 8 * 200),
         "flip_last_bit": lambda path: flip(path / last, size * 8 - 1),
@@ -222,10 +222,10 @@ def damaged_copies(good, folder):
         "no_index": lambda path: (path / "index.json").unlink(),
         "swap": swap,
     }
-    for name, way in ways.items():
+    for name, strategy in strategies.items():
         shutil.copytree(good, folder / name)
-        way(folder / name)
-    return list(ways)
+        strategy(folder / name)
+    return list(strategies)
 
 
 def test_damage_is_refused_on_all_ranks_before_any_weight_is_touched(tmp_path, run_ranks):

@@ -147,7 +147,7 @@ def test_a_plan_loads_other_plans_checkpoints(loaded, name):
 
 def owners_without_pp(layout, shape, coordinate):
     """The mistake to fear: taking pp for an axis that holds copies, so that later stages are never saved."""
-    return all(coordinate.get(axis, 0) == 0 for axis in shape.leaf_names if axis not in layout.axes)
+    return all(coordinate.get(axis, 0) == 0 for axis in shape.mesh_dim_names if axis not in layout.axes)
 
 
 def save_with_wrong_owners(folder, changes):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from parallelrun.config.schema import PrecisionConfig
+from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
-from parallelrun.launch.context import WorkerContext
 from parallelrun.train.build import build
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.scaler import LossScaler

@@ -8,9 +8,9 @@ import torch
 from parallelrun.checkpoint import replicas
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.config.schema import PrecisionConfig
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_PREEMPTED
-from parallelrun.launch.context import WorkerContext
-from parallelrun.mesh.runtime import build_mesh
+from parallelrun.mesh import build_mesh
 from parallelrun.train import checkpointing, loop
 from parallelrun.train.build import build
 from parallelrun.train.recorder import Recorder

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelrun import comm
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.exchange import gather_json
-from parallelrun.mesh.runtime import Mesh, build_mesh
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.comm.json_exchange import gather_json
+from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.structure import Collective
 from tests.plans import tiny_plan
 from tests.pool import run_ranks

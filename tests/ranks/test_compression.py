@@ -15,8 +15,8 @@ from tests.ranks import horovod_body as body
 
 
 def compressed(compression: str, kind: str = "ddp", rank: int | None = None, **more: Any) -> dict[str, Any]:
-    way = {"strategy.data.kind": kind, "strategy.data.compression": compression}
-    return {"dp": 2, **way, **({"strategy.data.powersgd_rank": rank} if rank else {}), **more}
+    strategy = {"strategy.data.kind": kind, "strategy.data.compression": compression}
+    return {"dp": 2, **strategy, **({"strategy.data.powersgd_rank": rank} if rank else {}), **more}
 
 
 EXACTLY = {"verify.tolerance": 1e-10}  # between two ranks the order of a sum is no matter

@@ -1,4 +1,4 @@
-"""Data ways equal one device: gradients, norms and weight updates, whatever is split, copied or accumulated."""
+"""Data strategies equal one device: gradients, norms and weight updates, whatever is split, copied or accumulated."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def shapes_of(overrides: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in parameters.items()}
 
 
-def one_device(overrides: dict[str, Any]) -> Outcome:
+def single_device(overrides: dict[str, Any]) -> Outcome:
     kept = {k: v for k, v in overrides.items() if k not in PLACEMENT and not k.startswith("strategy.")}
     return _one_device(tuple(sorted(kept.items())))
 
@@ -117,7 +117,7 @@ def worst(results: list[Outcome], reference: Outcome, overrides: dict[str, Any])
 @pytest.mark.parametrize("cell", CELLS)
 def test_three_steps_equal_one_device_and_send_what_the_plan_says(cell):
     results = on_ranks(CELLS[cell])
-    assert worst(results, one_device(CELLS[cell]), CELLS[cell]) <= BOUNDS["fp64"]
+    assert worst(results, single_device(CELLS[cell]), CELLS[cell]) <= BOUNDS["fp64"]
     for result in results:
         assert result.counted == result.predicted
 
@@ -125,7 +125,7 @@ def test_three_steps_equal_one_device_and_send_what_the_plan_says(cell):
 @pytest.mark.parametrize("overrides", [ZERO1, ZERO2, FSDP, GATHERED], ids=["zero1", "zero2", "fsdp", "fsdp gathered"])
 def test_evaluating_between_steps_changes_nothing(overrides):
     overrides = {"dp": 2, "microbatches": 2, **overrides}
-    expected = one_device(overrides).losses
+    expected = single_device(overrides).losses
     for losses in on_ranks(overrides, run_with_evaluation):
         assert losses == pytest.approx(expected, rel=1e-12)
 
@@ -135,8 +135,8 @@ def test_bf16_gradients_are_those_of_every_other_way_bit_for_bit(norm):
     """FSDP gathers in bf16 what the layers would round, and nothing else."""
     half = {"precision.name": "bf16", "dp": 2, "microbatches": 2, "model.norm": norm}
     ddp, zero1, fsdp = (
-        assemble([result.gradients for result in on_ranks({**half, **way}, run, 1)], shapes_of(half))
-        for way in ({}, ZERO1, FSDP)
+        assemble([result.gradients for result in on_ranks({**half, **strategy}, run, 1)], shapes_of(half))
+        for strategy in ({}, ZERO1, FSDP)
     )
     assert all(torch.equal(zero1[name], ddp[name]) and torch.equal(fsdp[name], ddp[name]) for name in ddp)
 
@@ -211,7 +211,7 @@ def test_a_planted_bug_is_seen(bug):
     overrides, fault = BUGS[bug]
     overrides = {"dp": 2, "microbatches": 2, **overrides}
     try:
-        error = worst(on_ranks(overrides, run, 3, fault), one_device(overrides), overrides)
+        error = worst(on_ranks(overrides, run, 3, fault), single_device(overrides), overrides)
     except AssertionError as disagreement:
         assert "disagree" in str(disagreement)
     else:

@@ -1,4 +1,4 @@
-"""Data ways over experts that lie on a part of dp equal one device and send what the plan says, on real ranks."""
+"""Data strategies over experts that lie on a part of dp equal one device and send what the plan says, on real ranks."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_a_way_equals_one_device_and_sends_what_the_plan_says(cell: str) -> None
 
 
 @pytest.mark.parametrize("way", [ZERO1, {**FSDP, "microbatches": 2}], ids=["zero1", "fsdp"])
-def test_a_selection_bias_follows_the_load_however_it_is_split(way: dict[str, Any]) -> None:
+def test_a_selection_bias_follows_the_load_however_it_is_split(strategy: dict[str, Any]) -> None:
     router = {f"model.router.{key}": value for key, value in values("strategy", "aux_free")["router"].items()}
     assert router["model.router.bias_rate"] > 0
-    assert_equal(parity({**MOE, **HALF, **router, **way}))
+    assert_equal(parity({**MOE, **HALF, **router, **strategy}))
 
 
 def test_a_router_beside_rounded_weights_is_gathered_as_the_plan_says() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parallelrun.train.optimizer import Optimizer
+from parallelrun.optimizer import Optimizer
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.pool import run_ranks

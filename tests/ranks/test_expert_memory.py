@@ -1,4 +1,5 @@
-"""Bytes that a layer with experts keeps for backward: autograd holds what the tensor way and the expert way say."""
+"""Bytes that a layer with experts keeps for backward: autograd holds what the tensor strategy and the expert dispatcher
+say."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.mesh.runtime import build_mesh
+from parallelrun.mesh import build_mesh
 from parallelrun.models import dropout, initialise
-from parallelrun.plan.resolve import ways_of
+from parallelrun.plan.resolve import strategies_of
 from parallelrun.train.build import build_parts
 from tests.live_bytes import saving
 from tests.pool import run_ranks
@@ -49,9 +50,9 @@ def saved(cases: list[dict]) -> list[tuple[int, int]]:
             with saving(see):
                 network.block("layers.0")(x)
         kept = sum(storage.nbytes() for address, storage in storages.items() if address not in parameters)
-        block, ways = plan.spec.block("layers.0"), ways_of(plan)
-        assert ways.expert is not None
-        found.append((kept, ways.tensor.saved_bytes(block, plan) + ways.expert.saved_bytes(block, plan)))
+        block, strategies = plan.spec.block("layers.0"), strategies_of(plan)
+        assert strategies.expert is not None
+        found.append((kept, strategies.tensor.saved_bytes(block, plan) + strategies.expert.saved_bytes(block, plan)))
     return found
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallelrun import comm, sequences
 from parallelrun.errors import CollectiveMismatch
-from parallelrun.mesh.runtime import build_mesh
+from parallelrun.mesh import build_mesh
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.first_steps import FirstSteps

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.train import gradients
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
@@ -42,7 +42,7 @@ def fill_with_ones(overrides: dict[str, Any], alone_bytes: int) -> tuple[float, 
     training.data.begin_step()
     training.data.finish_gradients()
     for parameter in training.parameters:
-        parameter.tensor.grad.fill_(1.0)  # in the data way's flat buffers, where it has such
+        parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
     share = training.gradients.squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
     return float(share), training.plan.spec.num_parameters, training.gradients.measured_alone

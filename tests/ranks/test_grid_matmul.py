@@ -1,4 +1,4 @@
-"""The product of the grid ways on real ranks: every form gives Y, dX, dW, db of one process, and sends as foretold."""
+"""The product of the grid ways on real ranks: every form gives Y, dX, dW, db of one process, and sends as predicted."""
 
 from __future__ import annotations
 

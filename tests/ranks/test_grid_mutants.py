@@ -1,4 +1,4 @@
-"""Bugs that people have had, or are easily made, in the grid tensor ways: the verdict catches each of them."""
+"""Bugs that people have had, or are easily made, in the grid tensor strategies: the verdict catches each of them."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.mesh.runtime import Group, build_mesh
-from parallelrun.models import layers as one_device
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.mesh import Group, build_mesh
+from parallelrun.models import layers as single_device
 from parallelrun.models import recompute
 from parallelrun.models.gpt import network as gpt
 from parallelrun.strategies.tensor.grid import norm
@@ -21,8 +21,8 @@ SHAPE = (2, 3, 24)  # samples, sequence, features
 EPS = 1e-5
 
 
-def whole_norm(kind: str, dtype: torch.dtype, bias: bool) -> one_device.Norm:
-    layer = one_device.Norm(kind, SHAPE[-1], EPS, bias, dtype)
+def whole_norm(kind: str, dtype: torch.dtype, bias: bool) -> single_device.Norm:
+    layer = single_device.Norm(kind, SHAPE[-1], EPS, bias, dtype)
     for name, parameter in layer.named_parameters():
         parameter.data = values(f"norm.{name}", tuple(parameter.shape)).to(dtype)
     return layer
@@ -38,7 +38,7 @@ def group_of_all() -> Group:
     return Group("col", tuple(range(world)), dist.get_rank(), dist.group.WORLD)
 
 
-def run(layer: one_device.Norm, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def run(layer: single_device.Norm, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)

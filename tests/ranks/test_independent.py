@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.plan import account
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import SYNC
 from parallelrun.train.build import Training, build
@@ -70,8 +70,8 @@ def test_every_replica_does_what_the_rule_says_and_sends_what_the_plan_says(cell
 
 def test_adamw_keeps_its_state_where_it_is() -> None:
     """The verdict of `same` reports only; under fp64 its errors are still tiny."""
-    for way in (LOCAL_SGD, DILOCO):
-        document = parity({**SETTING, "dp": 2, **way, "verify.optimizer": "same", "optimizer.eps": 1e-3})
+    for strategy in (LOCAL_SGD, DILOCO):
+        document = parity({**SETTING, "dp": 2, **strategy, "verify.optimizer": "same", "optimizer.eps": 1e-3})
         assert document["optimizer"] == "adamw" and max(document["max_error"].values()) <= 1e-10
 
 
@@ -131,15 +131,15 @@ def forget_the_momentum(training: Training) -> None:
 
 def go_on_from_ones_own_weights(training: Training) -> None:
     """The outer step is taken, and nobody takes over its result."""
-    way = training.data
+    strategy = training.data
 
     def wrong() -> None:
-        kept = [weight.clone() for weight in way._weights]
-        type(way).synchronise(way)
-        for weight, before in zip(way._weights, kept):
+        kept = [weight.clone() for weight in strategy._weights]
+        type(strategy).synchronise(strategy)
+        for weight, before in zip(strategy._weights, kept):
             weight.copy_(before)
 
-    way.synchronise = wrong
+    strategy.synchronise = wrong
 
 
 def ascend(training: Training) -> None:
@@ -168,8 +168,8 @@ BUGS: list[tuple[dict[str, Any], Callable[[Training], None]]] = [
 
 
 @pytest.mark.parametrize("way, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")[:40])
-def test_a_planted_bug_is_caught_by_the_verdict(way: dict[str, Any], bug: Callable[[Training], None]) -> None:
-    document = parity({**SETTING, "dp": 2, **way}, fault=bug)
+def test_a_planted_bug_is_caught_by_the_verdict(strategy: dict[str, Any], bug: Callable[[Training], None]) -> None:
+    document = parity({**SETTING, "dp": 2, **strategy}, fault=bug)
     assert not document["passed"]
 
 
@@ -203,8 +203,8 @@ def test_meeting_after_every_step_is_data_parallel_training(dp: int) -> None:
     plain = {"dp": dp, "optimizer.clip": 0.0, "global_batch": 12}
     (ddp, losses, _), *_ = after(plain)
     each = {"strategy.data.sync_every": 1}
-    for way in ({**LOCAL_SGD, **each}, {**DILOCO, **each, **AVERAGING}):
-        for weights, found, _ in after({**plain, **way}):
+    for strategy in ({**LOCAL_SGD, **each}, {**DILOCO, **each, **AVERAGING}):
+        for weights, found, _ in after({**plain, **strategy}):
             assert worst(weights, ddp) <= BOUNDS["fp64"]
             assert found == pytest.approx(losses, rel=1e-10)
 
@@ -217,28 +217,28 @@ def test_an_outer_rate_of_one_is_averaging_and_any_other_is_not() -> None:
 
 
 def test_replicas_differ_between_meetings_and_are_alike_bit_for_bit_after_one() -> None:
-    for way in (LOCAL_SGD, DILOCO):
-        (one, _, _), (other, _, _) = after({"dp": 2, **way}, steps=3)
+    for strategy in (LOCAL_SGD, DILOCO):
+        (one, _, _), (other, _, _) = after({"dp": 2, **strategy}, steps=3)
         assert all(not torch.equal(one[name], other[name]) for name in one if name.endswith("weight"))
-        (one, _, _), (other, _, _) = after({"dp": 2, **way}, steps=4)
+        (one, _, _), (other, _, _) = after({"dp": 2, **strategy}, steps=4)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("way", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
-def test_bytes_are_one_part_in_h_of_those_of_ddp(way: dict[str, Any]) -> None:
+def test_bytes_are_one_part_in_h_of_those_of_ddp(strategy: dict[str, Any]) -> None:
     steps = 4
     whole = after({"dp": 2}, steps)[0][2]["gradients"]
     for sync_every in (1, 2, 4):
-        overrides = {"dp": 2, **way, "strategy.data.sync_every": sync_every}
+        overrides = {"dp": 2, **strategy, "strategy.data.sync_every": sync_every}
         sent = after(overrides, steps)[0][2]
         assert sent[SYNC] * sync_every == whole and set(sent) == {SYNC, "control"}
         plan = resolve(tiny_config({**SETTING, "precision.name": "fp64", **overrides}))
-        (row,) = [row for row in account.collectives(plan, 0) if row.purpose == SYNC]
-        assert row.payload_bytes * steps // account.steps_between(plan, SYNC) == sent[SYNC]
+        (row,) = [row for row in prediction.collectives(plan, 0) if row.purpose == SYNC]
+        assert row.payload_bytes * steps // prediction.steps_between(plan, SYNC) == sent[SYNC]
 
 
 @pytest.mark.parametrize("way", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
-def test_it_learns(way: dict[str, Any]) -> None:
-    config = {"dp": 2, **way, "strategy.data.sync_every": 5, "optimizer.clip": 1.0, "optimizer.name": "adamw"}
+def test_it_learns(strategy: dict[str, Any]) -> None:
+    config = {"dp": 2, **strategy, "strategy.data.sync_every": 5, "optimizer.clip": 1.0, "optimizer.name": "adamw"}
     losses = after(config, 30, lr=0.003)[0][1]
     assert losses[-1] < losses[0] - 0.4

@@ -1,4 +1,4 @@
-"""An outside witness of the byte counts: what the kernel says went over loopback in one step (design, section 7)."""
+"""An outside witness of the byte counts: what the kernel says went over loopback in one step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.accounting import ENGINE
-from parallelrun.plan import account
+from parallelrun.comm.counter import ENGINE
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.scaler import LossScaler
@@ -62,9 +62,9 @@ def witness(overrides: dict[str, Any]) -> tuple[float, float]:
         dist.barrier()
     said = 0.0
     for rank in range(plan.world):
-        for row in account.collectives(plan, rank):
-            size = account.group_size(plan, row.axis)
-            said += account.wire_bytes(row, size) * GLOO_FACTOR.get((row.operation, row.purpose), 1.0)
+        for row in prediction.collectives(plan, rank):
+            size = prediction.group_size(plan, row.axis)
+            said += prediction.wire_bytes(row, size) * GLOO_FACTOR.get((row.operation, row.purpose), 1.0)
     return float(min(seen[1:])), said
 
 

@@ -9,7 +9,7 @@ import torch
 
 from parallelrun import comm
 from parallelrun.errors import VerificationError
-from parallelrun.mesh.runtime import build_mesh
+from parallelrun.mesh import build_mesh
 from parallelrun.models.matmul import lesson
 from tests.plans import tiny_plan
 from tests.pool import RanksFailed, run_ranks

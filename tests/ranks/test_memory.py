@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.plan import account
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.scaler import LossScaler
@@ -122,7 +122,7 @@ def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
         gc.collect()
         live.restart()
         train_step(training, 3, 0.01, scaler)
-    return live.peak, account.memory(plan, training.mesh.rank).total
+    return live.peak, prediction.memory(plan, training.mesh.rank).total
 
 
 WORLDS = {name: tiny_plan(overrides).world for name, overrides in PLANS.items()}

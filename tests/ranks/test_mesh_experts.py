@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from parallelrun import comm
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.mesh.runtime import build_mesh
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.mesh import build_mesh
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 
@@ -31,7 +31,7 @@ def members_by_axis(overrides: dict[str, Any]) -> dict[str, tuple[list[int], lis
     """By axis: who added to a sum over it, who should have, and what an unlabelled call over it is counted as."""
     plan = tiny_plan({**MOE, **overrides})
     mesh, found = build_mesh(plan, torch.device("cpu")), {}
-    for axis in (*plan.mesh.leaf_names, *(axis for axis, _ in plan.mesh.factors), "world"):
+    for axis in (*plan.mesh.mesh_dim_names, *(axis for axis, _ in plan.mesh.flattened), "world"):
         group = mesh.group(axis)
         mine = torch.zeros(4)
         mine[mesh.rank] = 1.0

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from parallelrun import registry
-from parallelrun.mesh.runtime import build_mesh
+from parallelrun.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build_parts
@@ -37,7 +37,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def held(overrides: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Name and local values of every parameter of this rank, after the data way has taken them."""
+    """Name and local values of every parameter of this rank, after the data strategy has taken them."""
     config = tiny_config(overrides)
     plan = resolve(config)
     mesh = build_mesh(plan, torch.device("cpu"))
@@ -57,8 +57,8 @@ def values(overrides: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("overrides", PLANS.values(), ids=PLANS)
 def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[str, Any]) -> None:
     plan = tiny_plan(overrides)
-    tensor_way = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
-    data_way = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
+    tensor_strategy = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
+    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     original = dict(plan.spec.tied)
     whole = {name: initialise.logical(spec, SEED) for name, spec in plan.spec.parameters.items()}
     seen = set()
@@ -66,7 +66,7 @@ def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[s
         for name, value in parameters:
             logical = original.get(name, name)
             spec = plan.spec.parameters[logical]
-            layout = data_way.weight_layout(spec, tensor_way.layout(spec, plan), plan)
+            layout = data_strategy.weight_layout(spec, tensor_strategy.layout(spec, plan), plan)
             ranges = layout.ranges(spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
             expected = whole[logical][tuple(slice(*pair) for pair in ranges)]
             assert torch.equal(value, expected), f"{name} on rank {rank}"

@@ -1,4 +1,4 @@
-"""Every legal composition of data, tensor and pipeline ways up to 8 ranks equals one device (design, section 6)."""
+"""Every legal composition of data, tensor and pipeline schedules up to 8 ranks equals one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = {
 }
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 DEGREES = [d for d in product((1, 2, 4), repeat=3) if 1 < d[0] * d[1] * d[2] <= 8]  # dp, tp, pp
-Cell = tuple[tuple[int, int, int], str, str]  # degrees, data way, schedule
+Cell = tuple[tuple[int, int, int], str, str]  # degrees, data strategy, schedule
 
 
 def is_legal(degrees: tuple[int, int, int], data: str, schedule: str) -> bool:
@@ -29,7 +29,7 @@ def is_legal(degrees: tuple[int, int, int], data: str, schedule: str) -> bool:
 
 
 def every_cell() -> list[Cell]:
-    """Degrees x data way where dp > 1 x schedule where pp > 1: all that is legal."""
+    """Degrees x data strategy where dp > 1 x schedule where pp > 1: all that is legal."""
     return [
         (degrees, data, schedule)
         for degrees in DEGREES
@@ -40,7 +40,7 @@ def every_cell() -> list[Cell]:
 
 
 def chosen_cells() -> list[Cell]:
-    """Every pair of degrees, every data way with every schedule, every way with every dp, tp and pp at least once.
+    """Every pair of degrees, every data strategy with every schedule, every way with every dp, tp and pp at least once.
 
     Where data and pipeline axes meet, each (way, schedule) takes its turn at another choice of degrees.
     """

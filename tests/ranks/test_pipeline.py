@@ -8,14 +8,14 @@ from functools import cache
 import pytest
 import torch
 
-from parallelrun.plan.resolve import load_way
+from parallelrun.plan.resolve import load_strategy
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.way import boundary_bytes
+from parallelrun.strategies.pipeline.strategy import boundary_bytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.ranks import pipeline_body as body
 
-BOUND = 1e-10  # fp64 (design, section 6)
+BOUND = 1e-10  # fp64
 SETTING = {"precision.name": "fp64", "model.layers": 8, "model.init_std": 0.2}
 SPLIT = ("zero_bubble", "zbv")
 
@@ -51,7 +51,7 @@ def sizes(kind: str, pp: int, m: int, chunks: int) -> dict:
 
 @cache
 def reference(setting: tuple) -> body.Outcome:
-    return body.one_device(tiny_config(dict(setting)), tiny_plan(dict(setting)))
+    return body.single_device(tiny_config(dict(setting)), tiny_plan(dict(setting)))
 
 
 def run(overrides: dict, function=body.train_and_evaluate, plan: Plan | None = None) -> list:
@@ -90,9 +90,9 @@ def test_equals_one_device_and_sends_what_is_planned(kind, pp, m, chunks):
     assert error(merged(outcomes, plan), wanted.gradients) < BOUND
     for outcome in outcomes:  # an evaluation between two steps leaves no trace
         assert all(torch.equal(outcome.again[name], gradient) for name, gradient in outcome.gradients.items())
-    way = load_way("pipeline", kind)
-    for position, outcome in enumerate(outcomes):
-        assert set(outcome.counted) == set(way.collectives(position, plan))
+    strategy = load_strategy("pipeline", kind)
+    for pp_rank, outcome in enumerate(outcomes):
+        assert set(outcome.counted) == set(strategy.collectives(pp_rank, plan))
 
 
 def test_naive_is_gpipe_with_one_microbatch():
@@ -121,16 +121,16 @@ def test_dropout_and_recomputation_change_nothing(kind, recompute):
 def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp, m, chunks):
     overrides = sizes(kind, pp, m, chunks)
     plan = tiny_plan(overrides)
-    way = load_way("pipeline", kind)
-    for position, (order, peak) in enumerate(run(overrides, body.watch)):
+    strategy = load_strategy("pipeline", kind)
+    for pp_rank, (order, peak) in enumerate(run(overrides, body.watch)):
         # Stage 0 has no input gradient to compute: its backward is all in W.
         planned = [
             ("F" if action.kind == "F" else "B", action.stage, action.microbatch)
-            for action in way.actions(plan)[position]
+            for action in strategy.actions(plan)[pp_rank]
             if action.kind != ("W" if action.stage else "I")
         ]
         assert order == planned
-        assert peak == way.in_flight(plan, position)
+        assert peak == strategy.in_flight(plan, pp_rank)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, chunks):
     overrides = sizes(kind, pp, m, chunks)
     plan = tiny_plan(overrides)
     boundary = boundary_bytes(plan, 1)
-    for position, (peaks, left) in enumerate(run(overrides, body.bytes_of_messages)):
-        kept = {stage.index: boundary if stage.index else 0 for stage in plan.stages_of(position)}
-        planned = load_way("pipeline", kind).activation_bytes(plan, position, kept)
-        assert [peak / boundary for peak in peaks] == [planned / boundary] * 3, position
+    for pp_rank, (peaks, left) in enumerate(run(overrides, body.bytes_of_messages)):
+        kept = {stage.index: boundary if stage.index else 0 for stage in plan.stages_of(pp_rank)}
+        planned = load_strategy("pipeline", kind).activation_bytes(plan, pp_rank, kept)
+        assert [peak / boundary for peak in peaks] == [planned / boundary] * 3, pp_rank
         assert left == 0
 
 
@@ -207,7 +207,7 @@ def test_a_stage_in_the_wrong_place_is_noticed():
 
 def test_a_lost_microbatch_is_noticed_by_the_messages():
     plan = tiny_plan(sizes("1f1b", 2, 8, 1))
-    rows = load_way("pipeline", "1f1b").collectives(0, plan)
-    fewer = load_way("pipeline", "1f1b").collectives(0, tiny_plan(sizes("1f1b", 2, 4, 1)))
+    rows = load_strategy("pipeline", "1f1b").collectives(0, plan)
+    fewer = load_strategy("pipeline", "1f1b").collectives(0, tiny_plan(sizes("1f1b", 2, 4, 1)))
     assert Collective("pp", "send", "activations", 8, rows[0].payload_bytes) in rows
     assert not set(rows) & set(fewer)

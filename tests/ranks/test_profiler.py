@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallelrun.errors import ConfigError
-from parallelrun.plan import account
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.profiler import StepProfiler
@@ -55,7 +55,7 @@ def test_the_collectives_of_a_profiled_step_are_those_of_the_plan(overrides: dic
         found = names(tmp_path / "profile" / f"step_2_rank_{rank}.json")
         assert found.keys() >= PARTS
         calls = {name: count for name, count in found.items() if ": " in name}
-        assert calls == {f"{c.axis} {c.purpose}: {c.operation}": c.calls for c in account.collectives(plan, rank)}
+        assert calls == {f"{c.axis} {c.purpose}: {c.operation}": c.calls for c in prediction.collectives(plan, rank)}
 
 
 @pytest.mark.parametrize("steps", [[0], [4], [2, 99]])

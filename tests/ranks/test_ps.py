@@ -16,8 +16,8 @@ from parallelrun.strategies.data.ps.rerun import Rerun
 from parallelrun.train import schedule
 from parallelrun.train.build import build
 from parallelrun.train.reader import Reader
-from parallelrun.verify.alone import one_device
 from parallelrun.verify.run import checked_config
+from parallelrun.verify.single_device import single_device as single_device
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
 
 TWO_SERVERS = {"strategy.data.servers": 2}
@@ -57,7 +57,7 @@ def last_step(directory: Path) -> int:
 def by_plain_arithmetic(directory: Path, overrides: dict) -> dict[str, torch.Tensor]:
     """The apply log of one server again: plain tensors, plain SGD, the mean of whole gradients."""
     config, plan = ps_config(overrides), ps_plan(overrides)
-    alone, alone_plan = one_device(config, plan)
+    alone, alone_plan = single_device(config, plan)
     training = build(alone, replace(alone_plan, batch=plan.batch), torch.device("cpu"))
     split = training.dataset.train
     sampler = Sampler(len(split), plan.batch.global_batch, config.seed)
@@ -177,7 +177,7 @@ def test_one_async_worker_is_plain_sgd(tmp_path, optimizer) -> None:
     settings = {"dp": 1, "checkpoint.last": True, "steps": 4, **ASYNC, **optimizer}
     run(tmp_path, settings)
     assert all(row.staleness == (0,) for row in updates(tmp_path))
-    config, plan = one_device(ps_config(settings), ps_plan(settings))
+    config, plan = single_device(ps_config(settings), ps_plan(settings))
     training = build(config, plan, torch.device("cpu"))
     from parallelrun.train.scaler import LossScaler
     from parallelrun.train.step import train_step
@@ -304,7 +304,7 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
 
     settings = {"steps": 2, "checkpoint.last": True, **TWO_SERVERS}
     run(tmp_path / "servers", settings)
-    config, plan = one_device(ps_config({**settings, "steps": 4}), ps_plan(settings))
+    config, plan = single_device(ps_config({**settings, "steps": 4}), ps_plan(settings))
     training = build(config, plan, torch.device("cpu"))
     path = tmp_path / "servers" / "checkpoints" / "step_2"
     extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh)

@@ -1,4 +1,4 @@
-"""strategy=ring: the same training as on one device with any composition, under backward, as foretold to the byte."""
+"""strategy=ring: the same training as on one device with any composition, under backward, as predicted to the byte."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.plan import account
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.routing import PURPOSE
 from parallelrun.train.build import Training, build
@@ -56,7 +56,7 @@ def seen(overrides: dict[str, Any]) -> dict[str, Any]:
             train_step(training, step, config.optimizer.lr, scaler)
         layers.append(training.routing.described())
     sent = {(row.axis, row.operation, row.purpose): row for row in counter.rows()}
-    expected = {row.axis: row for row in account.collectives(plan, training.mesh.rank) if row.purpose == PURPOSE}
+    expected = {row.axis: row for row in prediction.collectives(plan, training.mesh.rank) if row.purpose == PURPOSE}
     bytes_sent = torch.tensor(float(sum(row.payload_bytes for key, row in sent.items() if key[1] == "all_to_all")))
     if plan.world > 1:
         dist.all_reduce(bytes_sent)
@@ -102,8 +102,8 @@ def test_the_planted_bugs_would_be_seen(alone: dict[str, Any]) -> None:
     assert all(layer["drop_first"] > 0 and layer["overflow"] > 0 for step in alone["layers"] for layer in step)
 
 
-def data(**way: Any) -> dict[str, Any]:
-    return {f"strategy.data.{key}": value for key, value in way.items()}
+def data(**strategy: Any) -> dict[str, Any]:
+    return {f"strategy.data.{key}": value for key, value in strategy.items()}
 
 
 REPLAYED: dict[str, dict[str, Any]] = {

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from parallelrun import comm
-from parallelrun.accounting import CommunicationCounter
-from parallelrun.mesh.runtime import build_mesh, build_server_group
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.mesh import build_mesh, build_server_group
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
 

@@ -1,4 +1,5 @@
-"""Experts under Megatron's tensor way, which cuts the inside of every one: loss and every gradient of one device."""
+"""Experts under Megatron's tensor strategy, which cuts the inside of every one: loss and every gradient of one
+device."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.config.schema import RouterConfig
-from parallelrun.models.moe.statistics import size
+from parallelrun.plan.routing_statistics import size
 from parallelrun.strategies.tensor.megatron.plan import Way
 from tests.pool import run_ranks
 from tests.tensor_cases import gpt_plan, held_by_layer, llama, saved_by_block

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from parallelrun import comm
 from parallelrun.config.schema import RouterConfig
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh
-from parallelrun.models import layers as one_device
+from parallelrun.mesh import Mesh
+from parallelrun.models import layers as single_device
 from parallelrun.models.moe.layer import AuxiliaryLoss
 from parallelrun.strategies.tensor import cross_entropy
 from parallelrun.strategies.tensor.megatron import layers, layouts, operators, place
@@ -25,7 +25,7 @@ APART = {"strategy.tensor.overlap": False}
 
 def bias_added_on_every_rank():
     def forward(self, x):
-        partial = one_device.linear(x, self.weight, self.bias, self.compute_dtype)
+        partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
         return operators.leave(partial, self.span.group, self.span.sequence_parallel)
 
     layers.Row.forward = forward
@@ -59,7 +59,7 @@ def output_averaged():
 
 
 def wrong_group():
-    """The tensor way sends over dp: same size, other ranks."""
+    """The tensor strategy sends over dp: same size, other ranks."""
     right = Mesh.group
     Mesh.group = lambda self, axis: replace(right(self, "dp"), axis="tp") if axis == "tp" else right(self, axis)
 
@@ -95,11 +95,11 @@ def tokens_of_other_shards_not_masked():
 
 
 def positions_of_the_first_slice():
-    layers.Position.forward = one_device.Position.forward
+    layers.Position.forward = single_device.Position.forward
 
 
 def mask_of_the_first_slice():
-    layers.Dropout.forward = one_device.Dropout.forward
+    layers.Dropout.forward = single_device.Dropout.forward
 
 
 def slices_of_norm_gradients_not_summed():
@@ -115,11 +115,11 @@ def router_gradients_not_summed():
 
 
 def entered_without_summing_gradients():
-    layers.FORMS.pop(one_device.Enter)
+    layers.FORMS.pop(single_device.Enter)
 
 
 def left_without_summing():
-    layers.FORMS.pop(one_device.Leave)
+    layers.FORMS.pop(single_device.Leave)
 
 
 def auxiliary_loss_of_every_rank():

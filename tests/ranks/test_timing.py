@@ -129,7 +129,7 @@ class EventClock:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def settle(self, last: float) -> None:
+    def resolve(self, last: float) -> None:
         self._settled = last
 
     def seconds(self, began: float, ended: float) -> float:
@@ -167,7 +167,7 @@ class FakeStreams:
     def mark(self) -> float:
         return self.now
 
-    def settle(self, last: float) -> None:
+    def resolve(self, last: float) -> None:
         pass
 
     def seconds(self, began: float, ended: float) -> float:

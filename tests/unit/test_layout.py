@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.layout import Layout, chunk_range
-from parallelrun.mesh.shape import MeshShape
-from parallelrun.train.parameters import owns
+from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.parameters import owns
 
 
 @settings(deadline=None)

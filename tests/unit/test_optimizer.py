@@ -8,10 +8,10 @@ import torch
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.errors import ConfigError
 from parallelrun.layout import Layout
-from parallelrun.models.spec import Initialiser, ParameterSpec
+from parallelrun.model_spec import Initialiser, ParameterSpec
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan.optimizers import OPTIMIZERS
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter
+from parallelrun.plan.parameters import LocalParameter
 
 SHAPES = {"layer.weight": (4, 3), "layer.bias": (4,), "norm.weight": (3,)}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.models.moe import statistics
-from parallelrun.models.spec import RouterSpec
-from parallelrun.train import routing_log
-from parallelrun.train.routing_log import FILE, RoutingLog
+from parallelrun import routing_log
+from parallelrun.model_spec import RouterSpec
+from parallelrun.plan import routing_statistics as statistics
+from parallelrun.routing_log import FILE, RoutingLog
 
 ROUTER = RouterSpec(
     kind="top_k", top_k=2, score="softmax", renormalise="before", scaling=1.0, capacity_factor=1.0,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models.network import Network
-from parallelrun.models.spec import ModelSpec
 from parallelrun.models.vision.network import assemble
 from parallelrun.precision import Precision
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.models.spec import ModelSpec
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models.vision import spec as vision
 from parallelrun.models.vision.architecture import (
     AveragePool,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
 from parallelrun.models.gpt.network import Attention, Embeddings, Factory, Mlp
 from parallelrun.models.network import Network, store
-from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
 

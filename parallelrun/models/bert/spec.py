@@ -10,8 +10,8 @@ from __future__ import annotations
 from parallelrun import registry
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models.gpt import spec as gpt
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied_embeddings": True, "experts": 0}
 

@@ -1,6 +1,7 @@
 """The gpt as modules, written as for one device; `spec.py` lists the same parameters.
 
-What a tensor way may split (hidden, heads, vocab) sits in role layers; everything else works on whatever part it sees.
+What a tensor strategy may split (hidden, heads, vocab) sits in role layers; everything else works on whatever part it
+sees.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec, RouterSpec
 from parallelrun.models import functions, layers
 from parallelrun.models.gpt import spec as sizes
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.moe.spec import has_experts
 from parallelrun.models.network import Network, store
-from parallelrun.models.spec import ModelSpec, RouterSpec
 from parallelrun.precision import Precision
 
 

@@ -10,8 +10,8 @@ from math import sqrt
 
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, renamed, too_small
 from parallelrun.models.moe import spec as moe
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, renamed, too_small
 
 ZEROS = Initialiser("zeros")
 ONES = Initialiser("ones")

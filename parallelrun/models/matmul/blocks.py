@@ -12,9 +12,9 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.layout import Layout, chunk_range
-from parallelrun.mesh.runtime import Group, Mesh
-from parallelrun.mesh.shape import MeshShape
+from parallelrun.mesh import Group, Mesh
 from parallelrun.models.matmul.cuts import side_by_side
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import Activation, Move, Product
 
 PURPOSE = "lesson"
@@ -124,10 +124,10 @@ class Matrices:
             pictures[name] = (ranges, (block.numbers.T if turned else block.numbers).tolist())
         return side_by_side(pictures)
 
-    def _block(self, name: str, layout: Layout, place: dict[str, int] | None = None) -> Block:
+    def _block(self, name: str, layout: Layout, coordinate: dict[str, int] | None = None) -> Block:
         """A block without numbers: the part of the matrix called `name` (d for gradients) at a coordinate."""
         whole = self._whole[name.removeprefix("d")]
-        ranges = layout.ranges(tuple(whole.shape), self._shape.sizes, place or self._mesh.coordinate)
+        ranges = layout.ranges(tuple(whole.shape), self._shape.sizes, coordinate or self._mesh.coordinate)
         return Block(name, layout, ranges, whole.new_empty(0))
 
     def _gather(self, block: Block, dim: int, axis: str, told: list[str]) -> Block:
@@ -172,9 +172,9 @@ class Matrices:
 
     def _lengths(self, block: Block, dim: int, axis: str) -> list[int]:
         """How long the part of each member of the group is."""
-        place = self._mesh.coordinate
+        coordinate = self._mesh.coordinate
         found = [
-            self._block(block.name, block.layout, {**place, axis: index}).ranges[dim]
+            self._block(block.name, block.layout, {**coordinate, axis: index}).ranges[dim]
             for index in range(self._mesh.group(axis).size)
         ]
         return [stop - start for start, stop in found]

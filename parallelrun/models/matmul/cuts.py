@@ -1,6 +1,7 @@
 """The ways to cut a matrix product Y = X W over ranks, as products. Torch-free: what `lesson` computes and prints.
 
-data: each rank has some rows of X and all of W (data parallelism; the data ways). 1D: all of X and some columns of W,
+data: each rank has some rows of X and all of W (data parallelism; the data strategies). 1D: all of X and some columns
+of W,
 then some columns of X and the rows of W that meet them (the two halves of Megatron's tensor parallelism). 2D, 2.5D and
 3D: every matrix is cut along both dims (`parallelrun.product`).
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from parallelrun import product as products
 from parallelrun.layout import Layout
-from parallelrun.mesh.shape import MeshShape
+from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import Activation, Product
 
 GRID_SAYS = {

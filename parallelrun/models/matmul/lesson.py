@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallelrun import comm
 from parallelrun.errors import VerificationError
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.matmul.blocks import Block, Matrices
 from parallelrun.models.matmul.cuts import Cut, cuts, matrix_dy, matrix_w, matrix_x
 from parallelrun.models.matmul.spec import WEIGHT
@@ -120,8 +120,8 @@ def _sizes(plan: Plan) -> tuple[int, int, int]:
 
 
 def _place(plan: Plan, rank: int) -> str:
-    place = plan.mesh.coordinate(rank)
-    axes = [f"{axis} {place[axis]}" for axis in plan.mesh.leaf_names if plan.mesh.size(axis) > 1]
+    coordinate = plan.mesh.coordinate(rank)
+    axes = [f"{axis} {coordinate[axis]}" for axis in plan.mesh.mesh_dim_names if plan.mesh.size(axis) > 1]
     return f"rank {rank}" + (f" ({', '.join(axes)})" if axes else "")
 
 

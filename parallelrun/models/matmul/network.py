@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
 from parallelrun.models.network import Network, store
-from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 WEIGHT = "product.weight"
 

@@ -12,8 +12,8 @@ from math import sqrt
 from parallelrun import registry
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 from parallelrun.models.gpt.spec import CHOICES, TIED, columns, expansions, ffn_size, norm, row
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 
 def reads_tokens(config: Config) -> bool:

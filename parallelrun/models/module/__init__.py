@@ -4,7 +4,7 @@
 *sample_shape)) to logits (batch, [seq,] vocab). It is called with `model.arguments`, and with `vocab`, `seq`, `hidden`,
 `layers`, `heads` where its signature names them. The contract:
 
-- Data ways need nothing else.
+- Data strategies need nothing else.
 - pp > 1 needs `model.blocks`, the modules whose chain is forward, in order: `'model.blocks=[embed,layers.*,head]'`.
 - tp > 1 needs `model.roles`, from module names or patterns, for example
   `'model.roles={embed:embedding,*.q:columns,*.k:columns,*.v:columns,*.out:row,*.fc1:columns,*.fc2:row,head:head}'`.

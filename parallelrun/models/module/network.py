@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
 from parallelrun.models.module import source
 from parallelrun.models.network import Network, store
 from parallelrun.models.rounding import rounded
-from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
 ROOT = "module"
@@ -31,7 +31,7 @@ class UserNetwork(Network):
         self.needs_every_gradient = False
 
     def split(self, parts: Sequence[Sequence[str]]) -> list[Network]:
-        """See `Network.split`. By then the role layers are those of the tensor way."""
+        """See `Network.split`. By then the role layers are those of the tensor strategy."""
         if self.needs_every_gradient:
             let_gradients_through(self.module)
         return super().split(parts)
@@ -129,7 +129,8 @@ def _tell_dropout_its_width(module: nn.Module, config: Config, spec: ModelSpec) 
 def let_gradients_through(module: nn.Module) -> None:
     """Let backward run through all layers, frozen ones at the input included, as if those were trained.
 
-    Pipeline schedules send a gradient over every boundary, FSDP gathers for every backward, and a tensor way's ranks
+    Pipeline schedules send a gradient over every boundary, FSDP gathers for every backward, and a tensor strategy's
+    ranks
     sum input gradients: each must happen on every rank, and as often as the plan says, whatever is frozen. Elsewhere
     autograd stops where nothing below is trained, which saves that part of the work.
     """

@@ -31,7 +31,7 @@ def check(config: Config, vocab: int, seq: int) -> None:
     """Raise ConfigError (`undefined`) naming the layer before which a slice of the sequence is not enough."""
     num_slices = config.tp or 2
     if seq % num_slices:
-        return  # the tensor way says so, with the nearest legal sizes
+        return  # the tensor strategy says so, with the nearest legal sizes
     with torch.device("cpu"):
         module = source.build(config, vocab)
         source.apply_roles(module, config, torch.float64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun import user_code
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem, with_article
-from parallelrun.models.spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -247,7 +247,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: tuple[int, ...]) 
     for name, part in module.named_modules():
         part.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
         if not _cut(part, tp):
-            return  # does not divide: the tensor way says so with the nearest legal degrees
+            return  # does not divide: the tensor strategy says so with the nearest legal degrees
     try:
         cut = network.dropped_shapes(module, _inputs(kind, shape, 1, "meta"))
     except Exception as error:

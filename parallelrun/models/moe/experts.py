@@ -19,7 +19,7 @@ class Experts(RoleLayer):
     """`num_experts` MLPs without biases. Parameters `up` (experts, ffn, hidden), `down` (experts, hidden, ffn) and, for
     swiglu, `gate` as `up`.
 
-    A tensor way may cut ffn (the result is then a part of a sum), an expert way the experts.
+    A tensor strategy may cut ffn (the result is then a part of a sum), an expert dispatcher the experts.
     """
 
     layer_role = "expert"

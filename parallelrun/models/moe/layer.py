@@ -1,6 +1,7 @@
 """The layer that stands in the place of an MLP: a router, experts, and maybe one MLP beside them that all tokens share.
 
-Who goes to which expert is the router's (`routing.py`); how rows get to experts is a Dispatch's, which an expert way
+Who goes to which expert is the router's (`routing.py`); how rows get to experts is a Dispatch's, which an expert
+dispatcher
 replaces by one that sends them to other ranks.
 """
 
@@ -21,8 +22,8 @@ from .router import Router
 from .routing import Routing
 
 if TYPE_CHECKING:
+    from parallelrun.model_spec import RouterSpec
     from parallelrun.models.gpt.network import Factory
-    from parallelrun.models.spec import RouterSpec
 
 
 class Dispatch(Protocol):
@@ -85,7 +86,8 @@ class Shared(nn.Module):
 class MoE(nn.Module):
     """x (batch, seq, hidden) -> the same shape. A token that no expert keeps gets 0: the residual carries it.
 
-    dispatch: an expert way puts its own here. auxiliary_scale: what a routing group's auxiliary loss counts in the
+    dispatch: an expert dispatcher puts its own here. auxiliary_scale: what a routing group's auxiliary loss counts in
+    the
     gradients; set before each step. Not compiled: how many rows an expert gets differs from step to step.
     """
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parallelrun.model_spec import RouterSpec
 from parallelrun.models import dropout
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.layers import RoleLayer
 from parallelrun.models.moe.routing import Routing, draws_second, route
-from parallelrun.models.spec import RouterSpec
 
 
 class Decisions(Protocol):

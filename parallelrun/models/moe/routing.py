@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallelrun.models.spec import RouterSpec
+from parallelrun.model_spec import RouterSpec
 
 LEAST_SUM = 1e-20  # of weights that are divided by their sum (DeepSeek-V3's), so that 0 / 0 is 0, backward too
 

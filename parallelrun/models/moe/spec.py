@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema import ModelConfig
 from parallelrun.errors import Problem
-from parallelrun.models.spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec, too_small
+from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec, too_small
 
 
 def has_experts(index: int, model: ModelConfig) -> bool:

@@ -6,8 +6,8 @@ Torch-free.
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models.alexnet.spec import FFN, classifier
-from parallelrun.models.spec import ModelSpec
 from parallelrun.models.vision import spec as vision
 from parallelrun.models.vision.architecture import Block, Convolution, MaxPool, Operation, Relu
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from parallelrun.models.spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec
+from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec
 
 Shape = tuple[int, ...]
 INDEX_ELEMENTS = 2  # a position that max-pooling keeps is an int64: two elements of fp32
@@ -122,7 +122,7 @@ class Dropout(Operation):
 
 @dataclass(frozen=True)
 class Linear(Operation):
-    """role: `columns` and `row` where a tensor way may split the pair, else `linear`."""
+    """role: `columns` and `row` where a tensor strategy may split the pair, else `linear`."""
 
     outputs: int = 0
     role: str = "linear"

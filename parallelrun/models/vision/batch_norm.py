@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
+from parallelrun.model_spec import SAMPLE_SET_ROLE
 from parallelrun.models import dropout
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.layers import RoleLayer
-from parallelrun.models.spec import SAMPLE_SET_ROLE
 from parallelrun.plan.structure import Plan
 
 PURPOSE = "statistics"
@@ -151,7 +151,7 @@ class _Spread(torch.autograd.Function):
             given = gradient[p.start : p.stop]
             central = x[p.start : p.stop] - _spread_out(mean[p.index], x)
             sums[p.index] = torch.stack((given.sum(dims), (given * central).sum(dims) * scale[p.index]))
-        for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # of this replica: the data way sums them
+        for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # of this replica: the data strategy sums them
         comm.all_reduce(sums, sets.group, PURPOSE)
         sums /= sets.size * places
         parts = []

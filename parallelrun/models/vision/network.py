@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
 from parallelrun.models.network import Network, store
 from parallelrun.models.rounding import rounded
-from parallelrun.models.spec import ModelSpec
 from parallelrun.precision import Precision
 
 from . import architecture as parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec, ModelSpec
 
 from .architecture import Block, Shape, flow, kept_elements
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 
 from .jobs import Queue
 from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table

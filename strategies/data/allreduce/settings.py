@@ -1,4 +1,4 @@
-"""Which all-reduce a data way sums with: `strategy.data.algorithm` and `group_size`. Torch-free.
+"""Which all-reduce a data strategy sums with: `strategy.data.algorithm` and `group_size`. Torch-free.
 
 For any way that reduces whole gradients: its settings keep an `Algorithm`, its `reads` takes KEYS.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from parallelrun.errors import Problem
-from parallelrun.plan.names import divisors, either, nearest, one_of
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Request
+from parallelrun.wording import divisors, either, nearest, one_of
 
 from .steps import ALGORITHMS, HIERARCHICAL, NATIVE
 

@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import held_parameters
 from parallelrun.verify.replay import Summed
 
 from .powersgd import first_right_factor, next_right_factor, orthonormal
@@ -83,15 +83,15 @@ class PowerSgd(Summed):
 
 def stored_parts(plan: Plan) -> dict[str, dict[str, tuple]]:
     """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
-    before any data way. One part, the whole, where no tensor way splits it."""
+    before any data strategy. One part, the whole, where no tensor strategy splits it."""
     out: dict[str, dict[str, tuple]] = {}
-    leaves = [(leaf, degree) for leaf, degree in plan.mesh.leaves if leaf not in ("pp", "dp")]
-    for position in range(plan.mesh.size("pp")):
-        for held in held_parameters(plan, position):
+    mesh_dims = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim not in ("pp", "dp")]
+    for pp_rank in range(plan.mesh.size("pp")):
+        for held in held_parameters(plan, pp_rank):
             if held.shared or held.spec.frozen:
                 continue
-            for place in product(*(range(degree) for _, degree in leaves)):
-                coordinate = {"pp": position, "dp": 0, **dict(zip([leaf for leaf, _ in leaves], place))}
+            for place in product(*(range(degree) for _, degree in mesh_dims)):
+                coordinate = {"pp": pp_rank, "dp": 0, **dict(zip([mesh_dim for mesh_dim, _ in mesh_dims], place))}
                 rank = plan.mesh.rank(**coordinate)
                 ranges = held.layout.ranges(held.spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
                 shape = tuple(stop - start for start, stop in ranges)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import HeldParameter
 
 from . import powersgd
 from .settings import Compression, is_factored, matrix_shape, num_columns

@@ -12,10 +12,10 @@ from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
+from parallelrun.plan.parameters import HeldParameter
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import DataWay, Equivalence, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import HeldParameter
 
 KEYS = ("compression", "powersgd_rank")
 KINDS = ("none", "fp16", "powersgd")
@@ -58,7 +58,7 @@ def of(config: Config) -> Compression:
     return Compression(data.compression, rank if data.compression == "powersgd" else 0)
 
 
-def settle(request: Request) -> CompressedWay:
+def resolve(request: Request) -> CompressedWay:
     """The DataWay of a way that has no settings but the size of its buckets and their compression."""
     data = request.config.strategy.data
     return CompressedWay(data.kind, bucket_bytes=int(data.bucket_mb * 2**20), compression=of(request.config))

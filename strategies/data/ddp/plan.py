@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 
 from parallelrun.errors import Problem
-from parallelrun.plan.account import merge
+from parallelrun.plan.parameters import held_parameters
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
-from parallelrun.plan.ways import Request
-from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
 from ..compression import settings as compression
@@ -35,28 +35,28 @@ class Way(Replicated):
     def check(self, request: Request) -> list[Problem]:
         return compression.check(request)
 
-    def settle(self, request: Request) -> CompressedWay:
-        return compression.settle(request)
+    def resolve(self, request: Request) -> CompressedWay:
+        return compression.resolve(request)
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """Gradients that no bucket has collected yet: all of them where buckets wait for the schedule's end."""
         if plan.pipeline.splits_backward:
             return None
-        position = plan.stages[stage].position
+        pp_rank = plan.stages[stage].pp_rank
         filled = partial(buckets.partition, plan=plan)
-        return [beside for beside, _ in Waiting(position, coordinate, plan, filled).of_stage(stage)]
+        return [beside for beside, _ in Waiting(pp_rank, coordinate, plan, filled).of_stage(stage)]
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The sums of every bucket, then what the final gradients need (partial axes, tied copies)."""
-        messages = bucket_messages(position, coordinate, plan)
+        messages = bucket_messages(pp_rank, coordinate, plan)
         out = merge([row for message in messages for row in self.rows_of_sum(message, coordinate, plan)])
-        layouts = [(held, held.layout) for held in held_parameters(plan, position)]
+        layouts = [(held, held.layout) for held in held_parameters(plan, pp_rank)]
         return out + buckets.final_collectives(layouts, coordinate, plan)
 
-    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression holds beside weights, gradients and optimizer state."""
         assert isinstance(plan.data, CompressedWay)
-        contents = buckets.contents(position, coordinate, plan)
+        contents = buckets.contents(pp_rank, coordinate, plan)
         return sum(compression.held_bytes(bucket.parts, plan, plan.data.compression) for bucket in contents)
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
@@ -68,11 +68,11 @@ class Way(Replicated):
         return compression.equivalence(plan, plan.data.compression)
 
 
-def bucket_messages(position: int, coordinate: dict[str, int], plan: Plan) -> list[Message]:
+def bucket_messages(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Message]:
     """Every sum of one step, in the order in which the buckets are sent."""
     assert isinstance(plan.data, CompressedWay)
     return [
         replace(message, axis=bucket.axis)
-        for bucket in buckets.contents(position, coordinate, plan)
+        for bucket in buckets.contents(pp_rank, coordinate, plan)
         for message in compression.messages(bucket.parts, plan, plan.data.compression)
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
 
 from ..bucketed import Bucket, Reducer, Slot

@@ -8,8 +8,8 @@ beginning and the outer momentum.
 from __future__ import annotations
 
 from parallelrun.errors import Problem
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import DataWay, Equivalence, Plan
-from parallelrun.plan.ways import Request
 
 from ..local_sgd import plan as local_sgd
 from .settings import DilocoWay
@@ -35,7 +35,7 @@ class Way(local_sgd.Way):
         what = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
         return [Problem(what, "strategy.data.outer_momentum", "strategy.data.outer_nesterov=false", kind="undefined")]
 
-    def settle(self, request: Request) -> DataWay:
+    def resolve(self, request: Request) -> DataWay:
         data = request.config.strategy.data
         return DilocoWay(
             data.kind,

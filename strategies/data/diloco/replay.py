@@ -23,10 +23,13 @@ class Diloco(Summed):
 
     def begin(self, weights: list[dict[str, Tensor]]) -> None:
         """Keep what all replicas begin with."""
-        way = self._way
+        strategy = self._way
         self._shared = {name: weight.clone() for name, weight in weights[0].items()}
         self._outer = torch.optim.SGD(
-            list(self._shared.values()), lr=way.outer_lr, momentum=way.outer_momentum, nesterov=way.outer_nesterov
+            list(self._shared.values()),
+            lr=strategy.outer_lr,
+            momentum=strategy.outer_momentum,
+            nesterov=strategy.outer_nesterov,
         )
 
     def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

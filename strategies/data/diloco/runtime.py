@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
 
 from ..local import LocalRuntime, Pair, match

@@ -14,13 +14,13 @@ from math import prod
 from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
-from parallelrun.plan.account import merge
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.messages import Explanation, explanation_of_calls
+from parallelrun.plan.parameters import held_parameters
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.strategy import Request, TensorWayPlan
 from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, DataWay, Equivalence, Plan
-from parallelrun.plan.ways import Request, TensorWayPlan
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
 from ..sharding import check_splits, shard_dim, shard_layout
@@ -42,8 +42,8 @@ class Way:
 
     def explain(self, plan: Plan) -> Explanation:
         """The collectives of rank 0, for `parallelrun explain`."""
-        place = plan.mesh.coordinate(0)
-        found = self.collectives(place["pp"], place, plan)
+        coordinate = plan.mesh.coordinate(0)
+        found = self.collectives(coordinate["pp"], coordinate, plan)
         return explanation_of_calls("data", plan.data.kind, *self.explained, plan, found)
 
     def check(self, request: Request) -> list[Problem]:
@@ -51,7 +51,7 @@ class Way:
         problems = [*check_splits(request, "fsdp"), *_check_shard(request)]
         return [*problems, *_check_split_backward(request), *_check_empty_vocabulary_shard(request)]
 
-    def settle(self, request: Request) -> DataWay:
+    def resolve(self, request: Request) -> DataWay:
         data = request.config.strategy.data
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
         return DataWay(
@@ -61,7 +61,9 @@ class Way:
             reduce_each_microbatch=not _splits_backward(request) if reduce_each is None else reduce_each,
         )
 
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    def mesh_dims(
+        self, request: Request
+    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         shard = request.config.strategy.data.shard or request.dp
         if shard >= request.dp or request.dp % shard:  # what does not divide is refused by `check`
             return (("dp", request.dp),), ()
@@ -80,11 +82,11 @@ class Way:
         whole = once and (plan.batch.microbatches > 1 or plan.pipeline.splits_backward)
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
-    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Most bytes of gathered weights at once: all that is kept, and of what is let go two blocks (one to come)."""
         if plan.mesh.size("dp") == 1:
             return 0
-        sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in units(plan, position)]
+        sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in units(plan, pp_rank)]
         kept = sum(size for unit, size in sizes if not unit.reshard)
         let_go: Counter[tuple[int, str]] = Counter()
         for unit, size in sizes:
@@ -95,8 +97,8 @@ class Way:
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
         """In passes that reduce, the gradients of the block behind, on their way. Until a pass reduces, whole gradients
         are held (`gradient_layout`)."""
-        position, names = plan.stages[stage].position, plan.stages[stage].blocks
-        own = [unit for unit in units(plan, position) if unit.stage == stage]
+        pp_rank, names = plan.stages[stage].pp_rank, plan.stages[stage].blocks
+        own = [unit for unit in units(plan, pp_rank) if unit.stage == stage]
         reduces = plan.data.reduce_each_microbatch or number == plan.batch.microbatches - 1
         sent = dict.fromkeys(names, 0)
         for unit in own:
@@ -104,16 +106,16 @@ class Way:
                 sent[unit.block] += buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
         return [*[sent[name] for name in names][1:], 0]
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
         the shards a step); the sums of what is in no unit; then the final sums."""
-        held = held_parameters(plan, position)
+        held = held_parameters(plan, pp_rank)
         layouts = [(p, self.state_layout(p.spec, p.layout, plan)) for p in held]
         final = buckets.final_collectives(layouts, coordinate, plan)
         if plan.mesh.size("dp") == 1:
             return final
         rows = []
-        for unit in units(plan, position):
+        for unit in units(plan, pp_rank):
             num_gathers = _num_gathers(unit, plan)
             gathered = num_gathers * _gathered_bytes(unit, coordinate, plan)
             rows.append(Collective(unit.axis, "all_gather", ENGINE, num_gathers, gathered))
@@ -182,8 +184,8 @@ def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
 
 def _smallest_part(request: Request) -> int:
     """Rows of the vocabulary on the tensor rank that holds fewest."""
-    way: TensorWayPlan = registry.load("strategies", f"tensor.{request.config.strategy.tensor.kind}", "plan").Way()
-    parts = way.vocabulary_parts(request)
+    strategy: TensorWayPlan = registry.load("strategies", f"tensor.{request.config.strategy.tensor.kind}", "plan").Way()
+    parts = strategy.vocabulary_parts(request)
     sizes = {str(axis): degree for axis, degree in enumerate(parts)}
     last = {axis: degree - 1 for axis, degree in sizes.items()}
     return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]

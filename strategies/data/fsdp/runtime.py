@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelrun import torch_private
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
+from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import HeldParameter, LocalParameter, held_parameters
 
 from ..ddp.runtime import DdpRuntime
 from ..local import LocalRuntime, frozen, match, set_gradient, trained
@@ -37,13 +37,13 @@ def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
     """Wrap the units of this rank's stages, on meta: from now on a rank holds its shards only."""
     if mesh.group("dp").size == 1:
         return
-    position = mesh.coordinate.get("pp", 0)
-    part_of = {stage.index: part for stage, part in zip(plan.stages_of(position), parts, strict=True)}
-    own = units(plan, position)
+    pp_rank = mesh.coordinate.get("pp", 0)
+    part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
+    own = units(plan, pp_rank)
     axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in own)])
     copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
     meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
-    held = [p for p in held_parameters(plan, position) if is_whole(p, plan)]
+    held = [p for p in held_parameters(plan, pp_rank) if is_whole(p, plan)]
     whole = {part_of[p.stage].get_parameter(p.name) for p in held}
     shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, meshes)
     for stage, part in part_of.items():
@@ -200,7 +200,7 @@ def _fully_shard(
     ignored: set[nn.Parameter],
     dims: Mapping[nn.Parameter, int] = MappingProxyType({}),
 ) -> FSDPModule:
-    """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data way.
+    """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data strategy.
 
     dims: of weights that are not split along dim 0.
     """

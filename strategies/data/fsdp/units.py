@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from parallelrun.layout import Layout
 from parallelrun.plan.expert_axes import DP, EXPERT, replica_axis
+from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import HeldParameter, held_parameters
 
 BLOCK = "block"
 EXPERTS = "experts"
@@ -21,7 +21,7 @@ ROOT = "root"
 TIED = "tied"
 # Weights of these roles are rounded to the compute dtype wherever they are used, so they may travel in it. Others (an
 # embedding sums many rows' gradients in its own dtype; a user's layers cast nothing) travel as stored: results must be
-# those of every other data way.
+# those of every other data strategy.
 ROUNDED_ROLES = ("columns", "row", "norm", "head", "expert")
 
 
@@ -70,22 +70,22 @@ def is_whole(held: HeldParameter, plan: Plan) -> bool:
     return plan.mesh.size(shard_axis(plan, held.layout)) == 1
 
 
-def units(plan: Plan, position: int) -> tuple[Unit, ...]:
-    """The units of pp coordinate `position`, by stage, in forward order; a stage's root and shared weight come last."""
-    key = "fsdp units", position
+def units(plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
+    """The units of pp rank `position`, by stage, in forward order; a stage's root and shared weight come last."""
+    key = "fsdp units", pp_rank
     if key not in plan.known:
-        plan.known[key] = _units(plan, position)
+        plan.known[key] = _units(plan, pp_rank)
     return plan.known[key]
 
 
-def _units(plan: Plan, position: int) -> tuple[Unit, ...]:
-    held = [parameter for parameter in held_parameters(plan, position) if not is_whole(parameter, plan)]
+def _units(plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
+    held = [parameter for parameter in held_parameters(plan, pp_rank) if not is_whole(parameter, plan)]
     by_block: dict[str, list[HeldParameter]] = {}
     for parameter in held:
         by_block.setdefault(parameter.block, []).append(parameter)
     out: list[Unit] = []
-    across = _tied_across_stages(plan, position)
-    for stage in plan.stages_of(position):
+    across = _tied_across_stages(plan, pp_rank)
+    for stage in plan.stages_of(pp_rank):
         together = _blocks_that_share(plan, stage.blocks)
         for block in stage.blocks:
             mine = tuple(p for p in by_block.get(block, ()) if p.name not in across)
@@ -141,9 +141,9 @@ def _blocks_that_share(plan: Plan, blocks: tuple[str, ...]) -> set[str]:
     return {name for pair in pairs if set(pair) <= set(blocks) for name in pair}
 
 
-def _tied_across_stages(plan: Plan, position: int) -> set[str]:
+def _tied_across_stages(plan: Plan, pp_rank: int) -> set[str]:
     """Originals whose copy is the same tensor in another stage of the same rank (the V of zbv)."""
-    stages = [set(stage.blocks) for stage in plan.stages_of(position)]
+    stages = [set(stage.blocks) for stage in plan.stages_of(pp_rank)]
     here = set().union(*stages) if stages else set()
     pairs = {original: set(_holders(plan, original)) for _, original in plan.spec.tied}
     return {name for name, pair in pairs.items() if pair <= here and not any(pair <= stage for stage in stages)}

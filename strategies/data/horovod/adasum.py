@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 
 from .halving import Level, levels
 

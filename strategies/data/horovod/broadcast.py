@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter
+from parallelrun.mesh import Group
+from parallelrun.optimizer import Optimizer
+from parallelrun.plan.parameters import LocalParameter
 
 
 @torch.no_grad()

@@ -6,28 +6,28 @@ from itertools import product
 
 import torch.distributed as dist
 
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
 
 from .settings import HorovodWay
 
 
-def make_group(way: HorovodWay, plan: Plan, mesh: Mesh) -> Group:
+def make_group(strategy: HorovodWay, plan: Plan, mesh: Mesh) -> Group:
     """This rank's process set along dp; all of dp where there are no sets.
 
     Every rank makes every set's group, in the same order: by the other axes' coordinates, then by the set.
     """
     everyone = mesh.group("dp")
-    if not way.process_sets:
+    if not strategy.process_sets:
         return everyone
     mine: Group | None = None
-    others = [(leaf, degree) for leaf, degree in plan.mesh.leaves if leaf != "dp"]
+    others = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim != "dp"]
     for place in product(*(range(degree) for _, degree in others)):
-        coordinate = dict(zip([leaf for leaf, _ in others], place))
-        for members in way.process_sets:
+        coordinate = dict(zip([mesh_dim for mesh_dim, _ in others], place))
+        for members in strategy.process_sets:
             ranks = tuple(plan.mesh.rank(**coordinate, dp=worker) for worker in members)
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if mesh.rank in ranks:
-                mine = Group(way.axis(members[0]), ranks, ranks.index(mesh.rank), made)
+                mine = Group(strategy.axis(members[0]), ranks, ranks.index(mesh.rank), made)
     assert mine is not None, "every worker belongs to a set"
     return mine

@@ -17,14 +17,14 @@ Tensors = dict[str, Tensor]
 
 def rule(config: Config, plan: Plan) -> Rule:
     """The rule of a plan."""
-    way = plan.data
-    assert isinstance(way, HorovodWay)
-    sets = list(way.process_sets) or [tuple(range(plan.mesh.size("dp")))]
-    if way.reduction == ADASUM:
-        return Adasum(plan, sets, way.compression.kind == "fp16")
-    if way.process_sets:
-        return Apart({members: compressed.rule(plan, way.compression) for members in sets})
-    return compressed.rule(plan, way.compression)
+    strategy = plan.data
+    assert isinstance(strategy, HorovodWay)
+    sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
+    if strategy.reduction == ADASUM:
+        return Adasum(plan, sets, strategy.compression.kind == "fp16")
+    if strategy.process_sets:
+        return Apart({members: compressed.rule(plan, strategy.compression) for members in sets})
+    return compressed.rule(plan, strategy.compression)
 
 
 class Apart(Summed):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallelrun import torch_private
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
 
@@ -43,12 +43,12 @@ def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
     everyone = mesh.group("dp")
     if everyone.size == 1:
         return LocalRuntime(pairs)
-    way = plan.data
-    assert isinstance(way, HorovodWay)
+    strategy = plan.data
+    assert isinstance(strategy, HorovodWay)
     for axis, own in _by_copies([(held.layout, weight) for held, weight in pairs], plan):
         broadcast_weights([weight.detach() for weight in own], mesh.group(axis))
-    group = make_group(way, plan, mesh)
-    kind = AdasumRuntime if way.reduction == ADASUM else HorovodRuntime
+    group = make_group(strategy, plan, mesh)
+    kind = AdasumRuntime if strategy.reduction == ADASUM else HorovodRuntime
     return kind(pairs, plan, mesh, group)
 
 
@@ -64,21 +64,21 @@ class HorovodRuntime(DdpRuntime):
 
     def begin_run(self, training: Any, context: Any, start: int) -> None:
         """Make optimizer states those of worker 0 (after a resume), and start to watch."""
-        way = self._plan.data
-        assert isinstance(way, HorovodWay)
-        if start and not way.independent:
+        strategy = self._plan.data
+        assert isinstance(strategy, HorovodWay)
+        if start and not strategy.independent:
             for axis, held in _by_copies([(p.layout, p) for p in training.held], self._plan):
                 broadcast_weights([p.tensor.detach() for p in held], self._mesh.group(axis))
                 updated = [p for p in held if not p.spec.frozen]
                 broadcast_optimizer(training.optimizer, updated, self._mesh.group(axis))
         self._submissions.step = start
-        if way.timeline and context.rank == 0:
+        if strategy.timeline and context.rank == 0:
             buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._reducer.buckets)]
-            self._timeline = Timeline(context.directory / "timeline.json", buckets, way, self._mesh.device)
+            self._timeline = Timeline(context.directory / "timeline.json", buckets, strategy, self._mesh.device)
             self._timeline.watch(dict(self._named_weights()), self._plan)
             self._submissions.timeline = self._timeline
-        if way.stall_warn_s:
-            self._watch = StallWatch(self._submissions, self._reducer, self._plan, context, way.stall_warn_s)
+        if strategy.stall_warn_s:
+            self._watch = StallWatch(self._submissions, self._reducer, self._plan, context, strategy.stall_warn_s)
             self._watch.start()
 
     def end_run(self) -> None:

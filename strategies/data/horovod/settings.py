@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelrun.errors import Problem
-from parallelrun.plan.names import either, nearest
-from parallelrun.plan.ways import Request
+from parallelrun.plan.strategy import Request
+from parallelrun.wording import either, nearest
 
 from ..ring.settings import RingWay
 

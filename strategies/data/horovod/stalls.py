@@ -89,10 +89,10 @@ def find_stalls(
 
 def watched_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Ranks that wait for each other: those of dp, or of each process set."""
-    way = plan.data
-    assert isinstance(way, HorovodWay)
+    strategy = plan.data
+    assert isinstance(strategy, HorovodWay)
     everyone = sorted({plan.mesh.group_of(rank, "dp") for rank in range(plan.mesh.num_ranks)})
-    sets = way.process_sets or (tuple(range(plan.mesh.size("dp"))),)
+    sets = strategy.process_sets or (tuple(range(plan.mesh.size("dp"))),)
     return [tuple(ranks[worker] for worker in one) for ranks in everyone for one in sets]
 
 

@@ -31,7 +31,7 @@ class Timeline:
         self,
         path: Path,
         buckets: Sequence[tuple[tuple[str, ...], Tensor]],
-        way: HorovodWay,
+        strategy: HorovodWay,
         device: torch.device,
     ):
         self._file = path.open("w")
@@ -43,12 +43,14 @@ class Timeline:
         self._times: dict[int, list[float]] = {}
         self._sizes = [buffer.numel() * buffer.element_size() for _, buffer in buckets]
         backend = "NCCL" if device.type == "cuda" else "GLOO"
-        self._operation = f"{backend}_ALLREDUCE" if way.algorithm.name == "native" else way.algorithm.name.upper()
-        self._compression = way.compression.kind
+        self._operation = (
+            f"{backend}_ALLREDUCE" if strategy.algorithm.name == "native" else strategy.algorithm.name.upper()
+        )
+        self._compression = strategy.compression.kind
         rows = {STEPS_ROW: "steps"} | {1 + n: f"fusion buffer {n}" for n in range(len(buckets))}
         for row, name in (rows | {row: name for name, row in self._row_of.items()}).items():
             self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
-        for step, worker in sorted((batches, worker) for worker, batches in enumerate(way.worker_batches)):
+        for step, worker in sorted((batches, worker) for worker, batches in enumerate(strategy.worker_batches)):
             self._instant(f"JOIN: worker {worker} has no batch after step {step}")
 
     def watch(self, weights: Mapping[str, nn.Parameter], plan: Plan) -> None:

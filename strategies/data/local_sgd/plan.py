@@ -10,10 +10,10 @@ from __future__ import annotations
 from math import prod
 
 from parallelrun.errors import Problem
+from parallelrun.plan.parameters import held_parameters
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import SYNC, Collective, DataWay, Equivalence, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
 from ..replicated import Replicated
@@ -34,7 +34,7 @@ class Way(Replicated):
     def check(self, request: Request) -> list[Problem]:
         return []
 
-    def settle(self, request: Request) -> DataWay:
+    def resolve(self, request: Request) -> DataWay:
         data = request.config.strategy.data
         return IndependentWay(
             data.kind,
@@ -43,14 +43,14 @@ class Way(Replicated):
             steps=request.config.steps,
         )
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Of a step that synchronises: one all-reduce per bucket of weights; of every step: what gradients need."""
         out = []
         if plan.mesh.size("dp") > 1:
-            sizes = weight_bytes(position, coordinate, plan)
+            sizes = weight_bytes(pp_rank, coordinate, plan)
             num_buckets = len(buckets.fill(sizes, plan.data.bucket_bytes))
             out.append(Collective("dp", "all_reduce", SYNC, num_buckets, sum(sizes)))
-        layouts = [(held, held.layout) for held in held_parameters(plan, position)]
+        layouts = [(held, held.layout) for held in held_parameters(plan, pp_rank)]
         return out + buckets.final_collectives(layouts, coordinate, plan)
 
     def equivalence(self, plan: Plan) -> Equivalence:
@@ -60,7 +60,7 @@ class Way(Replicated):
         return Equivalence("replay", f"local SGD: weights averaged every {plan.data.sync_every} steps")
 
 
-def weight_bytes(position: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-    """Bytes of every weight that the replicas of a pp coordinate average, in the plan's order."""
-    held = [parameter for parameter in held_parameters(plan, position) if not parameter.spec.frozen]
+def weight_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+    """Bytes of every weight that the replicas of a pp rank average, in the plan's order."""
+    held = [parameter for parameter in held_parameters(plan, pp_rank) if not parameter.spec.frozen]
     return [prod(shape) * BYTES[plan.precision.stored] for shape in buckets.local_shapes(held, coordinate, plan)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import LocalParameter
 
 from .shards import Shard, of_server
 

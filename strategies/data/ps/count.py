@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallelrun.plan.account import merge
+from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective
 
 from .protocol import AXIS, CONTROL, NORM_BYTES

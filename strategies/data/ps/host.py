@@ -10,9 +10,9 @@ import torch
 
 from parallelrun import torch_private
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.launch.context import WorkerContext
-from parallelrun.mesh.runtime import build_server_group
+from parallelrun.mesh import build_server_group
 from parallelrun.plan.structure import Plan
 from parallelrun.train.recorder import peak_bytes
 

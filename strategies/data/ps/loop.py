@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from parallelrun.accounting import CommunicationCounter
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
-from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Collective
 from parallelrun.train.build import Training
 from parallelrun.train.profiler import StepProfiler

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.names import counted, one_of
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
+from parallelrun.wording import counted, one_of
 
 from ..replicated import Replicated
 from . import shards, traffic
@@ -41,7 +41,7 @@ class Way(Replicated):
             for problem in check(request)
         ]
 
-    def settle(self, request: Request) -> ParameterServerWay:
+    def resolve(self, request: Request) -> ParameterServerWay:
         data = request.config.strategy.data
         consistency = _consistency(request)
         return ParameterServerWay(
@@ -60,7 +60,7 @@ class Way(Replicated):
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's pull and push of a step."""
         return traffic.of_worker(plan)
 
@@ -81,9 +81,9 @@ class Way(Replicated):
         return len(shards.of_server(plan, server))
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        way = plan.data
-        assert isinstance(way, ParameterServerWay)
-        if has_barrier(way) and not way.backup_workers:
+        strategy = plan.data
+        assert isinstance(strategy, ParameterServerWay)
+        if has_barrier(strategy) and not strategy.backup_workers:
             return Equivalence("exact")
         what = "its own apply log, update for update"
         return Equivalence("replay", what)

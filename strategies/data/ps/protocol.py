@@ -75,7 +75,7 @@ class Reply(NamedTuple):
 assert len(Request._fields) == len(Reply._fields) == HEADER_ELEMENTS
 
 
-def has_barrier(way: DataWay) -> bool:
+def has_barrier(strategy: DataWay) -> bool:
     """Is one update made of several workers' gradients? With staleness 0 a clock's pushes are one, as in sync."""
-    assert isinstance(way, ParameterServerWay), f"{way.kind} has no servers"
-    return way.consistency == "sync" or (way.consistency == "ssp" and way.staleness == 0)
+    assert isinstance(strategy, ParameterServerWay), f"{strategy.kind} has no servers"
+    return strategy.consistency == "sync" or (strategy.consistency == "ssp" and strategy.staleness == 0)

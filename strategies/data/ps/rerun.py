@@ -20,7 +20,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
-from parallelrun.verify.alone import one_device
+from parallelrun.verify.single_device import single_device as single_device
 
 from .buffers import Buffers
 from .log import Applied, Dropped, Push
@@ -175,7 +175,7 @@ def _pulled(rows: Iterable[Applied | Dropped], num_servers: int) -> dict[Who, li
 
 def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:
     """A training of one device that computes as one worker does, in microbatches of the same size."""
-    alone, alone_plan = one_device(config, plan)
+    alone, alone_plan = single_device(config, plan)
     alone = replace(alone, recompute=config.recompute)
     return build(alone, replace(alone_plan, batch=plan.batch, recompute=plan.recompute), device)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from parallelrun.config.schema import Config
-from parallelrun.launch.context import WorkerContext
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.context import WorkerContext
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 from parallelrun.report import run as report

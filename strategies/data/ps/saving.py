@@ -18,9 +18,9 @@ from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSave
 from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from parallelrun.checkpoint.store import one_process_is_fine, raise_for_user
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.data import open_dataset
 from parallelrun.errors import SaveFailed
-from parallelrun.launch.context import WorkerContext
 from parallelrun.plan.structure import Plan
 from parallelrun.train.checkpointing import MAX_FAILED_SAVES, check_batch
 from parallelrun.train.scaler import LossScaler

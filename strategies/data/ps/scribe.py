@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from parallelrun.launch.context import WorkerContext
+from parallelrun.context import WorkerContext
 from parallelrun.records import write_json
 from parallelrun.train import schedule
 from parallelrun.train.build import Training

@@ -52,7 +52,7 @@ class Server:
     ):
         assert isinstance(plan.data, ParameterServerWay)
         self.config, self.plan, self.index, self.store = config, plan, index, store
-        self.way, self.barrier = plan.data, has_barrier(plan.data)
+        self.strategy, self.barrier = plan.data, has_barrier(plan.data)
         self.clocks, self.figures = Clocks(start), Figures()
         self.counter = StepCounter()
         self._log, self._group = log, group
@@ -167,7 +167,7 @@ class Server:
             blocked = time.perf_counter() - arrived
             self.figures.blocked_s[desk.worker] = self.figures.blocked_s.get(desk.worker, 0.0) + blocked
             self.figures.pulled_bytes += desk.pull.nbytes
-            weights = self.store.weights if self.barrier and not self.way.backup_workers else desk.pull
+            weights = self.store.weights if self.barrier and not self.strategy.backup_workers else desk.pull
             if weights is desk.pull:  # others may change the weights while these travel
                 weights.copy_(self.store.weights)
             return reply._replace(blocked_s=blocked), weights
@@ -193,7 +193,7 @@ class Server:
             )
         )  # fmt: skip
         self._changed.notify_all()
-        self._wait_until(lambda: self._stop or self.clocks.may_read(worker, self.way.staleness))
+        self._wait_until(lambda: self._stop or self.clocks.may_read(worker, self.strategy.staleness))
         return Reply(1, self.store.version, clock, float(finite), 1.0, loss, request.norm, float(self._stop))
 
     # one update of several pushes (sync, backup workers)
@@ -211,7 +211,7 @@ class Server:
         return self._results[self.store.version]
 
     def _make_ready_updates(self) -> None:
-        quorum = self.way.quorum(self.plan.num_workers)
+        quorum = self.strategy.quorum(self.plan.num_workers)
         while len(self._pending.get(self.store.version + 1, {})) >= quorum:
             clock = self.store.version + 1
             self._results[clock] = self._make_update(clock, self._pending.pop(clock))

@@ -1,11 +1,11 @@
-"""What a plan says of a parameter server beyond any data way. Torch-free."""
+"""What a plan says of a parameter server beyond any data strategy. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.plan.names import counted
 from parallelrun.plan.structure import DataWay
+from parallelrun.wording import counted
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
 CONSISTENCIES = (SYNC, ASYNC, SSP)

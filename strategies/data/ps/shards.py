@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from parallelrun.layout import chunk_range
-from parallelrun.models.spec import ModelSpec, ParameterSpec
+from parallelrun.model_spec import ModelSpec, ParameterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
@@ -76,9 +76,9 @@ def num_pieces(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> int:
 
 def _case(plan: Plan) -> tuple[ModelSpec, int, int, int]:
     """All that the shards depend on."""
-    way = plan.data
-    assert isinstance(way, ParameterServerWay), f"{way.kind} has no servers"
-    return plan.spec, way.servers, way.shard_min_bytes, BYTES[plan.precision.stored]
+    strategy = plan.data
+    assert isinstance(strategy, ParameterServerWay), f"{strategy.kind} has no servers"
+    return plan.spec, strategy.servers, strategy.shard_min_bytes, BYTES[plan.precision.stored]
 
 
 class _Piece(NamedTuple):

@@ -14,9 +14,9 @@ from parallelrun import registry
 from parallelrun.config.schema import Config
 from parallelrun.layout import Layout
 from parallelrun.models import initialise
+from parallelrun.optimizer import Optimizer
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.optimizer import Optimizer
-from parallelrun.train.parameters import LocalParameter
 
 from .shards import Shard, of_server
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
-from parallelrun.exchange import gather_json
-from parallelrun.launch.context import WorkerContext
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train.build import Training, build
-from parallelrun.train.parameters import LocalParameter
 from parallelrun.train.step import evaluate
 from parallelrun.verify.run import checked_config, judge, reference_trace
 from parallelrun.verify.trace import Trace

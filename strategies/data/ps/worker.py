@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
 from parallelrun.errors import NumericsError, Problem
-from parallelrun.launch.context import WorkerContext
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
@@ -40,9 +40,9 @@ class Stride:
     finite: bool
 
 
-def pause_before_push(way: ParameterServerWay, worker: int, clock: int) -> None:
+def pause_before_push(strategy: ParameterServerWay, worker: int, clock: int) -> None:
     """Be as slow as asked for (`strategy.data.delays`)."""
-    if seconds := way.delay(worker):
+    if seconds := strategy.delay(worker):
         time.sleep(seconds)
 
 
@@ -53,7 +53,7 @@ class Worker:
         plan = training.plan
         assert isinstance(plan.data, ParameterServerWay)
         self.training, self.context, self.links = training, context, links
-        self.way, self.barrier = plan.data, has_barrier(plan.data)
+        self.strategy, self.barrier = plan.data, has_barrier(plan.data)
         self.index = training.mesh.coordinate.get("dp", 0)
         self.scaler = LossScaler(training.config.precision, scaled=plan.precision.scaled)
         self._paused_s = 0.0
@@ -80,7 +80,7 @@ class Worker:
         if not self.barrier:
             norm = clip(self.links.buffers.pushes, self.training.config.optimizer.clip)
             finite = finite and isfinite(norm)
-        pause_before_push(self.way, self.index, clock)
+        pause_before_push(self.strategy, self.index, clock)
         request = Request(UPDATE, clock, 0, loss_sum, num_valid, norm, float(finite), float(stop), self._paused_s)
         self._paused_s = 0.0
         reply = self.links.update(request)[0]

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from parallelrun.errors import Problem
-from parallelrun.plan.account import merge
 from parallelrun.plan.expert_axes import DP, EXPERT
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
+from parallelrun.plan.parameters import held_parameters
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.ways import Request
-from parallelrun.train.parameters import held_parameters
 
 from .. import buckets
 from ..allreduce import counts, explain
@@ -32,7 +32,7 @@ class Way(ddp.Way):
     def check(self, request: Request) -> list[Problem]:
         return super().check(request) + allreduce.check(request, RING)
 
-    def settle(self, request: Request) -> RingWay:
+    def resolve(self, request: Request) -> RingWay:
         data = request.config.strategy.data
         return RingWay(
             data.kind,
@@ -45,11 +45,13 @@ class Way(ddp.Way):
         """Sentences on what this way filled in."""
         return allreduce.filled(request, RING)
 
-    def sending_classes(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
+    def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
-        sums = Counter(ddp.bucket_messages(position, coordinate, plan))
+        sums = Counter(ddp.bucket_messages(pp_rank, coordinate, plan))
         others = {
-            leaf: coordinate.get(leaf, 0) for leaf in plan.mesh.leaf_names if leaf not in plan.mesh.leaf_axes("dp")
+            mesh_dim: coordinate.get(mesh_dim, 0)
+            for mesh_dim in plan.mesh.mesh_dim_names
+            if mesh_dim not in plan.mesh.mesh_dims_of("dp")
         }
         alike: dict[tuple[Collective, ...], list[int]] = defaultdict(list)
         for index in range(plan.mesh.size("dp")):
@@ -62,10 +64,10 @@ class Way(ddp.Way):
             alike[tuple(merge(rows))].append(index)
         return [(same[0], len(same)) for same in alike.values()]
 
-    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
         largest: Counter[str] = Counter()
-        for message in set(ddp.bucket_messages(position, coordinate, plan)):
+        for message in set(ddp.bucket_messages(pp_rank, coordinate, plan)):
             size = self.buffer_elements(message, coordinate, plan) * message.element_bytes
             largest[message.axis] = max(largest[message.axis], size)
         return largest.total()
@@ -83,15 +85,15 @@ class Way(ddp.Way):
         assert isinstance(data, RingWay)
         if data.algorithm.name == NATIVE:
             return super().explain(plan)
-        place = plan.mesh.coordinate(0)
-        messages = ddp.bucket_messages(place["pp"], place, plan)
+        coordinate = plan.mesh.coordinate(0)
+        messages = ddp.bucket_messages(coordinate["pp"], coordinate, plan)
         exchanges = [
             self._explained_sum(f"bucket {number} of {len(messages)}", message, plan, ranks_over(plan, message.axis))
             for number, message in enumerate(messages, start=1)
         ]
-        layouts = [(held, held.layout) for held in held_parameters(plan, place["pp"])]
+        layouts = [(held, held.layout) for held in held_parameters(plan, coordinate["pp"])]
         ranks = ranks_over(plan, DP)
-        final = calls_of(buckets.final_collectives(layouts, place, plan), plan, ranks)
+        final = calls_of(buckets.final_collectives(layouts, coordinate, plan), plan, ranks)
         if final:
             exchanges.append(Exchange("the final gradients", tuple(Round(c[0].what, calls=c) for c in final)))
         text, source = explain.TEXTS[data.algorithm.name]
@@ -115,8 +117,8 @@ class Way(ddp.Way):
         for axis in (DP, EXPERT + DP):
             size, algorithm = plan.mesh.size(axis), over(data.algorithm, axis, plan)
             for ranks in plan.mesh.groups(axis) if size > 1 else ():
-                place = plan.mesh.coordinate(ranks[0])
-                sums = Counter(ddp.bucket_messages(place.get("pp", 0), place, plan))
+                coordinate = plan.mesh.coordinate(ranks[0])
+                sums = Counter(ddp.bucket_messages(coordinate.get("pp", 0), coordinate, plan))
                 for message, times in sums.items():
                     if message.axis != axis:
                         continue

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
 
 from ..allreduce.runtime import all_reduce

@@ -12,13 +12,13 @@ from math import prod
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
-from parallelrun.plan.account import merge
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES
-from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .. import buckets
 from ..replicated import Replicated
@@ -40,15 +40,15 @@ class Way(Replicated):
     def check(self, request: Request) -> list[Problem]:
         return check_splits(request, "zero1")
 
-    def settle(self, request: Request) -> DataWay:
-        return buckets.settle(request)
+    def resolve(self, request: Request) -> DataWay:
+        return buckets.resolve(request)
 
     def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return shard_layout(parameter, tensor_layout, replica_axis(tensor_layout, plan), plan)
 
-    def gathered_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What is kept beside the weights: a chunk inside of several experts does not lie in one piece there."""
-        held = buckets.trained_parameters(plan, position)
+        held = buckets.trained_parameters(plan, pp_rank)
         numels = [
             prod(shape) // plan.mesh.size(buckets.sum_axis(p, plan))
             for p, shape in zip(held, buckets.local_shapes(held, coordinate, plan))
@@ -56,9 +56,9 @@ class Way(Replicated):
         ]
         return BYTES[plan.precision.stored] * sum(numels)
 
-    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Beside the buckets: each one's sum over dp, of which this rank keeps its part, and what pads them."""
-        trained = buckets.trained_parameters(plan, position)
+        trained = buckets.trained_parameters(plan, pp_rank)
         shapes = buckets.local_shapes(trained, coordinate, plan)
         padded = part = whole = 0
         for bucket in buckets.partition(trained, shapes, plan, padded=True):
@@ -73,31 +73,31 @@ class Way(Replicated):
         last pass, what full buckets receive over gloo."""
         if plan.pipeline.splits_backward:
             return None
-        waiting = _waiting(plan.stages[stage].position, coordinate, plan)
+        waiting = _waiting(plan.stages[stage].pp_rank, coordinate, plan)
         is_last = number == plan.batch.microbatches - 1
         return [
             beside + (sum(_received(one, waiting, plan) for one in full) if is_last else 0)
             for beside, full in waiting.of_stage(stage)
         ]
 
-    def ending_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What all buckets receive over gloo, before the sums."""
-        waiting = _waiting(position, coordinate, plan)
+        waiting = _waiting(pp_rank, coordinate, plan)
         return sum(_received(number, waiting, plan) for number in range(len(waiting.buckets)))
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter of gradients and an all-gather of updated parameters, then the final sums."""
-        trained = buckets.trained_parameters(plan, position)
+        trained = buckets.trained_parameters(plan, pp_rank)
         filled = buckets.partition(trained, buckets.local_shapes(trained, coordinate, plan), plan, padded=True)
-        layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, position)]
+        layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, pp_rank)]
         return exchanges(filled, trained, coordinate, plan) + buckets.final_collectives(layouts, coordinate, plan)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")
 
 
-def _waiting(position: int, coordinate: dict[str, int], plan: Plan) -> Waiting:
-    return Waiting(position, coordinate, plan, partial(buckets.partition, plan=plan, padded=True))
+def _waiting(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> Waiting:
+    return Waiting(pp_rank, coordinate, plan, partial(buckets.partition, plan=plan, padded=True))
 
 
 def _received(number: int, waiting: Waiting, plan: Plan) -> int:

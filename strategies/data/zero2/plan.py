@@ -12,10 +12,10 @@ from functools import partial
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.ways import Request
-from parallelrun.train.parameters import HeldParameter, held_parameters
 
 from .. import buckets
 from ..sharding import check_splits
@@ -36,16 +36,16 @@ class Way(zero1.Way):
         whole = plan.pipeline.splits_backward
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
 
-    def held_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """This rank's shards, beside the whole gradients that a split backward leaves."""
         if not plan.pipeline.splits_backward:
             return 0
-        waiting = Waiting(position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        waiting = Waiting(pp_rank, coordinate, plan, partial(_flat_buckets, plan=plan))
         return sum(waiting.sent_bytes(i) // plan.mesh.size(one.axis) for i, one in enumerate(waiting.buckets))
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """Gradients that no bucket holds yet, and the last buckets on their way, those of passes before included."""
-        waiting = Waiting(plan.stages[stage].position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        waiting = Waiting(plan.stages[stage].pp_rank, coordinate, plan, partial(_flat_buckets, plan=plan))
         if plan.pipeline.splits_backward:  # nothing is reduced before the schedule is done
             return [0] * len(plan.stages[stage].blocks)
         of_stage = waiting.of_stage(stage)
@@ -58,9 +58,9 @@ class Way(zero1.Way):
             for beside, full in ((beside, [x for x in full if x in own]) for beside, full in of_stage)
         ]
 
-    def ending_bytes(self, position: int, coordinate: dict[str, int], plan: Plan) -> int:
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The last buckets on their way; all at once where the schedule leaves them to its end."""
-        waiting = Waiting(position, coordinate, plan, partial(_flat_buckets, plan=plan))
+        waiting = Waiting(pp_rank, coordinate, plan, partial(_flat_buckets, plan=plan))
         last = plan.batch.microbatches - 1
         sizes = [
             _under_way(number, passed > 0, waiting, plan)
@@ -69,13 +69,13 @@ class Way(zero1.Way):
         ]
         return sum(sizes[-UNDER_WAY:])
 
-    def collectives(self, position: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""
-        trained = buckets.trained_parameters(plan, position)
+        trained = buckets.trained_parameters(plan, pp_rank)
         of_stages = stage_buckets(trained, buckets.local_shapes(trained, coordinate, plan), plan)
         filled = [bucket for of_stage in of_stages for bucket in of_stage]
         sent = zero1.exchanges(filled, trained, coordinate, plan, reductions(plan))
-        layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, position)]
+        layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, pp_rank)]
         return sent + buckets.final_collectives(layouts, coordinate, plan)
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import comm, torch_private
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.parameters import LocalParameter
 
 from ..chunks import Cut, cut, local_parameter, starts_of
 from ..local import LocalRuntime, Pair, by_axis, frozen, match, set_gradient, trained

@@ -19,19 +19,19 @@ class CapacityDispatch(Dispatch):
     def parcels(self, routing: Routing) -> list[Parcel]:
         """See `Dispatch`."""
         by_expert = Swap(self.levels.num_ranks, self.levels.num_local)
-        loads = pack(routing, self._places(routing), self.way.chunks)
+        loads = pack(routing, self._places(routing), self.strategy.chunks)
         return [Parcel(load, self._legs(), by_expert, None) for load in loads]
 
     def _places(self, routing: Routing) -> Tensor:
         """Place of every kept assignment in (chunk, expert, group, slot)."""
-        chunk, group = chunk_of_group(routing, self.way.chunks)
-        groups = routing.num_groups // self.way.chunks
+        chunk, group = chunk_of_group(routing, self.strategy.chunks)
+        groups = routing.num_groups // self.strategy.chunks
         expert = self.levels.places(routing.tokens.device)[routing.experts]
         return ((chunk * routing.num_experts + expert) * groups + group) * routing.capacity + routing.slots
 
     def _legs(self) -> tuple[Leg, ...]:
         swap = Swap(*self.levels.shape)  # from the order of inner arrival to that of outer destinations
         return tuple(
-            Leg(Exchange(group, self.meter, self.way.overlap), swap if level else None)
+            Leg(Exchange(group, self.meter, self.strategy.overlap), swap if level else None)
             for level, group in enumerate(self.levels.groups)
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from parallelrun.plan.structure import Plan
+from parallelrun.strategies.expert import memory, strategy, traffic
 
-from .. import memory, traffic, way
 
-
-class Way(way.Way):
+class Way(strategy.Way):
     """The ExpertWayPlan of kind `capacity` (Lepikhin et al. 2020)."""
 
     kind = "capacity"

@@ -50,7 +50,7 @@ class DroplessDispatch(Dispatch):
 
     def parcels(self, routing: Routing) -> list[Parcel]:
         """See `Dispatch`. Waits for the device once: the sizes of what is sent must be known."""
-        chunks, num_experts = self.way.chunks, routing.num_experts
+        chunks, num_experts = self.strategy.chunks, routing.num_experts
         expert = self.levels.places(routing.tokens.device)[routing.experts]
         key = chunk_of_group(routing, chunks)[0] * num_experts + expert
         ordered, order = torch.sort(torch.where(routing.kept, key, chunks * num_experts), stable=True)
@@ -65,7 +65,7 @@ class DroplessDispatch(Dispatch):
 
     def _load(self, routing: Routing, kept: Tensor, counts: Tensor) -> _Rows:
         """Of one chunk. kept: the assignments that travel, in the order in which they lie."""
-        num_tokens = routing.num_tokens // self.way.chunks
+        num_tokens = routing.num_tokens // self.strategy.chunks
         tokens = routing.tokens[kept].remainder(num_tokens)
         return _Rows(rows.order_rows(kept, tokens, counts.flatten(), num_tokens), routing.weights)
 
@@ -96,7 +96,7 @@ class DroplessDispatch(Dispatch):
 
     def _legs(self, chunk: int, counts: _Counts, sizes: _Sizes) -> tuple[Leg, ...]:
         exchanges = [
-            Exchange(group, self.meter, self.way.overlap, sends, receives)
+            Exchange(group, self.meter, self.strategy.overlap, sends, receives)
             for group, (sends, receives) in zip(self.levels.groups, sizes.legs)
         ]
         if counts.halfway is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from parallelrun.plan.structure import Plan
-
-from .. import memory, traffic, way
+from parallelrun.strategies.expert import memory, strategy, traffic
 
 INT64_BYTES = 8
 
 
-class Way(way.Way):
+class Way(strategy.Way):
     """The ExpertWayPlan of kind `dropless` (Gale et al. 2022)."""
 
     kind = "dropless"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from parallelrun.strategies.pipeline.strategy import PipelineWay
+
 from .. import messages, schedules
-from ..way import PipelineWay
 
 
 class Way(PipelineWay):

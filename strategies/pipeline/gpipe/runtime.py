@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.pipelining import ScheduleGPipe
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 

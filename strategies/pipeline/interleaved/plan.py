@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from parallelrun.strategies.pipeline.strategy import ChunkedWay
+
 from .. import schedules
-from ..way import ChunkedWay
 
 
 class Way(ChunkedWay):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from parallelrun.errors import Problem
-from parallelrun.plan.ways import Request
+from parallelrun.plan.strategy import Request
+from parallelrun.strategies.pipeline.strategy import PipelineWay
 
 from .. import messages, schedules
-from ..way import PipelineWay
 
 
 class Way(PipelineWay):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from parallelrun.errors import Problem
-from parallelrun.plan.ways import Request
+from parallelrun.plan.strategy import Request
+from parallelrun.strategies.pipeline.strategy import ChunkedWay
 
 from .. import schedules
-from ..way import ChunkedWay
 
 
 class Way(ChunkedWay):
@@ -36,8 +36,8 @@ class Way(ChunkedWay):
     def check_microbatches(self, request: Request) -> list[Problem]:
         return []
 
-    def position(self, stage_index: int, pp: int, chunks: int) -> int:
-        return schedules.v_position(stage_index, pp)
+    def pp_rank(self, stage_index: int, pp: int, chunks: int) -> int:
+        return schedules.v_pp_rank(stage_index, pp)
 
     def orders(self, pp: int, chunks: int, num_microbatches: int) -> schedules.Orders:
         return schedules.zbv(pp, num_microbatches)

@@ -1,4 +1,4 @@
-"""The axes of the grid tensor ways: which tp they can have, and how activations lie between blocks. Torch-free.
+"""The axes of the grid tensor strategies: which tp they can have, and how activations lie between blocks. Torch-free.
 
 2d: row x col. 2.5d: depth x row x col. 3d: x x y x z. The last varies fastest, so a row of the grid lies together.
 """
@@ -16,7 +16,7 @@ AXIS = "tp"
 _GRID = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 Grid = tuple[int, int]
-Leaves = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]
+MeshDims = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]
 
 
 def read_grid(text: str | None) -> Grid | None:
@@ -60,8 +60,8 @@ def cube_root(number: int) -> int:
     return root if root**3 <= number else root - 1
 
 
-def leaves(kind: str, tp: int, grid: Grid | None, depth: int | None) -> Leaves:
-    """(leaf axes with degrees, the factor that makes `tp` of them): see MeshShape."""
+def mesh_dims(kind: str, tp: int, grid: Grid | None, depth: int | None) -> MeshDims:
+    """(mesh dims with degrees, the factor that makes `tp` of them): see MeshShape."""
     sizes = arrange(kind, tp, grid, depth)
     assert sizes, "checked before"
     return tuple(sizes.items()), ((AXIS, tuple(sizes)),)
@@ -75,7 +75,7 @@ def between_blocks(sizes: Sizes) -> Activation:
 
 def tensor_sizes(plan: Plan) -> dict[str, int]:
     """Degree of every tensor axis of a plan, in mesh order."""
-    return {axis: plan.mesh.size(axis) for axis in plan.mesh.leaf_axes(AXIS)}
+    return {axis: plan.mesh.size(axis) for axis in plan.mesh.mesh_dims_of(AXIS)}
 
 
 def outside(plan: Plan) -> Activation:

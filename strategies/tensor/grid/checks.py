@@ -1,4 +1,4 @@
-"""What a request for a grid tensor way can have wrong, each with the nearest legal values. Torch-free.
+"""What a request for a grid tensor strategy can have wrong, each with the nearest legal values. Torch-free.
 
 Whether tp can be laid out at all is `shapes`; here: layer roles, sizes and samples that do not divide, and what cannot
 go together.
@@ -10,11 +10,11 @@ from dataclasses import replace
 from math import lcm, prod
 
 from parallelrun.errors import Problem
-from parallelrun.models.spec import ModelSpec
-from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import SPLIT_BACKWARD
-from parallelrun.plan.ways import Request
 from parallelrun.precision import BYTES, TABLE
+from parallelrun.wording import divisors, either, nearest
 
 from .. import roles
 from . import axes, choose, shapes
@@ -40,7 +40,7 @@ def choice(request: Request) -> choose.Choice:
         kind=tensor.kind,
         asked=asked_form(request),
         sizes=sizes,
-        positions=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
+        pp_ranks=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
         samples=samples,
         save_gathered=tensor.save_gathered,
         compute=BYTES[precision.compute],

@@ -1,6 +1,6 @@
 """How each pair of layers multiplies: the form that moves the fewest bytes among those that divide. Torch-free.
 
-A pair is the column layers of a block and the row layer that reads them (`models.spec.Pair`). Between the two an
+A pair is the column layers of a block and the row layer that reads them (`model_spec.Pair`). Between the two an
 activation may lie in another way than between blocks, so both forms are chosen together.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from parallelrun import product as products
-from parallelrun.models.spec import LayerSpec, ModelSpec, Pair, ParameterSpec
+from parallelrun.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
 from parallelrun.product import Activation, Product, Sizes, transfers
 
 from .axes import between_blocks, degree
@@ -42,7 +42,7 @@ class Choice:
     kind: str
     asked: str
     sizes: Sizes
-    positions: int = 1
+    pp_ranks: int = 1
     samples: int = 0
     save_gathered: bool = True
     compute: int = 4
@@ -152,7 +152,7 @@ def volume(pair: Pair, forms: Forms, choice: Choice) -> float:
         for layer, product in layers
         for transfer in transfers(
             product,
-            choice.positions,
+            choice.pp_ranks,
             layer.in_features,
             layer.out_features,
             choice.sizes,

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parallelrun.mesh.runtime import Mesh
-from parallelrun.models import layers as one_device
+from parallelrun.mesh import Mesh
+from parallelrun.models import layers as single_device
 from parallelrun.product import Activation, Product
 
 from . import matmul
@@ -71,12 +71,12 @@ class Multiplier:
         return matmul.look_up(tokens, table, self.product, self.mesh, self.span, self.vocab)
 
 
-class Columns(one_device.Columns):
+class Columns(single_device.Columns):
     """All outputs in one product: what they read is moved once."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: one_device.Columns, multiply: Multiplier):
+    def __init__(self, source: single_device.Columns, multiply: Multiplier):
         parts = {name: source.get_submodule(name) for name in source.outputs}
         sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
         with torch.device("meta"):
@@ -89,12 +89,12 @@ class Columns(one_device.Columns):
         return self.give(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
 
 
-class Row(one_device.Row):
+class Row(single_device.Row):
     """A layer of one output, of role `row` or `linear`."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: one_device.Row | one_device.Linear, multiply: Multiplier):
+    def __init__(self, source: single_device.Row | single_device.Linear, multiply: Multiplier):
         with torch.device("meta"):
             super().__init__(source.in_features, source.out_features, source.bias is not None, source.compute_dtype)
         self.multiply, self.weight, self.bias = multiply, source.weight, source.bias
@@ -103,12 +103,12 @@ class Row(one_device.Row):
         return self.multiply(x.to(self.compute_dtype), (self.weight, self.bias))[0]
 
 
-class Head(one_device.Head):
+class Head(single_device.Head):
     """Logits of this rank's samples and part of the vocabulary: `GridLoss` reads them so."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: one_device.Head, multiply: Multiplier):
+    def __init__(self, source: single_device.Head, multiply: Multiplier):
         with torch.device("meta"):
             super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
         self.multiply, self.weight = multiply, source.weight
@@ -117,12 +117,12 @@ class Head(one_device.Head):
         return self.multiply(x.to(self.compute_dtype), (self.weight, None))[0]
 
 
-class Embedding(one_device.Embedding):
+class Embedding(single_device.Embedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: one_device.Embedding, multiply: Multiplier, rows: Part):
+    def __init__(self, source: single_device.Embedding, multiply: Multiplier, rows: Part):
         with torch.device("meta"):
             super().__init__(source.vocab, source.hidden, source.compute_dtype)
         self.multiply, self.rows, self.weight = multiply, rows, source.weight
@@ -131,10 +131,10 @@ class Embedding(one_device.Embedding):
         return self.multiply.look_up(self.rows.of(tokens), self.weight)
 
 
-class Dropout(one_device.Dropout):
+class Dropout(single_device.Dropout):
     """The mask of the whole, at this rank's samples and features."""
 
-    def __init__(self, source: one_device.Dropout, trail: Trail):
+    def __init__(self, source: single_device.Dropout, trail: Trail):
         super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
         self.trail = trail
 
@@ -144,10 +144,10 @@ class Dropout(one_device.Dropout):
         return super().forward(x)
 
 
-class AttentionProduct(one_device.AttentionProduct):
+class AttentionProduct(single_device.AttentionProduct):
     """Attention of this rank's samples over its heads; dropped probabilities are those of the global heads."""
 
-    def __init__(self, source: one_device.AttentionProduct, trail: Trail):
+    def __init__(self, source: single_device.AttentionProduct, trail: Trail):
         super().__init__(source.rate, source.seed, source.site, source.compute_dtype, source.causal)
         self.trail = trail
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.layout import Layout
-from parallelrun.models.spec import ParameterSpec
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
 from .axes import outside

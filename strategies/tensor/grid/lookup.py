@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.product import Product
 
 from .moves import Along, Bundle, Packing, along, packing
@@ -41,13 +41,19 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Tensor, index: Tensor, packed: Packing, way: Along, compute: torch.dtype, reduce: torch.dtype
+        ctx: Any,
+        table: Tensor,
+        index: Tensor,
+        packed: Packing,
+        strategy: Along,
+        compute: torch.dtype,
+        reduce: torch.dtype,
     ) -> Tensor:
         ctx.packed, ctx.reduce, width = packed, reduce, table.size(1)
         ctx.own, ctx.stored = table.size(0), table.dtype
         ctx.save_for_backward(index)
         whole = packed.start_gather([table], compute)().flatten(0, 1)
-        ctx.bundle = Bundle(way, index.numel(), tuple(index.shape[1:]), (width,), (width,))
+        ctx.bundle = Bundle(strategy, index.numel(), tuple(index.shape[1:]), (width,), (width,))
         buffer, (out,) = ctx.bundle.new(whole)
         for place, rows, some in _by_part(whole, index.flatten(), out):
             torch.index_select(rows, 0, some.clamp(max=rows.size(0) - 1), out=place)

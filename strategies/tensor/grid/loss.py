@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 
 from ..cross_entropy import VocabParallelLoss
 from .parts import Part

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Product
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from math import prod
 
-from parallelrun.models.spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
 from parallelrun.product import Activation, Product, num_panels, transfers
 
@@ -35,7 +35,7 @@ from ..keeping import (
     norm_bytes,
 )
 from ..megatron import backward
-from ..megatron import memory as one_device
+from ..megatron import memory as single_device
 from . import layouts
 from .axes import degree, outside
 from .products import lies, product_of
@@ -45,7 +45,7 @@ from .traffic import overlaps, rows
 def saved_bytes(block: BlockSpec, plan: Plan) -> int:
     """Bytes on the rank that keeps most, for one microbatch of `block` under plan.recompute."""
     if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
-        return one_device.saved_bytes(block, plan)
+        return single_device.saved_bytes(block, plan)
     if plan.recompute == "full" and block.is_recomputed:
         return _elements(outside(plan), plan.spec.hidden, plan) * BYTES[plan.precision.compute]
     return sum(one.kept for one in passes(block, plan))
@@ -54,7 +54,7 @@ def saved_bytes(block: BlockSpec, plan: Plan) -> int:
 def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
     """The layers of `block` in its backward pass, in forward order, the loss behind the last."""
     if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
-        return one_device.passes(block, plan)
+        return single_device.passes(block, plan)
     found = [one for layer in block.layers for one in _passes(layer, block, plan)]
     return (*found, *([_loss_pass(plan)] if block.name == plan.spec.blocks[-1].name else []))
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from parallelrun import comm
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.product import Move, Product
 
 from .pieces import Pieces
@@ -87,7 +87,7 @@ class Bundle:
     rank that has most (an uneven vocabulary).
     """
 
-    way: Along
+    strategy: Along
     rows: int
     inner: tuple[int, ...]
     widths: tuple[int, ...]
@@ -99,31 +99,31 @@ class Bundle:
 
     def read(self, buffer: Tensor) -> list[Pieces]:
         """The whole matrices in `buffer` (parts, ...): views."""
-        if len(self.sent) == 1 and self.way.dim == 0 and not self.is_padded:
+        if len(self.sent) == 1 and self.strategy.dim == 0 and not self.is_padded:
             return [Pieces((buffer.view(self.rows, self.sent[0]),))]
-        found, start, size = [], 0, self.way.size
+        found, start, size = [], 0, self.strategy.size
         for width, sent in zip(self.widths, self.sent):
-            shape = (self.rows // size, sent) if self.way.dim == 0 else (self.rows, sent // size)
+            shape = (self.rows // size, sent) if self.strategy.dim == 0 else (self.rows, sent // size)
             length = shape[0] * shape[1]
             parts = (part.narrow(0, start, length).view(shape) for part in buffer.view(size, -1).unbind(0))
-            found.append(Pieces(tuple(part if sent == width else part[:, :width] for part in parts), self.way.dim))
+            found.append(Pieces(tuple(part if sent == width else part[:, :width] for part in parts), self.strategy.dim))
             start += length
         return found
 
     def new(self, like: Tensor) -> tuple[Tensor, list[Pieces]]:
         """(buffer to be scattered, the whole matrices to be written in it)."""
-        buffer = (like.new_zeros if self.is_padded else like.new_empty)((self.way.size, self._part_length))
+        buffer = (like.new_zeros if self.is_padded else like.new_empty)((self.strategy.size, self._part_length))
         return buffer, self.read(buffer)
 
     def start_scatter(self, buffer: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to sum what `new` gave; the function returned gives this rank's part of every activation."""
-        scattering = start_scatter(buffer, self.way.group, ACTIVATIONS)
-        size = self.way.size
-        if self.way.dim == 0:
-            own = replace(self, way=Along(0, None), rows=self.rows // size)
+        scattering = start_scatter(buffer, self.strategy.group, ACTIVATIONS)
+        size = self.strategy.size
+        if self.strategy.dim == 0:
+            own = replace(self, strategy=Along(0, None), rows=self.rows // size)
         else:
             widths = tuple(width // size for width in self.widths)
-            own = replace(self, way=Along(0, None), widths=widths, sent=widths)
+            own = replace(self, strategy=Along(0, None), widths=widths, sent=widths)
         return lambda: tuple(self.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
 
     def start_gather(self, parts: Sequence[Tensor]) -> Finish:
@@ -131,7 +131,7 @@ class Bundle:
         if self.is_padded:
             parts = [functional.pad(part, (0, sent - part.size(-1))) for part, sent in zip(parts, self.sent)]
         flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        return start_gather(flat, self.way.group, ACTIVATIONS)
+        return start_gather(flat, self.strategy.group, ACTIVATIONS)
 
     def shaped(self, matrix: Tensor) -> Tensor:
         """The activation in a matrix. No view as autograd sees it: outputs of nodes may be changed in place."""
@@ -139,19 +139,21 @@ class Bundle:
 
     @property
     def _part_length(self) -> int:
-        if self.way.dim == 0:
-            assert self.rows % self.way.size == 0, f"{self.rows} rows do not split by {self.way.size}"
-            return self.rows // self.way.size * sum(self.sent)
-        assert not any(width % self.way.size for width in self.sent), f"{self.sent} do not split by {self.way.size}"
+        if self.strategy.dim == 0:
+            assert self.rows % self.strategy.size == 0, f"{self.rows} rows do not split by {self.strategy.size}"
+            return self.rows // self.strategy.size * sum(self.sent)
+        assert not any(width % self.strategy.size for width in self.sent), (
+            f"{self.sent} do not split by {self.strategy.size}"
+        )
         assert not self.is_padded, "features that are scattered divide"
-        return self.rows * sum(self.sent) // self.way.size
+        return self.rows * sum(self.sent) // self.strategy.size
 
 
-def input_bundle(x: Tensor, way: Along) -> Bundle:
+def input_bundle(x: Tensor, strategy: Along) -> Bundle:
     """X, of which this rank has `x` (samples, ..., features): it is gathered along `way`, its gradient scattered."""
     rows, width = x.numel() // x.size(-1), x.size(-1)
-    width = width * way.size if way.dim else width
-    return Bundle(way, rows if way.dim else rows * way.size, tuple(x.shape[1:-1]), (width,), (width,))
+    width = width * strategy.size if strategy.dim else width
+    return Bundle(strategy, rows if strategy.dim else rows * strategy.size, tuple(x.shape[1:-1]), (width,), (width,))
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,8 @@ def packing(
     groups = tuple(group for axis in product.gather_w if (group := mesh.group(axis)).size > 1)
     num_parts = prod(group.size for group in groups)
     first, sizes = product.weight.dims[0], mesh.shape.sizes
-    ways = prod(sizes.get(axis, 1) for axis in first)
-    if out_features is None or not any(length % ways for length in out_features):
+    strategies = prod(sizes.get(axis, 1) for axis in first)
+    if out_features is None or not any(length % strategies for length in out_features):
         rows = tuple(weight.size(0) for weight in weights)
         return Packing(groups, rows, tuple((own,) * num_parts for own in rows), tuple(own * num_parts for own in rows))
     layout, outer = Layout((first,)), tuple(reversed(groups))
@@ -249,6 +251,8 @@ def packing(
     return Packing(groups, largest, valid, tuple(whole.local_numel((length,), sizes, {}) for length in out_features))
 
 
-def output_bundle(way: Along, source: Bundle, widths: Sequence[int], packed: Packing) -> Bundle:
+def output_bundle(strategy: Along, source: Bundle, widths: Sequence[int], packed: Packing) -> Bundle:
     """Every Y of an X: scattered along `way`, and its gradient gathered."""
-    return Bundle(way, source.rows, source.inner, tuple(widths), packed.widths if way.group else tuple(widths))
+    return Bundle(
+        strategy, source.rows, source.inner, tuple(widths), packed.widths if strategy.group else tuple(widths)
+    )

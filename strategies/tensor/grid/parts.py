@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallelrun.mesh.runtime import Mesh
+from parallelrun.mesh import Mesh
 
 
 @dataclass(frozen=True)

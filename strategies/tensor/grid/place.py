@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from parallelrun.layout import Layout
-from parallelrun.mesh.runtime import Mesh
-from parallelrun.models import layers as one_device
+from parallelrun.mesh import Mesh
+from parallelrun.model_spec import LayerSpec
+from parallelrun.models import layers as single_device
 from parallelrun.models.network import Network
-from parallelrun.models.spec import LayerSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Activation, Product
 
@@ -32,50 +32,50 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
     specs = {layer.name: layer for layer in plan.spec.layers()}
     trail = layers.Trail(outside(plan), mesh)
     for name, layer in list(network.named_modules()):
-        if isinstance(layer, one_device.AttentionProduct):  # it has no parameters: the spec does not list it
+        if isinstance(layer, single_device.AttentionProduct):  # it has no parameters: the spec does not list it
             put(network, name, layers.AttentionProduct(layer, trail))
-        elif isinstance(layer, one_device.RoleLayer):
+        elif isinstance(layer, single_device.RoleLayer):
             put(network, name, _replacement(layer, specs[name], trail, plan, mesh))
     for name in network.block_names:
         network.block(name).register_forward_pre_hook(trail.restart)
     if plan.spec.kind == "features" and plan.spec.blocks[0].name in network.block_names:
         _cut_input(network.block(plan.spec.blocks[0].name), outside(plan), mesh)
-    if isinstance(network.loss, one_device.TokenLoss) and splits_vocabulary(plan):
+    if isinstance(network.loss, single_device.TokenLoss) and splits_vocabulary(plan):
         network.loss = _loss(network.loss, plan, mesh)
 
 
 def _replacement(
-    layer: one_device.RoleLayer, spec: LayerSpec, trail: layers.Trail, plan: Plan, mesh: Mesh
+    layer: single_device.RoleLayer, spec: LayerSpec, trail: layers.Trail, plan: Plan, mesh: Mesh
 ) -> nn.Module:
     """The layer's form on this rank; itself where it works the same on a part (positions)."""
     product = product_of(spec, plan)
     if product is not None:
         return _multiplying(layer, product, trail, plan, mesh)
-    if isinstance(layer, one_device.Norm):
+    if isinstance(layer, single_device.Norm):
         (axis,) = lies(spec, plan).features
         group = mesh.group(axis)
         return Norm(layer, group) if group.size > 1 else layer
-    if isinstance(layer, one_device.Dropout):
+    if isinstance(layer, single_device.Dropout):
         return layers.Dropout(layer, trail)
     return layer
 
 
 def _multiplying(
-    layer: one_device.RoleLayer, product: Product, trail: layers.Trail, plan: Plan, mesh: Mesh
+    layer: single_device.RoleLayer, product: Product, trail: layers.Trail, plan: Plan, mesh: Mesh
 ) -> nn.Module:
     span = matmul.span_of(plan)
-    if isinstance(layer, one_device.Columns):
+    if isinstance(layer, single_device.Columns):
         return layers.Columns(layer, layers.Multiplier(product, mesh, span, trail))
-    if isinstance(layer, (one_device.Row, one_device.Linear)):
+    if isinstance(layer, (single_device.Row, single_device.Linear)):
         return layers.Row(layer, layers.Multiplier(product, mesh, span, trail))
-    assert isinstance(layer, (one_device.Head, one_device.Embedding)), f"{layer.layer_role} does not multiply"
+    assert isinstance(layer, (single_device.Head, single_device.Embedding)), f"{layer.layer_role} does not multiply"
     multiply = layers.Multiplier(product, mesh, span, trail, layer.vocab)
-    if isinstance(layer, one_device.Head):
+    if isinstance(layer, single_device.Head):
         return layers.Head(layer, multiply)
     return layers.Embedding(layer, multiply, part_of(product.x.rows, mesh))
 
 
-def _loss(loss: one_device.TokenLoss, plan: Plan, mesh: Mesh) -> GridLoss:
+def _loss(loss: single_device.TokenLoss, plan: Plan, mesh: Mesh) -> GridLoss:
     """Of logits that lie as the head gives them."""
     logits = head(plan.tensor.kind, outside(plan)).y
     (axis,) = logits.features

@@ -1,4 +1,4 @@
-"""What the grid tensor ways (2d, 2.5d, 3d) will do: checks, axes, forms, layouts. Torch-free.
+"""What the grid tensor strategies (2d, 2.5d, 3d) will do: checks, axes, forms, layouts. Torch-free.
 
 Sources: SUMMA as in Optimus (Xu et al. 2021), Tesseract (Wang et al. 2021), 3D (Bian et al. 2021, after Agarwal et al.
 1995); forms chosen per layer as in MeshSlice and AxoNN. See `parallelrun.product` and docs/tensor_layouts.md.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.models.spec import BlockSpec, ParameterSpec
+from parallelrun.model_spec import BlockSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
+from parallelrun.plan.strategy import Pass, Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
-from parallelrun.plan.ways import Pass, Request
 
 from .. import explaining
 from . import axes, checks, choose, layouts, products, shapes, traffic
@@ -47,13 +47,13 @@ class Way:
         """A microbatch is cut by whole samples into as many parts as the rows axes make."""
         return checks.sample_parts(request)
 
-    def leaves(self, request: Request) -> axes.Leaves:
+    def mesh_dims(self, request: Request) -> axes.MeshDims:
         """row x col, depth x row x col, or x x y x z; `tp` is made of them."""
         tensor = request.config.strategy.tensor
         grid = None if tensor.kind == "3d" else axes.read_grid(tensor.grid)
-        return axes.leaves(tensor.kind, request.tp, grid, tensor.depth)
+        return axes.mesh_dims(tensor.kind, request.tp, grid, tensor.depth)
 
-    def settle(self, request: Request) -> TensorWay:
+    def resolve(self, request: Request) -> TensorWay:
         """The form of every pair of layers, by what it moves."""
         tensor = request.config.strategy.tensor
         return TensorWay(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallelrun import product as products
-from parallelrun.models.spec import LayerSpec, Pair
+from parallelrun.model_spec import LayerSpec, Pair
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Activation, Move, Product
 

@@ -1,4 +1,4 @@
-"""What the grid tensor ways do: `place` swaps role layers for their forms on the grid."""
+"""What the grid tensor strategies do: `place` swaps role layers for their forms on the grid."""
 
 from __future__ import annotations
 

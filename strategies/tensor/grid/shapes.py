@@ -9,8 +9,8 @@ from math import isqrt
 from typing import Any
 
 from parallelrun.errors import Problem
-from parallelrun.plan.names import divisors, either, nearest
-from parallelrun.plan.ways import Request
+from parallelrun.plan.strategy import Request
+from parallelrun.wording import divisors, either, nearest
 
 from . import axes
 from .axes import Grid, cube_root

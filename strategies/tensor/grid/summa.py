@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.product import Product, num_panels
 
 from .moves import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS

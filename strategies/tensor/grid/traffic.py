@@ -1,4 +1,5 @@
-"""Collectives of the grid tensor ways in closed form: calls and payload bytes of one step on one rank. Torch-free.
+"""Collectives of the grid tensor strategies in closed form: calls and payload bytes of one step on one rank.
+Torch-free.
 
 Per microbatch, everything that a layer's Product moves (`parallelrun.product.transfers`): operands and their gradients
 in the compute dtype, gradients of weights in the dtype that gradients are reduced in. Besides, over the axis that
@@ -8,7 +9,8 @@ splits the features, r being a rank's rows:
     rmsnorm        all-reduce of r; backward all-reduce of r
     loss           all-reduce (max) of r, all-reduce of 2 r, both in the accurate dtype; backward nothing
 
-Gradients of biases, norms, positions and, in 2.5D, of weights over depth are summed once per step: the data way's rows.
+Gradients of biases, norms, positions and, in 2.5D, of weights over depth are summed once per step: the data strategy's
+rows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.product import Transfer, transfers

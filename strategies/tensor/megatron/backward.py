@@ -15,9 +15,9 @@ R h: what passes between layers; r h its slice under sequence parallel; f, q: fe
 
 from __future__ import annotations
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
 
 from ..keeping import activates_again, attends, follows_attention

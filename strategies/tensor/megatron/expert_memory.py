@@ -9,13 +9,14 @@ T tokens choose among E experts; n rows come of it. a: bytes of the accurate dty
     experts   the rows n h; of each product, where each expert's rows end; the activation's input; what it gives, n f
     combine   what the experts give, n h, its weights and tokens
 
-n is that of an even load: of a limited router at most its places. What an expert way keeps beyond that is its own.
+n is that of an even load: of a limited router at most its places. What an expert dispatcher keeps beyond that is its
+own.
 """
 
 from __future__ import annotations
 
+from parallelrun.model_spec import BlockSpec, LayerSpec, RouterSpec
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.models.spec import BlockSpec, LayerSpec, RouterSpec
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun.mesh.runtime import Group
-from parallelrun.models import layers as one_device
+from parallelrun.mesh import Group
+from parallelrun.models import layers as single_device
 
 from . import operators
 
@@ -25,10 +25,10 @@ class Span:
     overlap: bool
 
 
-class Columns(one_device.Columns):
+class Columns(single_device.Columns):
     """Local rows of every output: one f for all of them, no communication forward unless sequence parallel."""
 
-    def __init__(self, source: one_device.Columns, span: Span):
+    def __init__(self, source: single_device.Columns, span: Span):
         parts = {name: source.get_submodule(name) for name in source.outputs}
         sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
         with torch.device("meta"):
@@ -43,24 +43,24 @@ class Columns(one_device.Columns):
         return self.give(_columns(x.to(self.compute_dtype), weights, self.span))
 
 
-class Row(one_device.Row):
+class Row(single_device.Row):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
-    def __init__(self, source: one_device.Row, span: Span):
+    def __init__(self, source: single_device.Row, span: Span):
         with torch.device("meta"):
             super().__init__(source.weight.size(1), source.out_features, source.bias is not None, source.compute_dtype)
         self.span, self.weight, self.bias = span, source.weight, source.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = one_device.linear(x, self.weight, None, self.compute_dtype)
+        partial = single_device.linear(x, self.weight, None, self.compute_dtype)
         out = operators.leave(partial, self.span.group, self.span.sequence_parallel)
         return out if self.bias is None else out + self.bias.to(self.compute_dtype)
 
 
-class Embedding(one_device.Embedding):
+class Embedding(single_device.Embedding):
     """Local rows of the vocabulary, zeros for the others, then g. `start`: the global id of the first local row."""
 
-    def __init__(self, source: one_device.Embedding, span: Span, start: int):
+    def __init__(self, source: single_device.Embedding, span: Span, start: int):
         with torch.device("meta"):
             super().__init__(source.weight.size(0), source.hidden, source.compute_dtype)
         self.span, self.start, self.weight = span, start, source.weight
@@ -78,10 +78,10 @@ class Embedding(one_device.Embedding):
         return rows.to(self.compute_dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-class Position(one_device.Position):
+class Position(single_device.Position):
     """Whole table; under sequence parallel each rank adds the positions of its own slice."""
 
-    def __init__(self, source: one_device.Position, span: Span):
+    def __init__(self, source: single_device.Position, span: Span):
         with torch.device("meta"):
             super().__init__(source.seq, source.hidden, source.compute_dtype)
         self.span, self.weight = span, source.weight
@@ -91,10 +91,10 @@ class Position(one_device.Position):
         return x + self.weight[start : start + x.size(1)].to(self.compute_dtype)
 
 
-class Head(one_device.Head):
+class Head(single_device.Head):
     """Local rows of the vocabulary: logits stay split, `VocabParallelLoss` reads them so."""
 
-    def __init__(self, source: one_device.Head, span: Span):
+    def __init__(self, source: single_device.Head, span: Span):
         with torch.device("meta"):
             super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
         self.span, self.weight = span, source.weight
@@ -103,10 +103,10 @@ class Head(one_device.Head):
         return _columns(x.to(self.compute_dtype), [(self.weight, None)], self.span)[0]
 
 
-class Enter(one_device.Enter):
+class Enter(single_device.Enter):
     """f as a node of its own: the router and the experts behind it read the whole sequence."""
 
-    def __init__(self, source: one_device.Enter, span: Span):
+    def __init__(self, source: single_device.Enter, span: Span):
         super().__init__(source.compute_dtype)
         self.span = span
 
@@ -114,10 +114,10 @@ class Enter(one_device.Enter):
         return operators.enter(super().forward(x), self.span.group, self.span.sequence_parallel)
 
 
-class Leave(one_device.Leave):
+class Leave(single_device.Leave):
     """g: every rank has what its slices of the experts give."""
 
-    def __init__(self, source: one_device.Leave, span: Span):
+    def __init__(self, source: single_device.Leave, span: Span):
         super().__init__(source.compute_dtype)
         self.span = span
 
@@ -128,10 +128,10 @@ class Leave(one_device.Leave):
         return super().forward(operators.leave(x, self.span.group, False), num_samples)
 
 
-class Dropout(one_device.Dropout):
+class Dropout(single_device.Dropout):
     """The same mask as on one device: told where the slice that arrives begins, by what of it is missing."""
 
-    def __init__(self, source: one_device.Dropout, span: Span):
+    def __init__(self, source: single_device.Dropout, span: Span):
         super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
         self.span = span
 
@@ -143,10 +143,10 @@ class Dropout(one_device.Dropout):
         return super().forward(x)
 
 
-class AttentionProduct(one_device.AttentionProduct):
+class AttentionProduct(single_device.AttentionProduct):
     """Attention over local heads; dropped probabilities are those of the global heads."""
 
-    def __init__(self, source: one_device.AttentionProduct, span: Span):
+    def __init__(self, source: single_device.AttentionProduct, span: Span):
         super().__init__(source.rate, source.seed, source.site, source.compute_dtype, source.causal)
         self.span = span
 
@@ -160,12 +160,12 @@ def _columns(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], span: Span)
 
 
 FORMS: dict[type, Any] = {
-    one_device.Columns: Columns,
-    one_device.Row: Row,
-    one_device.Position: Position,
-    one_device.Head: Head,
-    one_device.Enter: Enter,
-    one_device.Leave: Leave,
-    one_device.Dropout: Dropout,
-    one_device.AttentionProduct: AttentionProduct,
+    single_device.Columns: Columns,
+    single_device.Row: Row,
+    single_device.Position: Position,
+    single_device.Head: Head,
+    single_device.Enter: Enter,
+    single_device.Leave: Leave,
+    single_device.Dropout: Dropout,
+    single_device.AttentionProduct: AttentionProduct,
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parallelrun.layout import Layout
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.models.spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
 AXIS, KV_AXIS, COPY_AXIS = "tp", "tp_kv", "tp_copy"
@@ -19,7 +19,7 @@ def layout(parameter: ParameterSpec, plan: Plan) -> Layout:
     heads.
     """
     whole = Layout.replicated(len(parameter.shape))
-    axes = plan.mesh.leaf_axes(AXIS)
+    axes = plan.mesh.mesh_dims_of(AXIS)
     if parameter.layer_role == "row" and len(parameter.shape) == 2:
         return Layout(((), axes))
     if parameter.layer_role in ("columns", "embedding", "head"):
@@ -41,4 +41,4 @@ def largest(parameter: ParameterSpec, plan: Plan) -> int:
 
 def row_range(num_rows: int, plan: Plan, coordinate: dict[str, int]) -> tuple[int, int]:
     """[start, stop) of the rows held at `coordinate` of a vocabulary of that many (embedding, head)."""
-    return Layout((plan.mesh.leaf_axes(AXIS),)).ranges((num_rows,), plan.mesh.sizes, coordinate)[0]
+    return Layout((plan.mesh.mesh_dims_of(AXIS),)).ranges((num_rows,), plan.mesh.sizes, coordinate)[0]

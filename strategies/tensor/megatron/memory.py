@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from math import prod
 
-from parallelrun.models.spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
+from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
+from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.ways import Pass
 from parallelrun.precision import BYTES
 
 from ..keeping import (

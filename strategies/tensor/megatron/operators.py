@@ -1,4 +1,5 @@
-"""The conjugate operators of Megatron's tensor way, each a node of its own in the autograd graph, and the one fused
+"""The conjugate operators of Megatron's tensor strategy, each a node of its own in the autograd graph, and the one
+fused
 node that hides the input gradient's reduction under the weight gradients.
 
 Source: Shoeybi et al. 2019 (f and g), Korthikanti et al. 2022 (sequence parallel: f and g become all-gather and
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallelrun import comm
-from parallelrun.mesh.runtime import Group
+from parallelrun.mesh import Group
 from parallelrun.models.rounding import rounded
 
 PURPOSE = "activations"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parallelrun.mesh.runtime import Mesh
-from parallelrun.models import layers as one_device
+from parallelrun.mesh import Mesh
+from parallelrun.models import layers as single_device
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 
@@ -24,16 +24,16 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
     cut_parameters(network, plan, mesh, layouts.layout)
     span = layers.Span(group, plan.tensor.sequence_parallel, overlaps(plan))
     for name, layer in list(network.named_modules()):
-        if isinstance(layer, one_device.RoleLayer):
+        if isinstance(layer, single_device.RoleLayer):
             put(network, name, _replacement(layer, span, plan, mesh))
-    if isinstance(network.loss, one_device.TokenLoss) and splits_vocabulary(plan):
+    if isinstance(network.loss, single_device.TokenLoss) and splits_vocabulary(plan):
         start, _ = layouts.row_range(plan.spec.vocab, plan, mesh.coordinate)
         network.loss = VocabParallelLoss(network.loss.label_smoothing, group, start, plan.spec.vocab)
 
 
-def _replacement(layer: one_device.RoleLayer, span: layers.Span, plan: Plan, mesh: Mesh) -> one_device.RoleLayer:
+def _replacement(layer: single_device.RoleLayer, span: layers.Span, plan: Plan, mesh: Mesh) -> single_device.RoleLayer:
     """The layer's form on this rank; itself where it works the same on a part (norms)."""
-    if isinstance(layer, one_device.Embedding):
+    if isinstance(layer, single_device.Embedding):
         return layers.Embedding(layer, span, layouts.row_range(layer.vocab, plan, mesh.coordinate)[0])
     for role, form in layers.FORMS.items():
         if isinstance(layer, role):

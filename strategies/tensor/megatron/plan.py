@@ -1,4 +1,4 @@
-"""What Megatron's tensor way will do: checks, layouts, collectives, memory. Torch-free.
+"""What Megatron's tensor strategy will do: checks, layouts, collectives, memory. Torch-free.
 
 Source: Shoeybi et al. 2019 (columns then rows, split vocabulary), Korthikanti et al. 2022 (sequence parallel).
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
+from parallelrun.model_spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.models.spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.names import divisors, either, nearest
+from parallelrun.plan.strategy import Pass, Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
-from parallelrun.plan.ways import Pass, Request
+from parallelrun.wording import divisors, either, nearest
 
 from .. import explaining, roles
 from . import layouts, memory, traffic
@@ -46,7 +46,9 @@ class Way:
         """One: every rank works on all samples."""
         return 1
 
-    def leaves(self, request: Request) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    def mesh_dims(
+        self, request: Request
+    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """One axis `tp`; made of kv heads and their copies where there are more ranks than kv heads."""
         kv_heads = request.spec.kv_heads
         if not 0 < kv_heads < request.tp:
@@ -57,7 +59,7 @@ class Way:
         """See `layouts`."""
         return layouts.layout(parameter, plan)
 
-    def settle(self, request: Request) -> TensorWay:
+    def resolve(self, request: Request) -> TensorWay:
         """Nothing to choose; sequence parallel needs something to cut."""
         asked, kv_heads = request.config.strategy.tensor, request.spec.kv_heads
         return TensorWay(
@@ -69,7 +71,7 @@ class Way:
 
     def vocabulary_parts(self, request: Request) -> tuple[int, ...]:
         """All of tp."""
-        return tuple(degree for _, degree in self.leaves(request)[0])
+        return tuple(degree for _, degree in self.mesh_dims(request)[0])
 
     def filled(self, request: Request) -> tuple[str, ...]:
         """Nothing."""

@@ -1,4 +1,4 @@
-"""What Megatron's tensor way does: `place` swaps role layers for their tensor-parallel forms."""
+"""What Megatron's tensor strategy does: `place` swaps role layers for their tensor-parallel forms."""
 
 from __future__ import annotations
 

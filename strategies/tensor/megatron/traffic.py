@@ -1,4 +1,4 @@
-"""Collectives of the tensor way in closed form: calls and payload bytes of one step on one rank. Torch-free.
+"""Collectives of the tensor strategy in closed form: calls and payload bytes of one step on one rank. Torch-free.
 
 Per microbatch and layer, A being the activation (rows x features) in the compute dtype:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-from parallelrun.models.spec import BlockSpec, LayerSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 

@@ -1,0 +1,163 @@
+"""Counting and naming what is really sent: dispatch modes over c10d operations, torch's own engines included."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallelrun import comm
+from parallelrun.mesh import Mesh
+from parallelrun.plan.structure import Collective
+from parallelrun.sequences import Lane
+
+ENGINE = "engine"
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of a tensor or of every tensor in nested lists."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_nbytes(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+# c10d operation -> (our name, which argument is the full-size buffer; None: nothing is counted here)
+_COUNTED: dict[str, tuple[str, int | None]] = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", None),
+    "recv_any_source_": ("recv", None),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 1),
+}
+
+
+def _group(args: tuple) -> dist.ProcessGroup | None:
+    """The process group among the arguments of a c10d operation."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def _tensor_text(value: Any) -> str:
+    """Dtype, shape and bytes of a tensor, or of those in nested lists: `float32 4x8 (128 bytes)`.
+
+    A scalar is of shape 1: torch 2.11's pipelines send one to who receives a vector of one element.
+    """
+    tensors: list[Tensor] = []
+    rest = [value]
+    while rest:
+        item = rest.pop(0)
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        else:
+            rest[:0] = item
+    shapes = " + ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    return f"{dtypes} {shapes} ({_nbytes(tensors)} bytes)"
+
+
+def _purpose(operation: str, args: tuple) -> str:
+    """Purpose of an unlabelled call: by the tag of a point-to-point message (tensors, group, peer, tag), else none."""
+    by_tag = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
+    return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
+
+
+class _CollectiveMode(TorchDispatchMode):
+    """Sees every c10d operation while it is entered, with its name: (axis, operation, purpose).
+
+    A call inside `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine`
+    (messages of pipeline schedules: by their tag).
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self._axis_of_group = mesh.axis_of_group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        name = name.partition(".")[0]
+        if namespace != "c10d" or name not in _COUNTED:
+            return func(*args, **(kwargs or {}))
+        operation = comm.current_operation() or _COUNTED[name][0]
+        axis, purpose = comm.current_label() or (self._axis(_group(args)), _purpose(operation, args))
+        with self._seen(name, (axis, operation, purpose), args):
+            return func(*args, **(kwargs or {}))
+
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+        """Called before torch's operation `name`, and entered around it."""
+        raise AssertionError("a mode does something with what it sees")
+
+    def _axis(self, group: dist.ProcessGroup | None) -> str:
+        return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
+
+
+class CollectiveNames(_CollectiveMode):
+    """Gives every collective its axis and purpose as its name in a trace of torch's profiler."""
+
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+        axis, operation, purpose = key
+        return record_function(f"{axis} {purpose}: {operation}")
+
+
+class CommunicationCounter(_CollectiveMode):
+    """Counts calls and payload bytes by (axis, operation, purpose) while it is entered.
+
+    Payload is the full-size buffer of a collective, the tensor of a point-to-point message at its sender. note: told of
+    every call before it is sent, in words that are the same on all ranks that take part (`sequences` compares them).
+    """
+
+    def __init__(self, mesh: Mesh, note: Callable[[Lane, str], None] | None = None):
+        super().__init__(mesh)
+        self._rank = mesh.rank
+        self._note = note
+        self._calls: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
+        self._lock = threading.Lock()  # a data strategy may send from a thread of its own
+
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+        group, buffer = _group(args), _COUNTED[name][1]
+        with self._lock:
+            if self._note and group is not None and name != "recv_any_source_":
+                self._note(*self._described(key[1], key[2], buffer, args, group))
+            self._calls[key] += 1
+            self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0
+        return nullcontext()
+
+    def _described(
+        self, operation: str, purpose: str, buffer: int | None, args: tuple, group: dist.ProcessGroup
+    ) -> tuple[Lane, str]:
+        """(lane, what) of a call. What may differ between its members (uneven parts, buffers of a root) is left out."""
+        axis, ranks = self._axis(group), tuple(dist.get_process_group_ranks(group))
+        if operation in ("send", "recv"):
+            peer = ranks[args[2]]
+            pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
+            return Lane(axis, pair, purpose), f"a message of {_tensor_text(args[0])}, {purpose}"
+        same = operation not in ("all_to_all", "reduce", "gather", "scatter") and buffer is not None
+        reduction = f" ({reduced})" if (reduced := comm.current_reduction()) else ""
+        of = f" of {_tensor_text(args[buffer])}" if same and buffer is not None else ""
+        return Lane(axis, ranks), f"{operation}{reduction}{of}, {purpose}"
+
+    def rows(self) -> list[Collective]:
+        """What was counted, sorted by axis, operation and purpose."""
+        return [Collective(*key, calls=self._calls[key], payload_bytes=self._bytes[key]) for key in sorted(self._calls)]

@@ -1,0 +1,163 @@
+"""Process groups of a plan's mesh. Every rank makes the same groups in the same order; degree 1 makes none.
+
+Servers are no part of the mesh, but making a group takes every rank: where workers call `build_mesh`, servers call
+`build_server_group`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallelrun.plan import expert_axes
+from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.structure import Plan
+from parallelrun.wording import counted
+
+WORLD = "world"
+SERVERS = "servers"
+EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share every coordinate with this one but the axis's. process_group is None when it is alone."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """This rank's place in the plan's mesh and the groups it belongs to."""
+
+    def __init__(self, shape: MeshShape, rank: int, device: torch.device):
+        self.shape = shape
+        self.rank = rank
+        self.coordinate = shape.coordinate(rank)
+        self.device = device
+        self._groups: dict[str, Group] = {}
+
+    def group(self, axis: str) -> Group:
+        """The group of an axis (leaf, factored, `world`: all workers, or `embedding`: the first and the last stage)."""
+        if axis in self._groups:
+            return self._groups[axis]
+        assert self.shape.size(axis) == 1, f"no group was made for axis {axis!r} of {self.shape}"
+        return Group(axis, (self.rank,), 0, None)
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's DeviceMesh over those axes, major first, each of degree > 1, for the engines that want one.
+
+        Made of the groups that are there: an axis made of leaves (dp with ep in it) is none of torch's own mesh.
+        """
+        groups = [self.group(axis) for axis in axes]
+        process_groups = [group.process_group for group in groups if group.process_group is not None]
+        assert len(process_groups) == len(axes), f"not every axis of {axes} has several ranks"
+        ranks = torch.tensor(self.shape.group_of(self.rank, *axes)).view([group.size for group in groups])
+        of_all = process_groups if len(axes) > 1 else process_groups[0]
+        return DeviceMesh.from_group(of_all, self.device.type, mesh=ranks, mesh_dim_names=axes)
+
+    @property
+    def axis_of_group(self) -> dict[str, str]:
+        """Process group name to axis, for accounting. An axis that spans the world shares the world's group; axes that
+        share one are told apart by the callers' labels; an axis of experts gives its name only to groups of its own."""
+        of_experts_first = sorted(self._groups, key=expert_axes.is_of_experts, reverse=True)
+        groups = [(axis, self._groups[axis]) for axis in of_experts_first]
+        named = {str(g.process_group.group_name): axis for axis, g in groups if g.process_group is not None}
+        world = self._groups.get(WORLD)
+        if world and world.process_group is not None:
+            spanning = [a for a, g in self._groups.items() if g.ranks == world.ranks and a not in (WORLD, EMBEDDING)]
+            first = min(spanning, key=expert_axes.is_of_experts, default=WORLD)
+            named[str(world.process_group.group_name)] = first
+        return named
+
+
+def build_mesh(plan: Plan, device: torch.device) -> Mesh:
+    """Make every group the plan needs; called by its workers. The default process group must be up when plan.world > 1.
+
+    Raises ValueError if the mesh does not cover exactly the worker ranks (torch accepts a smaller one silently).
+    """
+    rank = dist.get_rank() if plan.world > 1 else 0
+    world = dist.get_world_size() if plan.world > 1 else 1
+    if plan.mesh.num_ranks + plan.servers != world:
+        beside = f" beside {counted(plan.servers, 'server')}" if plan.servers else ""
+        raise ValueError(
+            f"the mesh {plan.mesh.mesh_dims} has {plan.mesh.num_ranks} ranks{beside}, the world has {world}"
+        )
+    if plan.servers:
+        return _workers_mesh(plan, rank, device)
+    mesh = Mesh(plan.mesh, rank, device)
+    if world == 1:
+        return mesh
+    everyone = tuple(range(world))
+    mesh._groups[WORLD] = Group(WORLD, everyone, rank, dist.group.WORLD)
+    mesh_dims = [(axis, degree) for axis, degree in plan.mesh.mesh_dims if degree > 1]
+    root = init_device_mesh(
+        device.type, tuple(degree for _, degree in mesh_dims), mesh_dim_names=tuple(axis for axis, _ in mesh_dims)
+    )
+    for axis, _ in mesh_dims:
+        ranks = plan.mesh.group_of(rank, axis)
+        mesh._groups[axis] = Group(axis, ranks, ranks.index(rank), root.get_group(axis))
+    for axis, parts in plan.mesh.flattened:
+        whole = [part for part in parts if plan.mesh.size(part) > 1]
+        if len(whole) == 1:  # the other factors have degree 1: the leaf's group is the axis's
+            only = mesh._groups[whole[0]]
+            mesh._groups[axis] = Group(axis, only.ranks, only.index, only.process_group)
+        elif whole:
+            _enumerate(mesh, axis, list(plan.mesh.groups(axis)))
+    if plan.tied_copies:
+        _enumerate(mesh, EMBEDDING, embedding_groups(plan))
+    return mesh
+
+
+def build_server_group(plan: Plan) -> Group:
+    """The group of all servers, which is this rank's; makes every group that the workers make in `build_mesh`."""
+    rank = dist.get_rank()
+    assert plan.role(rank) == "server", f"rank {rank} is a worker"
+    return _groups_by_role(plan)[1]
+
+
+def _workers_mesh(plan: Plan, rank: int, device: torch.device) -> Mesh:
+    """The mesh of a world with servers: all workers are one group, along the one axis that they have."""
+    mesh = Mesh(plan.mesh, rank, device)
+    workers, _ = _groups_by_role(plan)
+    axes = [axis for axis, degree in plan.mesh.mesh_dims if degree > 1]
+    assert len(axes) <= 1 and not plan.mesh.flattened, f"servers beside the axes {axes}"
+    for axis in (WORLD, *axes):
+        if workers.size > 1:
+            mesh._groups[axis] = replace(workers, axis=axis)
+    return mesh
+
+
+def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
+    """(all workers, all servers). `index` is this rank's in the one that it is in, and -1 in the other."""
+    rank, found = dist.get_rank(), []
+    for axis, ranks in ((WORLD, range(plan.num_workers)), (SERVERS, range(plan.num_workers, plan.world))):
+        has_gpus = axis == WORLD and plan.device == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+        process_group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
+        index = ranks.index(rank) if rank in ranks else -1
+        found.append(Group(axis, tuple(ranks), index, process_group if index >= 0 else None))
+    return found[0], found[1]
+
+
+def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Pairs of ranks that hold the two copies of a tied weight: first and last stage, same other coordinates."""
+    first, last = plan.stages[0].pp_rank, plan.stages[-1].pp_rank
+    return [tuple(sorted((ranks[first], ranks[last]))) for ranks in plan.mesh.groups("pp")]
+
+
+def _enumerate(mesh: Mesh, axis: str, groups: list[tuple[int, ...]]) -> None:
+    """new_group for each, on every rank in the same order; keep the one this rank is in."""
+    for ranks in groups:
+        process_group = dist.new_group(list(ranks))
+        if mesh.rank in ranks:
+            mesh._groups[axis] = Group(axis, ranks, ranks.index(mesh.rank), process_group)

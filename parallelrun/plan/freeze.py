@@ -1,0 +1,137 @@
+"""The frozen configuration of a run: `config.yaml` in its directory, all that ranks are told. No Hydra, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import types
+import typing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from parallelrun import registry
+from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
+from parallelrun.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from parallelrun.plan.structure import Plan
+
+# What does not change what a run computes: two configs that differ only here are the same point of a sweep.
+_VOLATILE = ("name", "runs", "ranks", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
+
+
+def freeze(config: Config, plan: Plan | None = None) -> str:
+    """YAML text of `config`; with `plan`, what `resolve` filled in stands there as numbers.
+
+    Resolving the frozen config gives the same plan again, anywhere.
+    """
+    if plan is not None:
+        config = _filled(config, plan)
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_frozen(text: str) -> Config:
+    """The Config that `freeze` wrote. Raises ConfigError naming the key when the text is not one."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(f"the frozen configuration is not YAML: {error}", "config.yaml")) from error
+    return _build(Config, values, "")
+
+
+def digest(text: str) -> str:
+    """sha256 of a frozen configuration, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identity(config: Config, plan: Plan | None = None) -> str:
+    """sha256 of what a run computes: its config without names, places and the sweep it belongs to.
+
+    plan: then also with what was filled in and without what nobody reads: two ways to ask for one run are alike.
+    """
+    values = dataclasses.asdict(config if plan is None else _filled(config, plan))
+    for key in _VOLATILE:
+        values.pop(key)
+    return digest(yaml.safe_dump(values, sort_keys=True))
+
+
+def _filled(config: Config, plan: Plan) -> Config:
+    from parallelrun.plan import lr_scale, routing, sample_sets, shorthands
+
+    folded, problems = shorthands.fold(routing.frozen(lr_scale.numbered(config, plan), plan), frozenset())
+    assert not problems, "only a config that was resolved is frozen with its plan"
+    # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
+    unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
+    clear: dict[str, Any] = {
+        key: None for key in ("layout", "grid", "depth", "schedule", "chunks", *unread) if hasattr(folded, key)
+    }
+    return replace(
+        replace(folded, **clear),
+        strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan), data=_filled_data(folded, plan)),
+        servers=None,
+        model=replace(folded.model, norm_samples=sample_sets.number(plan) or folded.model.norm_samples),
+        dp=plan.mesh.size("dp"),
+        tp=plan.mesh.size("tp"),
+        pp=plan.mesh.size("pp"),
+        world=plan.world,
+        global_batch=plan.batch.global_batch,
+        local_batch=None,
+        micro_batch=plan.batch.micro_batch,
+        microbatches=None,
+        device=plan.device,
+        checkpoint=replace(folded.checkpoint, last=folded.checkpoint.last is not False),
+    )
+
+
+def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
+    """The data strategy with the number of its servers, where it has any, and without what it does not read."""
+    data = config.strategy.data
+    reads = registry.load("strategies", f"data.{data.kind}", "plan").Way.reads
+    read = {key: getattr(data, key) for key in (*reads, "kind")}
+    return replace(DataStrategyConfig(**read), servers=plan.servers or None)
+
+
+def _filled_tensor(config: Config, plan: Plan) -> TensorStrategyConfig:
+    """The tensor strategy with its grid and depth, where it has them."""
+    tensor, size = config.strategy.tensor, plan.mesh.size
+    if plan.tensor.kind not in ("2d", "2.5d"):
+        return tensor
+    depth = size("depth") if plan.tensor.kind == "2.5d" else tensor.depth
+    return replace(tensor, grid=f"{size('row')}x{size('col')}", depth=depth)
+
+
+def _build(kind: Any, values: Any, where: str) -> Any:
+    """`values` as `kind`: a dataclass, an optional, a list, a mapping or a plain type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(kind, values, where)
+    if origin in (typing.Union, types.UnionType):
+        return None if values is None else _build(arguments[0], values, where)
+    if origin is list and isinstance(values, list):
+        return [_build(arguments[0], value, where) for value in values]
+    if origin is dict and isinstance(values, dict):
+        return {key: _build(arguments[1], value, where) for key, value in values.items()}
+    if kind is Any:
+        return values
+    if kind is float and type(values) is int:
+        return float(values)
+    if origin is None and type(values) is kind:
+        return values
+    raise _wrong(where, f"{values!r} is no {getattr(origin or kind, '__name__', kind)}")
+
+
+def _build_dataclass(kind: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise _wrong(where, "not a mapping")
+    hints = typing.get_type_hints(kind)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        raise _wrong(f"{where}{unknown[0]}", "no such key")
+    return kind(**{key: _build(hints[key], value, f"{where}{key}.") for key, value in values.items()})
+
+
+def _wrong(where: str, what: str) -> ConfigError:
+    key = where.rstrip(".") or "the whole"
+    return ConfigError(Problem(f"the frozen configuration is not valid: {key}: {what}", "config.yaml"))

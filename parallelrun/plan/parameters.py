@@ -1,0 +1,112 @@
+"""What a rank holds and updates: parameters by one-device name, with the layouts that say which part. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from parallelrun import registry
+from parallelrun.layout import Layout
+from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.structure import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """One parameter that a pp rank holds, as its stage's module stores it before any data strategy.
+
+    name: its name in the module (a tied copy's own name). spec: its logical parameter. stage: index into plan.stages.
+    layout: its module_layout. shared: a tied copy on another coordinate than its original, counted by that one.
+    """
+
+    name: str
+    spec: ParameterSpec
+    stage: int
+    block: str
+    layout: Layout
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """What the optimizer updates: this rank's part of one logical parameter.
+
+    tensor: local leaf whose `.grad` the data strategy fills; it shares storage with what the module computes with, or
+    `DataRuntime.finish_update` brings it there. layout: which part it is (the data strategy's state_layout), with the
+    axes
+    its gradient is partial over.
+    """
+
+    name: str
+    tensor: Tensor
+    spec: ParameterSpec
+    layout: Layout
+    shared: bool = False
+
+
+def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
+    """How the modules of a stage store a parameter, before any data strategy: as the tensor strategy lays it on its
+    axes, and of
+    layers of experts, which are spread over ep, only this rank's experts (dim 0)."""
+    layout: Layout = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().layout(spec, plan)
+    if spec.layer_role != "expert" or plan.mesh.size("ep") == 1:
+        return layout
+    return replace(layout, dims=(("ep", *layout.dims[0]), *layout.dims[1:]))
+
+
+def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
+    """The parameters of pp rank `position`, in the order of stages, blocks and layers.
+
+    A tied copy follows its block's own parameters; where its original lies on the same coordinate it is the same
+    tensor and is not listed.
+    """
+    key = "held_parameters", pp_rank
+    if key not in plan.known:
+        plan.known[key] = tuple(_held(plan, pp_rank))
+    return plan.known[key]
+
+
+def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
+    """(parameter, how many) of a pp rank: those of blocks that are alike are counted, not listed."""
+    alike = plan.spec.first_alike
+    first: dict[tuple[int, str], str] = {}  # stage and kind of block -> the first such block there
+    counts: Counter[str] = Counter()
+    for stage in plan.stages_of(pp_rank):
+        for name in stage.blocks:
+            counts[first.setdefault((stage.index, alike[name]), name)] += 1
+    return [(held, counts[held.block]) for held in held_parameters(plan, pp_rank) if held.block in counts]
+
+
+def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:
+    copies = {original: copy for copy, original in plan.tied_copies}
+    layouts: dict[str, list[Layout]] = {}  # of the parameters of blocks that are alike
+    for stage in plan.stages_of(pp_rank):
+        for name in stage.blocks:
+            block, kind = plan.spec.block(name), plan.spec.first_alike[name]
+            if kind not in layouts:
+                layouts[kind] = [module_layout(spec, plan) for spec in block.parameters]
+            for spec, layout in zip(block.parameters, layouts[kind]):
+                yield HeldParameter(spec.name, spec, stage.index, name, layout)
+            for original in (layer.tied for layer in block.layers if layer.tied in copies):
+                spec = plan.spec.parameters[original]
+                yield HeldParameter(copies[original], spec, stage.index, name, module_layout(spec, plan), shared=True)
+
+
+def owns(layout: Layout, shape: MeshShape, coordinate: Mapping[str, int]) -> bool:
+    """True on exactly one of the ranks that hold the same part of a tensor of one pipeline stage.
+
+    The rank with coordinate 0 on every mesh dim that holds copies; pp is not such an axis (other stages hold other
+    tensors), and an axis made of leaves covers all of them.
+    """
+    covered = {mesh_dim for axis in layout.axes for mesh_dim in shape.mesh_dims_of(axis)}
+    return all(
+        coordinate.get(mesh_dim, 0) == 0
+        for mesh_dim in shape.mesh_dim_names
+        if mesh_dim != "pp" and mesh_dim not in covered
+    )

@@ -1,0 +1,257 @@
+"""What a plan sends and holds before it runs: collectives, bytes in memory. Torch-free, closed form.
+
+Ranks that differ only in copies or in even shards cost the same, and so do pp ranks with the same kinds of
+blocks, so each class of ranks is computed once: 16,384 ranks take no longer than 16 (a test compares with every rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from parallelrun.layout import Layout
+from parallelrun.plan import peak, routing, sample_sets
+from parallelrun.plan.load import server_strategy_of, strategies_of
+from parallelrun.plan.parameters import HeldParameter, distinct_parameters
+from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
+from parallelrun.precision import BYTES
+
+CONTROL = "control"
+INT64_BYTES = 8
+# The part of a full-size buffer of n ranks that one rank must send under a bandwidth-optimal algorithm.
+WIRE = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "send": lambda n: 1,
+    "recv": lambda n: 0,
+}
+LEAVES_OUT = (
+    "the framework's own memory (CUDA context, communicators)",
+    "allocator fragmentation",
+    "what kernels and collectives allocate inside",
+)
+
+
+def wire_bytes(row: Collective, size: int) -> int:
+    """Bytes one rank must send for `row` over a group of `size` ranks under a bandwidth-optimal algorithm."""
+    return round(row.payload_bytes * WIRE[row.operation](size)) if size > 1 else 0
+
+
+def group_size(plan: Plan, axis: str) -> int:
+    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (servers too), `embedding`, or one of the
+    data strategy's own."""
+    own = plan.data.group_size(axis)
+    if own is not None:
+        return own
+    if axis in (WORLD, EMBEDDING):
+        return plan.world if axis == WORLD else 2
+    return prod(plan.mesh.size(part) for part in axis.split("+"))
+
+
+def steps_between(plan: Plan, purpose: str) -> int:
+    """Every how many steps rows of a purpose are sent: 1, but for what independent replicas tell each other."""
+    return plan.data.sync_every if purpose == SYNC else 1
+
+
+def collectives(plan: Plan, rank: int) -> list[Collective]:
+    """Everything `rank` sends in one steady training step, by axis, operation and purpose; control traffic apart.
+
+    The step is one that sends all that is ever sent (`DataWay.full_step`); `steps_between` says how rare a row is.
+
+    The strategies' own rows (the data strategy's include the sums over partial axes and of tied copies, which are sized
+    by its
+    shards) and one all-reduce of the control numbers. Where there are servers, these agree with each worker instead.
+    """
+    if plan.role(rank) == "server":
+        return merge(server_strategy_of(plan).server_collectives(rank - plan.num_workers, plan))
+    strategies = strategies_of(plan)
+    coordinate = plan.mesh.coordinate(rank)
+    pp_rank = coordinate["pp"]
+    blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks)
+    rows = [
+        *strategies.tensor.collectives(blocks, plan),
+        *strategies.pipeline.collectives(pp_rank, plan),
+        *strategies.data.collectives(pp_rank, coordinate, plan),
+        *sample_sets.collectives(blocks, plan),
+        *(strategies.expert.collectives(blocks, plan) if strategies.expert else []),
+    ]
+    if plan.servers:
+        return merge(rows)
+    rows += routing.collectives(plan)
+    if plan.world > 1:
+        elements = CONTROL_ELEMENTS + plan.num_norms
+        rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
+    if plan.spec.mask_token is not None and pp_rank == plan.last_stage_pp_rank and plan.mesh.size("dp") > 1:
+        rows.append(Collective("dp", "all_reduce", CONTROL, 1, INT64_BYTES))  # how many targets are not ignored
+    return merge(rows)
+
+
+def merge(rows: list[Collective]) -> list[Collective]:
+    """One row per axis, operation and purpose of which there are calls, sorted."""
+    merged: dict[tuple[str, str, str], Collective] = {}
+    for row in rows:
+        key = row.axis, row.operation, row.purpose
+        before = merged.get(key, Collective(*key, calls=0, payload_bytes=0))
+        merged[key] = replace(
+            before,
+            calls=before.calls + row.calls,
+            payload_bytes=before.payload_bytes + row.payload_bytes,
+            most_bytes=_most(before, row),
+        )
+    return [merged[key] for key in sorted(merged) if merged[key].calls]
+
+
+def _most(a: Collective, b: Collective) -> int | None:
+    """The bound of two rows together; None where both are exact."""
+    if a.most_bytes is None and b.most_bytes is None:
+        return None
+    return sum(row.payload_bytes if row.most_bytes is None else row.most_bytes for row in (a, b))
+
+
+def matches_prediction(row: Mapping[str, Any]) -> bool:
+    """Does a row of comm.json agree with its prediction (`Collective.allows`)?"""
+    said = row["predicted_calls"], row["predicted_payload_bytes"], row.get("predicted_most_bytes")
+    return Collective("", "", "", *said).allows(row["calls"], row["payload_bytes"])
+
+
+def _numel(held: HeldParameter, layout: Layout, plan: Plan, coordinate: Mapping[str, int]) -> int:
+    return layout.local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
+
+
+def memory(plan: Plan, rank: int) -> Memory:
+    """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers keep the optimizer's state."""
+    if plan.role(rank) == "server":
+        return server_strategy_of(plan).server_memory(rank - plan.num_workers, plan)
+    strategies = strategies_of(plan)
+    coordinate = plan.mesh.coordinate(rank)
+    stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
+    num_states = plan.optimizer_states + getattr(strategies.data, "kept_states", 0)  # diloco: its outer optimizer's
+    buckets = plan.mesh.size("dp") > 1 and hasattr(strategies.data, "backward_bytes")
+    weights = gradients = states = 0
+    for held, count in distinct_parameters(plan, coordinate["pp"]):
+        for_weight = strategies.data.weight_layout(held.spec, held.layout, plan)
+        for_gradient = strategies.data.gradient_layout(held.spec, held.layout, plan)
+        for_state = strategies.data.state_layout(held.spec, held.layout, plan)
+        weights += count * _numel(held, for_weight, plan, coordinate) * stored
+        if held.spec.frozen:
+            continue
+        gradients += count * _numel(held, for_gradient, plan, coordinate) * reduce if buckets else 0
+        states += 0 if plan.servers else count * _numel(held, for_state, plan, coordinate) * stored * num_states
+    keeps = getattr(strategies.data, "held_bytes", None) if plan.mesh.size("dp") > 1 else None
+    gradients += keeps(coordinate["pp"], coordinate, plan) if keeps else 0
+    gather = getattr(strategies.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
+    gathered = gather(coordinate["pp"], coordinate, plan) if gather else 0
+    moment = peak.worst(plan, coordinate["pp"], coordinate)
+    return Memory(
+        weights + gathered,
+        gradients + moment.gradients,
+        states,
+        moment.activations,
+        moment.temporary,
+        LEAVES_OUT,
+    )
+
+
+def pp_rank_classes(plan: Plan) -> list[list[int]]:
+    """pp ranks whose ranks send the same and hold the same weights: see `peak.looks`."""
+    classes: dict[object, list[int]] = {}
+    for pp_rank in range(plan.mesh.size("pp")):
+        classes.setdefault(peak.looks(plan, pp_rank), []).append(pp_rank)
+    return list(classes.values())
+
+
+def rank_classes(plan: Plan) -> list[tuple[int, int]]:
+    """(a rank, how many ranks send the same), the first of all holding most.
+
+    Classes of workers are made by pp ranks that look alike, by tensor coordinate where weights lie unevenly on
+    the tensor axes, and by data coordinate where shards of what is summed last (partial axes, tied copies) are uneven,
+    or where the data strategy says so (`sending_classes`). Every server is one by itself.
+    """
+    state_layout = strategies_of(plan).data.state_layout
+    sending_classes = getattr(strategies_of(plan).data, "sending_classes", None)
+    num_tensor, num_data = plan.mesh.size("tp"), plan.mesh.size("dp")
+    originals = {original for _, original in plan.tied_copies}
+    classes = []
+    for pp_ranks in pp_rank_classes(plan):
+        held = [parameter for parameter, _ in distinct_parameters(plan, pp_ranks[0])]
+        parts = {(h.spec.shape, h.layout) for h in held}
+        last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
+        shards = {(h.spec.shape, state_layout(h.spec, h.layout, plan)) for h in last}
+        for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
+            tensor = plan.mesh.coordinate(first)["tp"]
+            replicas = [plan.mesh.rank(pp=pp_ranks[0], dp=i, tp=tensor) for i in range(num_data)]
+            found = _alike(plan, shards, replicas) if shards else [(first, num_data)]
+            if sending_classes:
+                coordinate = plan.mesh.coordinate(first)
+                found = [(replicas[i], count) for i, count in sending_classes(pp_ranks[0], coordinate, plan)]
+            classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in found]
+    return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
+
+
+def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[int]) -> list[tuple[int, int]]:
+    """(the first, how many) of those ranks that hold parts of the same shapes of all these tensors."""
+    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in ranks:
+        coordinate = plan.mesh.coordinate(rank)
+        shapes = tuple(layout.local_shape(shape, plan.mesh.sizes, coordinate) for shape, layout in parts)
+        found.setdefault(shapes, []).append(rank)
+    return [(same[0], len(same)) for same in found.values()]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One row of the account: what the busiest rank sends and what all ranks together send, in one step of `every`.
+
+    most_bytes: the busiest rank's bound on payload_bytes, where that depends on the data.
+    """
+
+    axis: str
+    operation: str
+    purpose: str
+    group_size: int
+    calls: int
+    payload_bytes: int
+    wire_bytes: int
+    total_calls: int
+    total_payload_bytes: int
+    total_wire_bytes: int
+    every: int = 1
+    most_bytes: int | None = None
+
+
+def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
+    """(the rank that must send most, a row per axis, operation and purpose)."""
+    per_class = [(rank, num_ranks, collectives(plan, rank)) for rank, num_ranks in rank_classes(plan)]
+
+    def sends(rows: list[Collective]) -> float:
+        return sum(wire_bytes(row, group_size(plan, row.axis)) / steps_between(plan, row.purpose) for row in rows)
+
+    busiest, _, busiest_rows = max(per_class, key=lambda item: sends(item[2]))
+    own = {(row.axis, row.operation, row.purpose): row for row in busiest_rows}
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for _, num_ranks, rows in per_class:
+        for row in rows:
+            total = totals.setdefault((row.axis, row.operation, row.purpose), [0, 0, 0])
+            total[0] += num_ranks * row.calls
+            total[1] += num_ranks * row.payload_bytes
+            total[2] += num_ranks * wire_bytes(row, group_size(plan, row.axis))
+    table = []
+    for key in sorted(totals):
+        row = own.get(key, Collective(*key, calls=0, payload_bytes=0))
+        size = group_size(plan, row.axis)
+        sent = row.calls, row.payload_bytes, wire_bytes(row, size)
+        calls, payload, wire = totals[key]
+        every = steps_between(plan, row.purpose)
+        table.append(Traffic(*key, size, *sent, calls, payload, wire, every, row.most_bytes))
+    return busiest, tuple(table)
+
+
+def memories(plan: Plan) -> dict[int, Memory]:
+    """Per pp rank the Memory of the rank of it that holds most (the first)."""
+    return {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in range(plan.mesh.size("pp"))}

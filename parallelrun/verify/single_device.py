@@ -1,0 +1,32 @@
+"""The one-device configuration that plans are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
+from parallelrun.plan import lr_scale, routing, sample_sets
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+
+
+def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
+    """The reference: the same config with every degree 1 and no servers, keeping the global batch."""
+    config = routing.alone(config, plan)
+    strategy = replace(
+        config.strategy,
+        name="single",
+        data=DataStrategyConfig(kind="ddp"),
+        tensor=TensorStrategyConfig(),
+        pipeline=replace(config.strategy.pipeline, kind="1f1b", chunks=None, split=[]),
+    )
+    alone = replace(
+        config, strategy=strategy, world=1, dp=1, tp=1, pp=1,
+        layout=None, grid=None, depth=None, schedule=None, chunks=None,
+        servers=None, consistency=None, staleness=None, backup_workers=None,
+        microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
+        recompute="none", compile=False, device=plan.device,
+        model=replace(config.model, norm_samples=sample_sets.number(plan)),
+        optimizer=lr_scale.numbered(config, plan).optimizer,
+    )  # fmt: skip
+    return alone, resolve(alone)

@@ -1,0 +1,297 @@
+"""A user's own nn.Module: what the contract asks, what is derived from the module, and that its numbers stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError
+from parallelrun.mesh import build_mesh
+from parallelrun.models import dropout, initialise
+from parallelrun.models.module import network, source, spec
+from parallelrun.models.network import Network
+from parallelrun.precision import TABLE
+from parallelrun.train.build import build
+from parallelrun.train.scaler import LossScaler
+from parallelrun.train.step import train_step
+from tests.plans import tiny_config, tiny_plan
+from tests.unit import user_net
+
+FILE = Path(user_net.__file__)
+ROLES = {
+    "embed.tokens": "embedding",
+    "layers.*.norm?": "norm",
+    "layers.*.[qkv]": "columns",
+    "layers.*.out": "row",
+    "layers.*.fc1": "columns",
+    "layers.*.fc2": "row",
+    "head": "head",
+}
+BLOCKS = ["embed", "layers.*", "head"]
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def overrides(**more: Any) -> dict[str, Any]:
+    given = {
+        "model.name": "module",
+        "model.preset": "module",
+        "model.source": f"{FILE}:build",
+        "dataset.name": "pystdlib",
+    }
+    return given | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def config(**more: Any) -> Config:
+    return tiny_config(overrides(**more))
+
+
+def built(given: Config, precision: str = "fp32") -> Network:
+    made = spec.make(given, 32)
+    with torch.device("meta"):
+        net = network.build(given, made, TABLE[precision])
+    values = net.own_values(given.seed)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(values[name].to(parameter.dtype)))
+    return net
+
+
+def original(given: Config) -> torch.nn.Module:
+    torch.manual_seed(given.seed)
+    return user_net.build(32, given.model.seq, given.model.hidden, **given.model.arguments)
+
+
+def test_without_roles_and_blocks_it_is_one_block_and_trains_as_it_is() -> None:
+    given = config()
+    made = spec.make(given, 32)
+    assert [block.name for block in made.blocks] == ["module"]
+    assert (made.kind, made.sample_shape, made.targets_per_sample, made.vocab) == ("tokens", (8,), 8, 32)
+    net, plain = built(given), original(given)
+    assert [(name, p.shape) for name, p in made.parameters.items()] == [
+        (f"module.{name}", tuple(p.shape)) for name, p in plain.named_parameters()
+    ]
+    torch.testing.assert_close(net(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_roles_and_blocks_keep_names_values_and_results(tied: bool) -> None:
+    given = config(model__roles=ROLES, model__blocks=BLOCKS, model__arguments={"tied": tied})
+    made = spec.make(given, 32)
+    assert [block.name for block in made.blocks] == [
+        "module.embed",
+        "module.layers.0",
+        "module.layers.1",
+        "module.head",
+    ]
+    assert made.boundary_shape == (8, 16)
+    net, plain = built(given), original(given)
+    names = [name for name, _ in net.named_parameters()]
+    assert names == list(made.parameters) == [f"module.{name}" for name, _ in plain.named_parameters()]
+    torch.testing.assert_close(net(TOKENS), plain(TOKENS))
+    assert made.tied == ((("module.head.weight", "module.embed.tokens.weight"),) if tied else ())
+    roles = {parameter.name: parameter.layer_role for parameter in made.parameters.values()}
+    assert roles["module.layers.0.q.bias"] == "columns" and roles["module.layers.1.fc2.weight"] == "row"
+    first, second = net.split([[b.name for b in made.blocks[:2]], [b.name for b in made.blocks[2:]]])
+    torch.testing.assert_close(second(first(TOKENS)), plain(TOKENS))
+
+
+def test_flops_and_kept_elements_are_counted_on_the_module() -> None:
+    given = config(model__roles=ROLES, model__blocks=BLOCKS)
+    embed, layer, _, head = spec.make(given, 32).blocks
+    assert embed.forward_flops == 0 and head.forward_flops == 2 * 16 * 32 * 8
+    assert layer.forward_flops == 2 * 8 * 12 * 16**2 + 4 * 8**2 * 16
+    assert layer.saved_elements > 8 * (16 * 6 + 64)
+
+
+def test_materialised_weights_are_the_modules_own_and_buffers_survive() -> None:
+    given = config(model__roles=ROLES, seed=5)
+    plan = tiny_plan(overrides(model__roles=ROLES, seed=5, model__vocab=None))
+    with torch.device("meta"):
+        net = network.build(given, plan.spec, TABLE["fp32"])
+    initialise.materialise([net], plan, build_mesh(plan, torch.device("cpu")), given.seed)
+    torch.manual_seed(5)
+    plain = user_net.build(plan.spec.vocab, 8, 16)
+    torch.testing.assert_close(net(TOKENS), plain(TOKENS))
+    given.seed = 6
+    assert not torch.equal(original(given).layers[0].q.weight, plain.layers[0].q.weight)
+
+
+def test_dropout_becomes_dropout_by_hash() -> None:
+    net = built(config(model__arguments={"dropout": 0.5}))
+    with pytest.raises(ValueError, match="needs sample ids"):
+        net(TOKENS)
+    assert torch.equal(net(TOKENS, torch.tensor([3, 4])), net(TOKENS, torch.tensor([3, 4])))
+    assert not torch.equal(net(TOKENS, torch.tensor([3, 4])), net(TOKENS, torch.tensor([5, 6])))
+    assert dropout.current_sample_ids() is None
+
+
+def test_bf16_rounds_what_has_no_role_too() -> None:
+    net, exact = built(config(), "bf16"), built(config())
+    out = net(TOKENS)
+    assert out.dtype == torch.bfloat16 and {p.dtype for p in net.parameters()} == {torch.float32}
+    torch.testing.assert_close(out.float(), exact(TOKENS), rtol=0.1, atol=0.1)
+    net.loss(out, TOKENS).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_features_need_no_embedding() -> None:
+    given = config(model__source=f"{FILE}:build_classifier", dataset__name="synthetic")
+    made = spec.make(given, 32)
+    assert (made.kind, made.sample_shape, made.targets_per_sample) == ("features", (16,), 1)
+
+
+@pytest.mark.parametrize(
+    "more, where, said",
+    [
+        ({"model__source": "net"}, "model.source", "must name a function"),
+        ({"model__source": "./nowhere.py:build"}, "model.source", "there is no file"),
+        ({"model__source": f"{FILE}:buidl"}, "model.source", "has no function 'buidl'"),
+        (
+            {"model__source": f"{FILE}:build_batchnorm", "dataset__name": "synthetic"},
+            "model.source",
+            "1 is a BatchNorm1d without a moving average",
+        ),
+        ({"pp": 2}, "model.blocks", "pp=2 cuts between blocks"),
+        ({"model__blocks": ["embed", "blocks.*"]}, "model.blocks", "called 'blocks.*'"),
+        ({"model__blocks": ["embed", "layers.0", "head"]}, "model.blocks", "layers.1.norm1.weight belongs to none"),
+        ({"model__blocks": ["embed", "layers.1", "layers.0", "head"]}, "model.blocks", "do not compute what"),
+        ({"model__roles": {"layers.*.fc3": "row"}}, "model.roles", "called 'layers.*.fc3'"),
+        ({"model__roles": {"layers.*.fc1": "colums"}}, "model.roles", "'colums' (of layers.0.fc1) is no layer role"),
+        ({"model__roles": {"layers.*.norm1": "row"}}, "model.roles", "layers.0.norm1 cannot be row: it is a LayerNorm"),
+        ({"model__roles": {"layers.*.fc1": "head"}}, "model.roles", "a head has no bias"),
+        ({"model__roles": {"layers.*.fc1": "columns"}, "tp": 2}, "model.roles", "fails at or after layers.0.fc2"),
+        (
+            {"model__source": f"{FILE}:build_fixed", "model__roles": {"layers.*.q": "columns"}, "tp": 2},
+            "model.roles",
+            "fails at or after layers.0.q",
+        ),
+    ],
+)
+def test_what_breaks_the_contract_is_named(more: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        spec.make(config(**more), 32)
+    (problem,) = error.value.problems
+    assert problem.where == where and said in problem.what
+
+
+def test_a_block_pattern_stays_on_its_level() -> None:
+    assert network.block_names(original(config()), ["layers.*"], "net") == ["layers.0", "layers.1"]
+
+
+def test_loading_does_not_disturb_torchs_generator() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    source.build(config(), 32)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_tied_head_has_its_true_sizes() -> None:
+    made = spec.make(config(model__roles=ROLES, model__arguments={"tied": True}), 32)
+    head = next(layer for layer in made.layers() if layer.layer_role == "head")
+    assert (head.in_features, head.out_features, head.parameters) == (16, 32, ())
+    assert head.tied == "module.embed.tokens.weight"
+
+
+def test_a_frozen_parameter_trains_as_in_plain_torch() -> None:
+    """Loss, gradients and global norm of one step on one device, against the user's own module without us."""
+    frozen = "embed.*|layers.0.*|*.norm2.weight"
+    given = overrides(model__arguments={"frozen": frozen}, model__vocab=None, optimizer__clip=0.0, microbatches=1)
+    training = build(tiny_config(given), tiny_plan(given), torch.device("cpu"))
+    batch = training.reader.batch(1)
+    result = train_step(training, 1, 0.0, LossScaler(training.config.precision, scaled=False))
+    torch.manual_seed(training.config.seed)
+    plain = user_net.build(training.plan.spec.vocab, 8, 16, frozen=frozen)
+    loss = torch.nn.functional.cross_entropy(plain(batch.inputs).flatten(0, 1), batch.targets.flatten())
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert {p.name for p in training.parameters} == {
+        f"module.{name}" for name, p in plain.named_parameters() if p.grad is not None
+    }
+    squares = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
+    assert result.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
+    assert training.parts[0].get_parameter("module.layers.0.q.weight").grad is None  # and autograd stopped above it
+
+
+def test_a_module_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no parameter that is trained"):
+        spec.make(config(model__arguments={"frozen": "*"}), 32)
+
+
+SLICED = {"model__source": f"{FILE}:build_sliceable", "model__roles": ROLES, "tp": 2}
+SLICED |= {"strategy__tensor__sequence_parallel": True}
+
+
+def test_a_module_of_which_each_rank_may_hold_a_slice_of_the_sequence() -> None:
+    assert spec.make(config(**SLICED), 32).parameters["module.embed.place.weight"].layer_role == "position"
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"model__source": f"{FILE}:build"}, "at embed"),  # positions by the length of the tokens
+        (
+            {"model__arguments": {"flaw": "layers.0"}},
+            "what reaches layers.1.q differs",
+        ),  # counts from its own start
+        ({"model__arguments": {"flaw": "embed"}}, "what reaches layers.0.q differs"),
+        ({"model__roles": {k: v for k, v in ROLES.items() if k != "head"}}, "behind its last role layer"),
+    ],
+)
+def test_where_a_slice_is_not_enough_the_layer_is_named(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        spec.make(config(**SLICED | more), 32)
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.where) == ("undefined", "strategy.tensor.sequence_parallel")
+    assert said in problem.what
+
+
+def test_dropout_of_attention_s_probabilities_is_refused_where_heads_are_split() -> None:
+    with pytest.raises(ConfigError, match=r"dropout layers\.0\.drop acts on something whose rows"):
+        spec.make(config(model__source=f"{FILE}:build_dropped", model__roles=ROLES, tp=2), 32)
+
+
+BROKEN = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, vocab, hidden):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden)
+        self.head = nn.Linear(hidden + 1, vocab)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def build(vocab, hidden):
+    return Net(vocab, hidden)
+
+
+def raises(vocab):
+    raise KeyError("no such layer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "what", "where"),
+    [
+        (BROKEN, "build", "RuntimeError", "net.py:12 in forward: return self.head(self.embed(x))"),
+        (BROKEN, "raises", "KeyError: 'no such layer'", 'net.py:20 in raises: raise KeyError("no such layer")'),
+        ("def build(:\n", "build", "SyntaxError", "net.py:1: def build("),
+        ("import nosuchpackage\n", "build", "No module named 'nosuchpackage'", "net.py:1 in <module>: import nosuch"),
+    ],
+)
+def test_an_exception_in_the_users_file_is_told_with_its_lines(tmp_path, monkeypatch, text, function, what, where):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(text)
+    config = tiny_config(**overrides(**{"model.source": f"./net.py:{function}"}))
+    with pytest.raises(ConfigError) as raised:
+        spec.make(config, 256)
+    (problem,) = raised.value.problems
+    assert what in problem.what and problem.where.startswith(where)

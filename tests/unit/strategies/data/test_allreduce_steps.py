@@ -1,0 +1,179 @@
+"""The tables of the written-out all-reduces, executed on plain lists: no process, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallelrun.strategies.data.allreduce import counts
+from parallelrun.strategies.data.allreduce.settings import Algorithm
+from parallelrun.strategies.data.allreduce.steps import (
+    ALL_GATHER,
+    HALVING_DOUBLING,
+    HIERARCHICAL,
+    RING,
+    SCATTER_REDUCE,
+    TREE,
+    Round,
+    folded,
+    pieces,
+    segments,
+    table,
+)
+from parallelrun.wording import divisors
+
+TABLED = (RING, HALVING_DOUBLING, HIERARCHICAL, TREE)
+
+
+def tables(algorithm: Algorithm, size: int, numel: int) -> list[tuple[Round, ...]]:
+    return [table(algorithm.name, size, index, numel, algorithm.group_size) for index in range(size)]
+
+
+def execute(ranks: list[tuple[Round, ...]], numel: int) -> list[list[Counter[int]]]:
+    """Per rank and element, how often each rank's own value is in it after all rounds, every round at once.
+
+    Fails if two ends of a message do not agree about it.
+    """
+    held = [[Counter([index]) for _ in range(numel)] for index in range(len(ranks))]
+    for together in zip(*ranks, strict=True):
+        before = [[value.copy() for value in values] for values in held]
+        for index, one in enumerate(together):
+            if one.send:
+                answer = together[one.send.peer].receive
+                assert answer == (index, one.send.start, one.send.stop), "the peer expects something else"
+            if one.receive:
+                peer, start, stop = one.receive
+                assert together[peer].send == (index, start, stop), "the peer sends something else"
+                for i in range(start, stop):
+                    value = before[peer][i]
+                    held[index][i] = held[index][i] + value if one.phase == SCATTER_REDUCE else value
+    return held
+
+
+@st.composite
+def cases(draw: st.DrawFn, largest: int = 11) -> tuple[Algorithm, int, int]:
+    """(algorithm, size, numel): sizes that are no powers of two, fewer elements than ranks, none at all."""
+    size = draw(st.integers(1, largest))
+    name = draw(st.sampled_from(TABLED))
+    group_size = draw(st.sampled_from(divisors(size))) if name == HIERARCHICAL else 1
+    return Algorithm(name, group_size), size, draw(st.integers(0, 30))
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_every_rank_ends_with_every_value_exactly_once(case):
+    algorithm, size, numel = case
+    everyone = Counter(range(size))
+    for values in execute(tables(algorithm, size, numel), numel):
+        assert all(value == everyone for value in values)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_the_two_phases_do_not_mix_and_each_sum_is_made_once(case):
+    """Rounds that add come first, and each element's sum is finished on one rank: all get the same bits."""
+    algorithm, size, numel = case
+    ranks = tables(algorithm, size, numel)
+    for rounds in ranks:
+        phases = [one.phase for one in rounds]
+        assert phases == sorted(phases, key=[SCATTER_REDUCE, ALL_GATHER].index)
+    adding = [tuple(one for one in rounds if one.phase == SCATTER_REDUCE) for rounds in ranks]
+    finished = [
+        [index for index, values in enumerate(execute(adding, numel)) if values[i] == Counter(range(size))]
+        for i in range(numel)
+    ]
+    assert all(len(owners) == 1 for owners in finished)
+
+
+@given(cases(), st.one_of(st.none(), st.integers(1, 9)))
+@settings(deadline=None, max_examples=60)
+def test_closed_forms_count_the_tables(case, limit):
+    algorithm, size, numel = case
+
+    def num_messages(message):
+        return 0 if message is None else len(list(pieces(message, limit or max(1, numel))))
+
+    for index, rounds in enumerate(tables(algorithm, size, numel)):
+        assert counts.counts(algorithm, size, index, numel, limit) == counts.Counts(
+            sum(num_messages(one.send) for one in rounds),
+            sum(one.send.numel for one in rounds if one.send),
+            sum(num_messages(one.receive) for one in rounds),
+        )
+
+
+@given(cases())
+def test_links_add_up_to_what_ranks_send(case):
+    algorithm, size, numel = case
+    links = counts.links(algorithm, size, numel)
+    for index in range(size):
+        sent = sum(elements for (source, _), elements in links.items() if source == index)
+        assert sent == counts.counts(algorithm, size, index, numel).elements
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12])
+@pytest.mark.parametrize("numel", [0, 1, 5, 12, 1000, 1003])
+def test_a_ring_is_baidus(size, numel):
+    """2(n - 1) rounds to the next rank; 2N - len(r + 1) - len(r + 2) elements a rank, 2(n - 1)N in all."""
+    lengths = [stop - start for start, stop in segments(0, numel, size)]
+    assert lengths == [numel // size + (i < numel % size) for i in range(size)]
+    total = 0
+    for index, rounds in enumerate(tables(Algorithm(RING), size, numel)):
+        assert [one.phase for one in rounds] == [SCATTER_REDUCE] * (size - 1) + [ALL_GATHER] * (size - 1)
+        assert all(one.send is None or one.send.peer == (index + 1) % size for one in rounds)
+        assert all(one.receive is None or one.receive.peer == (index - 1) % size for one in rounds)
+        sent = sum(one.send.numel for one in rounds if one.send)
+        assert sent == 2 * numel - lengths[(index + 1) % size] - lengths[(index + 2) % size]
+        total += sent
+    assert total == 2 * (size - 1) * numel
+
+
+def test_a_ring_loads_every_link_alike():
+    assert counts.links(Algorithm(RING), 4, 1000) == {(i, (i + 1) % 4): 1500 for i in range(4)}
+
+
+@pytest.mark.parametrize(("size", "core", "extra"), [(1, 1, 0), (2, 2, 0), (3, 2, 1), (8, 8, 0), (11, 8, 3)])
+def test_halving_doubling_folds_what_is_beyond_a_power_of_two(size, core, extra):
+    assert folded(size) == (core, extra)
+    rounds = 2 * (core.bit_length() - 1) + (2 if extra else 0)
+    assert {len(one) for one in tables(Algorithm(HALVING_DOUBLING), size, 100)} == {rounds}
+
+
+def test_halving_doubling_moves_as_much_as_a_ring_in_fewer_rounds():
+    for index in range(8):
+        assert counts.counts(Algorithm(HALVING_DOUBLING), 8, index, 800) == counts.Counts(6, 1400, 6)
+        assert counts.counts(Algorithm(RING), 8, index, 800) == counts.Counts(14, 1400, 14)
+
+
+def test_halving_doubling_sends_most_to_its_neighbour():
+    """Distance doubles as the vector is halved: half of it goes next door, the least goes farthest."""
+    links = counts.links(Algorithm(HALVING_DOUBLING), 8, 800)
+    assert [links[0, peer] for peer in (1, 2, 4)] == [800, 400, 200]
+
+
+@pytest.mark.parametrize(("size", "group_size"), [(4, 2), (8, 4), (8, 2), (6, 3)])
+def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_size):
+    """A rank sends 2(N/g - 1)/(N/g) of its g-th of the tensor outside its group, against a ring's last rank: all."""
+    numel, hosts = 2400, size // group_size
+    outside: Counter[int] = Counter()
+    for (source, target), elements in counts.links(Algorithm(HIERARCHICAL, group_size), size, numel).items():
+        if source // group_size != target // group_size:
+            outside[source] += elements
+    assert outside == {index: 2 * (hosts - 1) * numel // group_size // hosts for index in range(size)}
+
+
+def test_one_inner_group_or_groups_of_one_are_a_ring():
+    for group_size in (1, 6):
+        assert tables(Algorithm(HIERARCHICAL, group_size), 6, 50) == tables(Algorithm(RING), 6, 50)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 16, 37])
+@pytest.mark.parametrize("algorithm", [Algorithm(name, 2 if name == HIERARCHICAL else 1) for name in TABLED])
+def test_a_receive_buffer_is_as_long_as_the_longest_part_that_is_added(algorithm, numel):
+    for index, rounds in enumerate(tables(algorithm, 4, numel)):
+        added = [one.receive.numel for one in rounds if one.receive and one.phase == SCATTER_REDUCE]
+        for on_cpu, num_buffers in ((True, 2), (False, 1)):
+            found = counts.buffer_elements(algorithm, 4, index, numel, on_cpu)
+            assert found == num_buffers * max(added, default=0)

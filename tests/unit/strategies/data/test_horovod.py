@@ -1,0 +1,327 @@
+"""Horovod's settings, slots, exchange tables and stall warning, without a process."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+
+import pytest
+import torch
+
+from parallelrun.cli import argv, host_agent, host_connection, hosts, remote
+from parallelrun.errors import ConfigError
+from parallelrun.launch.environment import for_other_hosts, loopback_interface
+from parallelrun.plan import prediction
+from parallelrun.plan.resolve import resolve
+from parallelrun.strategies.data.horovod import adasum, halving
+from parallelrun.strategies.data.horovod.stalls import Progress, find_stalls, watched_groups
+from tests.plans import tiny_config, tiny_plan
+
+HOROVOD = {"strategy.data.kind": "horovod"}
+
+
+def plan_of(**overrides):
+    return tiny_plan({**HOROVOD, **{key.replace("__", "."): value for key, value in overrides.items()}})
+
+
+def data(**settings):
+    return {f"strategy.data.{key}": value for key, value in settings.items()}
+
+
+# -- fusion
+
+
+def test_the_fewer_sums_the_higher_the_threshold_and_0_fuses_nothing():
+    def row(bucket_mb):
+        plan = tiny_plan({"dp": 2, **HOROVOD, **data(bucket_mb=bucket_mb)})
+        (found,) = [row for row in prediction.collectives(plan, 0) if row.purpose == "gradients"]
+        return found
+
+    rows = [row(megabytes) for megabytes in (0.0, 0.005, 0.02, 25.0)]
+    calls = [one.calls for one in rows]
+    assert calls[0] == len(tiny_plan(dp=2).spec.parameters) and calls[-1] == 1
+    assert calls == sorted(calls, reverse=True) and len(set(calls)) == 4
+    assert len({one.payload_bytes for one in rows}) == 1
+
+
+# -- what is legal
+
+
+@pytest.mark.parametrize(
+    ("dp", "settings", "said", "fix"),
+    [
+        (3, {"reduction": "adasum"}, "3 is no power of two", "dp=2"),
+        (4, {"reduction": "adasum", "compression": "powersgd"}, "compresses sums", "fp16"),
+        (4, {"reduction": "adasum", "algorithm": "ring"}, "its own exchange", "leave it out"),
+        (4, {"reduction": "median"}, "unknown", "average"),
+        (4, {"process_sets": ((0, 1), (1, 2))}, "worker 1 is in several sets", r"[[0,1],[2]]"),
+        (4, {"process_sets": ((0, 0, 1),)}, "worker 0 is in several sets", r"[[0,1]]"),
+        (4, {"process_sets": ((0, 4), (2, -1))}, "no worker -1: the 4 workers are 0 to 3", r"[[0],[2]]"),
+        (4, {"process_sets": ((0, 1), ())}, "a set has no workers", r"[[0,1]]"),
+        (4, {"process_sets": ((0, 1, 3),), "reduction": "adasum"}, "3 is no power of two", "reduction=average"),
+        (2, {"worker_batches": (3,)}, "for each of the 2 workers", "[3,3]"),
+        (2, {"worker_batches": (2, 1)}, "nobody has a batch for step 3 of 3", "steps=2"),
+        (2, {"worker_batches": (3, 1), "reduction": "adasum"}, "join is not defined with adasum", "leave"),
+        (2, {"worker_batches": (3, 1), "process_sets": ((0,), (1,))}, "join is not defined with process sets", "leave"),
+        (2, {"join_divisor": "active"}, "only where workers run out", "leave strategy.data.join_divisor out"),
+        (2, {"stall_warn_s": -1.0}, "at least 0", "stall_warn_s"),
+    ],
+)  # fmt: skip
+def test_what_horovod_refuses_is_refused_with_what_is_legal(dp, settings, said, fix):
+    with pytest.raises(ConfigError) as caught:
+        resolve(tiny_config({"dp": dp, "global_batch": 12, **HOROVOD, **data(**settings)}))
+    texts = [f"{problem.what} -> {problem.suggestion}" for problem in caught.value.problems]
+    assert any(said in text and fix in text for text in texts), texts
+
+
+def test_verify_asks_for_batches_of_its_own_steps():
+    config = tiny_config({"dp": 2, "steps": 60, "verb": "verify", **HOROVOD, **data(worker_batches=(3, 1))})
+    assert resolve(config).equivalence.kind == "replay"
+
+
+def test_a_data_axis_of_one_is_one_device():
+    plan = tiny_plan({"dp": 1, **HOROVOD, **data(reduction="adasum", timeline=True)})
+    assert plan.equivalence.kind == "exact" and not plan.data.independent
+
+
+def test_the_last_joiner_is_the_highest_of_those_with_most_batches():
+    assert tiny_plan({"dp": 3, "global_batch": 12, **HOROVOD, **data(worker_batches=(5, 2, 5))}).data.last_joiner == 2
+    assert tiny_plan({"dp": 2, **HOROVOD}).data.last_joiner is None
+
+
+# -- Adasum
+
+
+def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
+    a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    torch.testing.assert_close(adasum.combine(a, b), a + b)
+    torch.testing.assert_close(adasum.combine(a, a), a)
+    torch.testing.assert_close(adasum.combine(a, 3 * a), 2 * a)
+    torch.testing.assert_close(adasum.combine(a, torch.zeros(2)), a)
+    torch.testing.assert_close(adasum.combine(torch.zeros(2), torch.zeros(2)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("numel", [1, 7, 64])
+def test_the_kept_parts_of_all_members_make_up_the_vector(size, numel):
+    last = [halving.levels(numel, size, index)[-1].keep for index in range(size)]
+    held = sorted(element for start, stop in last for element in range(start, stop))
+    assert held == list(range(numel))
+    for index in range(size):
+        for level in halving.levels(numel, size, index):
+            other = halving.levels(numel, size, index ^ level.distance)
+            assert next(one for one in other if one.distance == level.distance).give == level.keep
+
+
+# -- slots
+
+
+def places(ranks, listed):
+    return [(one.host.name, one.first_rank, one.num_ranks) for one in hosts.read(ranks, listed)]
+
+
+def test_slots_are_filled_in_the_order_given_and_the_tail_stays_idle():
+    assert places("5", "b:4,a:4") == [("b", 0, 4), ("a", 4, 1)]
+    assert places("4", "b:4,a:4") == [("b", 0, 4)]
+    assert places("8", "b:4,a:4") == [("b", 0, 4), ("a", 4, 4)]
+
+
+def test_all_slots_without_a_number_and_this_host_without_hosts():
+    assert places(None, "b:4,a:2") == [("b", 0, 4), ("a", 4, 2)]
+    assert places("3", None) == [("localhost", 0, 3)]
+    assert places("3", "localhost") == [("localhost", 0, 3)]
+    assert places("4", "a:2,a:2") == [("a", 0, 4)]
+
+
+def test_more_ranks_than_slots_is_refused_in_horovodruns_words():
+    with pytest.raises(ConfigError, match=re.escape("Requested more processes (9) than there are available slots (8)")):
+        hosts.read("9", "a:4,b:4")
+
+
+@pytest.mark.parametrize("listed", ["a:", "a:x", "a:0", "a:4,", ":4", "a b:2", "a;rm:2"])
+def test_a_host_is_a_name_with_a_number(listed):
+    with pytest.raises(ConfigError, match="no host with slots"):
+        hosts.read("1", listed)
+
+
+def test_how_ssh_reaches_the_hosts_is_told_by_three_flags(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    words = ["-H", "a:2,b:2", "--ssh-port", "2222", f"--ssh-identity-file={file}", "--ssh-config", str(file)]
+    line = argv.read([*words, "model=gpt"])
+    assert line.ssh.words() == ["-F", str(file), "-p", "2222", "-i", str(file), "-o", "IdentitiesOnly=yes"]
+    assert [override.text for override in line.overrides] == ["model=gpt", "world=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-H", "a:2", "--ssh-port", "x"], "--ssh-port x: not a port"),
+        (["-H", "a:2", "--ssh-port", "70000"], "--ssh-port 70000: not a port"),
+        (["-H", "a:2", "--ssh-identity-file", "/no/key"], "--ssh-identity-file /no/key: there is no such file"),
+        (["-np", "2", "--ssh-port", "22"], "no other host is given"),
+    ],
+)
+def test_ssh_flags_are_checked_before_anything_starts(words, told):
+    with pytest.raises(ConfigError, match=told):
+        argv.read([*words, "model=gpt"])
+
+
+def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
+    folder = tmp_path / "it's; a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
+    first, second = host_connection.remote_command(serves=True).split(" && ")
+    assert shlex.split(first) == ["cd", str(folder)]
+    agent = [sys.executable, "-m", "parallelrun.cli.host_agent", "serve"]
+    assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
+
+
+def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
+    launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
+    order = host_agent.Order(("steps=1",), 4, 2, 8, "10.0.0.1", 29500, for_other_hosts({**launcher, "SECRET": "x"}))
+    host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
+    assert host_agent.variables(host_agent.Order.from_json(order.to_json()), 1, host, None) == {
+        "PATH": "/venv/bin:/bin:/opt/bin",
+        "OMP_NUM_THREADS": "2",
+        "HOME": "/home/b",
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def test_gloo_uses_the_interface_by_which_the_host_was_reached():
+    order = host_agent.Order((), 0, 1, 1, "127.0.0.1", 29500, {}, address="127.0.0.1")
+    assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
+    assert host_agent.interface_of("203.0.113.9") is None
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "expected"),
+    [
+        ({"b": 0, "a": 0}, [], 0),
+        ({"b": 6, "a": 5}, [], 5),  # rank 0, on the first host, knows the cause
+        ({"b": 3, "a": 0}, [], 3),
+        ({"b": 75, "a": 75}, [signal.SIGTERM], 75),
+        ({"b": 6, "a": 75}, [signal.SIGTERM], 6),
+        ({"b": 130, "a": 130}, [signal.SIGINT], 130),
+        ({"b": -9, "a": -9}, [], 6),
+        ({"b": 6, "a": 6}, [signal.SIGTERM, signal.SIGTERM], 143),
+    ],
+)
+def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expected):
+    launcher = remote.Launcher(hosts.read("4", "a:2,b:2"), [], hosts.SshOptions())
+    launcher._codes, launcher._signals = codes, signals
+    assert launcher._exit_code() == expected
+
+
+# -- stalls
+
+
+NAMES = {0: (("head.weight",), ("embedding.weight",)), 2: (("head.weight",), ("embedding.weight",))}
+
+
+def progress(step, submitted, done, waits=None, missing=()):
+    return Progress(step, submitted, done, waits, tuple(missing))
+
+
+def test_a_stall_names_the_missing_rank_and_its_tensors():
+    said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 0, None, ["embedding.weight"])}
+    (stall,) = find_stalls([(0, 1)], said, NAMES, 60.0)
+    assert stall.missing == ((1, ("embedding.weight",)),) and stall.waiting == (0,)
+    assert "rank 1: embedding.weight" in stall.text() and "61 s" in stall.text() and "step 3" in stall.text()
+
+
+def test_a_rank_that_never_began_is_missing_with_what_it_is_waited_for():
+    (stall,) = find_stalls([(0, 1)], {0: progress(1, 2, 0, 70.0)}, NAMES, 60.0)
+    assert stall.missing == ((1, ("head.weight",)),)
+
+
+def test_nobody_is_missing_while_all_wait_or_nobody_waits_long():
+    slow = {0: progress(3, 2, 1, 61.0), 1: progress(3, 2, 1, 61.0)}
+    assert find_stalls([(0, 1)], slow, NAMES, 60.0) == []
+    fine = {0: progress(3, 2, 1, 59.0), 1: progress(2, 1, 0)}
+    assert find_stalls([(0, 1)], fine, NAMES, 60.0) == []
+
+
+def test_only_the_group_that_waits_is_told_of():
+    said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 1), 2: progress(3, 2, 1, 1.0), 3: progress(2, 0, 0)}
+    (stall,) = find_stalls([(0, 1), (2, 3)], said, NAMES, 60.0)
+    assert [rank for rank, _ in stall.missing] == [1]
+
+
+# -- process sets
+
+
+@pytest.mark.parametrize("settings", [{}, {"algorithm": "ring"}, {"reduction": "adasum"}])
+def test_a_process_set_sends_as_many_bytes_as_a_data_axis_of_its_size(settings):
+    """Wire bytes are those of a group of two, not of the four workers."""
+
+    def wire(dp, **more):
+        plan = tiny_plan({"dp": dp, **HOROVOD, **data(**settings, **more)})
+        _, rows = prediction.traffic(plan)
+        return {row.group_size: row.wire_bytes for row in rows if row.purpose in ("gradients", "parameters")}[2]
+
+    assert wire(4, process_sets=((0, 3), (1, 2))) == wire(2)
+
+
+def test_a_worker_in_no_process_set_has_one_of_its_own_and_that_is_said():
+    plan = plan_of(dp=8, **{"strategy.data.process_sets": [[0, 2, 4, 6]]})
+    assert plan.data.process_sets == ((0, 2, 4, 6), (1,), (3,), (5,), (7,))
+    assert "workers 1, 3, 5, 7 train alone, each by itself (filled: they are in no process set)" in plan.filled
+    one = plan_of(dp=3, global_batch=12, **{"strategy.data.process_sets": [[2, 0]]})
+    assert "worker 1 trains alone (filled: it is in no process set)" in one.filled
+    assert not any("alone" in text for text in plan_of(dp=2).filled)
+
+
+def gradient_traffic(**settings):
+    """{axis: (group size, calls and payload of all ranks)} of gradients."""
+    rows = prediction.traffic(plan_of(**{f"strategy.data.{k}" if k != "dp" else k: v for k, v in settings.items()}))[1]
+    return {r.axis: (r.group_size, r.total_calls, r.total_payload_bytes) for r in rows if r.purpose == "gradients"}
+
+
+def test_a_worker_in_no_process_set_sends_no_gradients():
+    two, four = gradient_traffic(dp=2)["dp"], gradient_traffic(dp=8, process_sets=[[0, 2, 4, 6]])
+    assert four == {"process_set": (4, 2 * two[1], 2 * two[2])}  # of four members; the other four send nothing
+    assert gradient_traffic(dp=2, process_sets=[[0]]) == {}
+
+
+def test_process_sets_of_different_sizes_are_counted_apart():
+    sums = gradient_traffic(dp=8, process_sets=[[0, 1, 2], [3, 4], [5, 6]])
+    one = gradient_traffic(dp=2)["dp"]
+    assert sums == {
+        "process_set_3": (3, 3 * one[1] // 2, 3 * one[2] // 2),
+        "process_set_2": (2, 4 * one[1] // 2, 4 * one[2] // 2),
+    }
+
+
+def test_a_stall_is_looked_for_within_process_sets():
+    sets = {"strategy.data.process_sets": [[0, 2]]}
+    assert watched_groups(plan_of(dp=4, **sets)) == [(0, 2), (1,), (3,)]
+    assert watched_groups(plan_of(dp=3, tp=2, global_batch=12, **sets)) == [(0, 4), (2,), (1, 5), (3,)]
+    assert watched_groups(plan_of(dp=2, tp=2)) == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reduction": "adasum", "compression": "fp16"},
+        {"process_sets": ((0, 1), (2, 3)), "compression": "fp16"},
+        {"process_sets": ((0, 1, 3),)},
+        {"process_sets": ((0,), (1,), (2,), (3,))},
+        {"worker_batches": (3, 3, 1, 2)},
+    ],
+)
+def test_plan_can_show_it(settings):
+    from parallelrun.plan.document import facts
+
+    config = tiny_config({"dp": 4, "cluster.inter_gb_s": 3.0, "cluster.intra_gb_s": 3.0, **HOROVOD, **data(**settings)})
+    assert facts(resolve(config), config)

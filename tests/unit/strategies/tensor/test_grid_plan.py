@@ -1,0 +1,625 @@
+"""The grid tensor strategies (2d, 2.5d, 3d) before a process exists: grids, forms, layouts, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as combinations
+from math import prod
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parallelrun import product as products
+from parallelrun.errors import EXIT_CONFIG, ConfigError
+from parallelrun.layout import Layout
+from parallelrun.model_spec import LayerSpec
+from parallelrun.plan.freeze import freeze, load_frozen
+from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.shorthands import fold
+from parallelrun.plan.strategy import Request
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.suggest import pairs
+from parallelrun.product import Activation
+from parallelrun.strategies.tensor.grid import axes, choose
+from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
+from tests.matrix import examples
+from tests.plans import tiny_config, tiny_plan
+from tests.unit.plan.test_properties import cover
+
+NINE = {"layout": "2d", "tp": 9, "model.hidden": 18, "model.heads": 9, "model.ffn": 36, "global_batch": 9}
+TWO_BY_THREE = {"layout": "2d", "tp": 6, "grid": "2x3", "model.hidden": 24, "model.heads": 12, "global_batch": 12}
+DEEP = {"layout": "2.5d", "tp": 8}
+CUBE = {"layout": "3d", "tp": 8}
+CELLS = {"2d 4": {"layout": "2d", "tp": 4}, "2d 9": NINE, "2d 2x3": TWO_BY_THREE, "2.5d 8": DEEP, "3d 8": CUBE}
+
+
+def problems_of(overrides, /, given=frozenset(), **more):
+    with pytest.raises(ConfigError) as caught:
+        resolve(tiny_config(overrides), given=given, **more)
+    assert caught.value.exit_code == EXIT_CONFIG
+    return caught.value.problems
+
+
+def only_problem(overrides, /, **more):
+    (problem,) = problems_of(overrides, **more)
+    return problem
+
+
+def layout_of(plan: Plan, name: str) -> Layout:
+    return strategies_of(plan).tensor.layout(plan.spec.parameters[name], plan)
+
+
+def layer(plan: Plan, name: str):
+    return next(layer for layer in plan.spec.layers() if layer.name == name)
+
+
+# Axes
+
+
+def test_the_last_axis_varies_fastest_so_that_a_row_of_the_grid_lies_together():
+    mesh = tiny_plan(TWO_BY_THREE).mesh
+    assert mesh.mesh_dims == (("pp", 1), ("dp", 1), ("row", 2), ("col", 3))
+    assert mesh.group_of(4, "col") == (3, 4, 5) and mesh.group_of(4, "row") == (1, 4)
+    assert mesh.group_of(4, "tp") == tuple(range(6))
+
+
+def test_depth_is_the_slowest_axis_and_its_grids_are_whole():
+    mesh = tiny_plan(DEEP, dp=2, global_batch=16).mesh
+    assert mesh.group_of(13, "depth") == (9, 13) and mesh.coordinate(13) | {
+        "depth": 1,
+        "row": 0,
+        "col": 1,
+    } == mesh.coordinate(13)
+
+
+@pytest.mark.parametrize(
+    ("tp", "depth", "expected"),
+    [
+        (8, None, {"depth": 2, "row": 2, "col": 2}),
+        (64, None, {"depth": 4, "row": 4, "col": 4}),
+        (32, None, {"depth": 2, "row": 4, "col": 4}),
+        (64, 1, {"row": 8, "col": 8}),
+        (4, None, {"row": 2, "col": 2}),
+        (16, 4, None),  # a grid of 2 x 2 is not 4 deep
+        (12, None, None),
+        (8, 3, None),
+    ],
+)
+def test_the_depth_is_the_largest_that_no_side_of_the_grid_is_shorter_than(tp, depth, expected):
+    assert axes.arrange("2.5d", tp, None, depth) == expected
+
+
+def test_a_depth_of_one_is_2d():
+    flat, deep = tiny_plan(layout="2d", tp=4), tiny_plan(layout="2.5d", tp=4, depth=1)
+    assert deep.mesh == flat.mesh and deep.tensor.forms == flat.tensor.forms
+    for parameter in flat.spec.parameters:
+        assert layout_of(flat, parameter) == layout_of(deep, parameter)
+
+
+def test_large_cubes_and_squares_are_found_exactly():
+    for side in range(1, 102):
+        for kind, power in (("2d", 2), ("3d", 3)):
+            assert set(axes.arrange(kind, side**power, None, None).values()) == {side}
+            if side > 1:
+                assert axes.arrange(kind, side**power - 1, None, None) is None
+
+
+# What the shorthands say
+
+
+def test_an_explicit_layout_beats_ptdp_but_contradicts_a_preset_that_is_another_layout():
+    assert tiny_plan(layout="2d", tp=4).tensor.kind == "2d"
+    own = {"strategy.own_axis": "tp", "strategy.name": "tp2d", "strategy.tensor.kind": "2d", "tp": 4}
+    problem = only_problem({**own, "layout": "1d"})
+    assert problem.kind == "contradiction" and problem.where == "layout" and "layout=2d" in problem.suggestion
+    assert tiny_plan({**own, "layout": "2d"}).tensor.kind == "2d"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"tp": 4, "grid": "2x2"}, "grid"),
+        ({"tp": 4, "depth": 1}, "depth"),
+        ({"layout": "2d", "tp": 4, "depth": 1}, "depth"),
+        ({**CUBE, "grid": "2x4"}, "grid"),
+        ({"tp": 4, "strategy.tensor.form": "summa"}, "strategy.tensor.form"),
+        ({**CUBE, "strategy.tensor.form": "summa"}, "strategy.tensor.form"),
+        ({"tp": 4, "strategy.tensor.save_gathered": False}, "strategy.tensor.save_gathered"),
+        ({**CUBE, "strategy.tensor.sequence_parallel": True}, "strategy.tensor.sequence_parallel"),
+    ],
+)
+def test_keys_that_the_layout_does_not_read_are_refused_and_only_noted_in_a_sweep(overrides, key):
+    problem = only_problem(overrides, given=frozenset(overrides))
+    assert problem.kind == "unread" and problem.where == key
+    plan = resolve(tiny_config(overrides), given=frozenset(overrides), sweep=True)
+    assert any(key in warning for warning in plan.warnings)
+
+
+def test_two_different_grids_are_a_contradiction():
+    overrides = {**TWO_BY_THREE, "strategy.tensor.grid": "3x2"}
+    assert only_problem(overrides, given=frozenset(overrides)).kind == "contradiction"
+
+
+@pytest.mark.parametrize("cell", [*CELLS, "2.5d alone", "2d world"])
+def test_a_frozen_plan_resolves_to_the_same_plan_with_its_grid_as_numbers(cell):
+    more = {
+        "2.5d alone": {"layout": "2.5d", "tp": 16, "global_batch": 16},
+        "2d world": {"strategy.own_axis": "tp", "strategy.tensor.kind": "2d", "tp": None, "world": 4},
+    }
+    config = tiny_config(CELLS.get(cell) or more[cell])
+    plan = resolve(config)
+    frozen = load_frozen(freeze(config, plan))
+    again = resolve(frozen)
+    assert (again.mesh, again.tensor, again.batch) == (plan.mesh, plan.tensor, plan.batch)
+    assert frozen.layout is None and frozen.grid is None and frozen.depth is None
+    if plan.tensor.kind != "3d":
+        assert frozen.strategy.tensor.grid == f"{plan.mesh.size('row')}x{plan.mesh.size('col')}"
+    assert frozen.strategy.tensor.depth == (plan.mesh.size("depth") if plan.tensor.kind == "2.5d" else None)
+
+
+def test_a_sweep_freezes_a_plan_without_the_keys_that_it_does_not_read():
+    config = tiny_config({"tp": 4, "grid": "2x2", "depth": 2})
+    plan = resolve(config, given=frozenset({"grid", "depth"}), sweep=True)
+    assert resolve(load_frozen(freeze(config, plan))).mesh == plan.mesh
+
+
+def test_what_was_filled_in_is_told():
+    assert "grid=2x2 depth=2 (filled: tp 8, the largest legal depth)" in tiny_plan(DEEP).filled
+    assert not any("grid" in sentence for sentence in tiny_plan(TWO_BY_THREE).filled)
+
+
+# What is refused, each with values that are legal (see also the property below)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "told", "suggested"),
+    [
+        ({"layout": "2d", "tp": 8}, "tp", "no square", {"tp=4", "tp=16", "grid=2x4"}),
+        ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "grid=2x3 = 6 ranks", {"grid=2x4"}),
+        ({"layout": "2d", "tp": 8, "grid": "2by4"}, "grid", "rows x columns", {"grid=2x4"}),
+        ({"layout": "2.5d", "tp": 12}, "tp", "depth at most q", {"tp=8", "tp=16"}),
+        ({"layout": "2.5d", "tp": 16, "depth": 4}, "depth", "exceeds the grid's side of 2", {"depth=1"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 3}, "depth", "does not divide by depth=3", {"depth=2"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 1}, "depth", "no square grid", {"depth=2", "grid=2x4", "tp=4", "tp=16"}),
+        ({"layout": "2.5d", "tp": 8, "depth": 2, "grid": "1x4"}, "depth", "side of 1", {"grid=2x2"}),
+        ({"layout": "2.5d", "tp": 24, "depth": 2, "grid": "2x2"}, "grid", "= 8 ranks", {"tp=8"}),
+        (
+            {"layout": "2.5d", "tp": 16, "grid": "2x2"},
+            "grid",
+            "at most 2 deep",
+            {"tp=4", "tp=8", "grid=4x4"},
+        ),
+        ({"layout": "3d", "tp": 9}, "tp", "no cube", {"tp=8"}),
+        ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
+    ],
+)
+def test_a_tp_that_makes_no_grid_is_refused_with_the_nearest_that_do(overrides, where, told, suggested):
+    problem = only_problem(overrides)
+    assert problem.kind == "arithmetic" and problem.where == where and told in problem.what
+    assert {f"{key}={value}" for key, value in pairs(problem.suggestion)} == suggested
+
+
+def test_ranks_that_are_left_of_a_world_and_make_no_grid_are_refused_with_the_worlds_that_do():
+    own = {"strategy.own_axis": "tp", "strategy.tensor.kind": "2d", "tp": None, "dp": None, "pp": None}
+    launched = only_problem(own, world=8)
+    asked = only_problem({**own, "world": 8})
+    gpus = only_problem(own, gpus=8)
+    assert set(pairs(launched.suggestion)) == {("grid", "2x4"), ("dp", "2")}
+    assert set(pairs(asked.suggestion)) == {("grid", "2x4"), ("dp", "2"), ("world", "4"), ("world", "16")}
+    assert {("tp", "4"), ("grid", "2x4")} <= set(pairs(gpus.suggestion))
+
+
+def test_every_size_that_does_not_divide_is_told_at_once():
+    problems = problems_of({"layout": "2d", "tp": 9, "global_batch": 8})
+    assert [problem.what.split("=")[0] for problem in problems] == [
+        "model.hidden", "model.heads", "model.ffn", "micro_batch",
+    ]  # fmt: skip
+    assert all(problem.suggestion for problem in problems)
+    assert all("row 3 x col 3" in problem.what for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "suggested"),
+    [
+        ({"layout": "2d", "tp": 4, "model.heads": 1}, "model.heads=1", {"model.heads=2", "model.heads=4", "tp=1"}),
+        ({"layout": "2d", "tp": 4, "model.ffn": 31}, "model.ffn=31", {"model.ffn=30", "model.ffn=32", "tp=1"}),
+        ({**CUBE, "model.ffn": 30}, "model.ffn=30 does not divide by 4", {"model.ffn=28", "model.ffn=32", "tp=1"}),
+    ],
+)
+def test_heads_and_widths_must_divide_by_the_axes_that_split_them(overrides, told, suggested):
+    problem = only_problem(overrides)
+    assert problem.kind == "arithmetic" and told in problem.what
+    assert {f"{key}={value}" for key, value in pairs(problem.suggestion)} == suggested
+
+
+def test_fewer_kv_heads_than_the_head_axis_is_not_built():
+    problem = only_problem({"layout": "2d", "tp": 16, "model.kv_heads": 2})
+    assert problem.kind == "not_built" and "model.kv_heads=4" in problem.suggestion and "tp=4" in problem.suggestion
+    assert tiny_plan({"layout": "2d", "tp": 4, "model.kv_heads": 2})
+
+
+def test_the_sequence_and_the_vocabulary_need_not_divide():
+    for cell in CELLS.values():
+        assert tiny_plan({**cell, "model.seq": 7, "model.vocab": 37})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "suggested"),
+    [
+        ({"micro_batch": 1}, "micro_batch", {"micro_batch=2", "micro_batch=4"}),
+        ({"microbatches": 8}, "microbatches", {"microbatches=2", "microbatches=4", "global_batch=16"}),
+        ({"global_batch": 3}, "global_batch", {"global_batch=2", "global_batch=4"}),
+        ({"local_batch": 3, "dp": 2}, "global_batch", {"local_batch=2", "local_batch=4"}),
+    ],
+)
+def test_only_whole_samples_are_split_so_the_microbatch_must_divide(overrides, where, suggested):
+    problem = only_problem({"layout": "2d", "tp": 4, **overrides})
+    assert problem.kind == "arithmetic" and problem.where == where and "into 2 parts" in problem.what
+    assert {f"{key}={value}" for key, value in pairs(problem.suggestion)} == suggested
+
+
+def test_unset_microbatches_are_the_most_whose_samples_divide_where_four_a_stage_are_too_many():
+    plan = tiny_plan({**CUBE, "pp": 2, "global_batch": 24})
+    assert plan.batch.microbatches == 6 and plan.batch.micro_batch == 4
+    uneven = tiny_plan({"layout": "2d", "tp": 4, "pp": 3, "model.layers": 6, "global_batch": 12})
+    assert uneven.batch.microbatches == 6
+    assert tiny_plan({"layout": "2d", "tp": 4, "pp": 4, "global_batch": 24}).batch.microbatches == 12
+
+
+def test_an_unset_global_batch_is_one_that_divides():
+    cube = {"layout": "3d", "tp": 27, "model.hidden": 36, "model.heads": 9, "global_batch": None}
+    assert tiny_plan(cube).batch.global_batch == 54
+    assert tiny_plan({"layout": "2d", "tp": 4, "global_batch": None}).batch.global_batch == 48
+
+
+def test_the_naive_pipeline_is_not_blamed_for_samples_that_do_not_divide():
+    (problem,) = problems_of({"layout": "2d", "tp": 4, "pp": 2, "schedule": "naive", "global_batch": 3})
+    assert problem.what.startswith("micro_batch=")
+
+
+def test_backward_in_two_halves_keeps_what_it_gathered_and_knows_no_panels():
+    halves = {"layout": "2d", "tp": 4, "pp": 2, "schedule": "zero_bubble"}
+    assert tiny_plan(halves)
+    problems = problems_of({**halves, "strategy.tensor.save_gathered": False, "strategy.tensor.form": "summa"})
+    assert [problem.kind for problem in problems] == ["undefined", "undefined"]
+
+
+def test_panels_need_a_square_grid():
+    problem = only_problem({**TWO_BY_THREE, "strategy.tensor.form": "summa"})
+    assert problem.kind == "undefined" and "stationary_y" in problem.suggestion
+    assert tiny_plan({**NINE, "strategy.tensor.form": "summa"}).tensor.forms[0][1] == ("summa", "summa")
+
+
+def refused_roles(roles: dict[str, str]) -> str:
+    """What is told when layers of the tiny gpt have other layer roles."""
+    plan = tiny_plan(layout="2d", tp=4)
+    blocks = tuple(
+        replace(
+            block, layers=tuple(replace(one, layer_role=roles.get(one.name, one.layer_role)) for one in block.layers)
+        )
+        for block in plan.spec.blocks
+    )
+    request = Request(
+        fold(tiny_config(layout="2d"), frozenset())[0], replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
+    )
+    (problem,) = strategies_of(plan).tensor.check(request)
+    assert problem.kind == "undefined" and problem.where == "model.roles" and problem.suggestion == "tp=1"
+    return problem.what
+
+
+def test_a_layer_that_does_not_know_its_place_is_named():
+    assert "layers.1.mlp.up has no layer role" in refused_roles({"layers.1.mlp.up": ""})
+    assert "layers.0.attention.out reads what layers.0.attention.qkv has split" in refused_roles(
+        {"layers.0.attention.out": "linear"}
+    )
+    assert "head.head gives the logits" in refused_roles({"head.head": "columns"})
+
+
+# Forms
+
+
+def test_the_forms_are_those_that_move_least():
+    """The reference: in an MLP the way down (4h -> h) moves M h when X stays, 4 M h when Y does."""
+    forms = dict(tiny_plan({"layout": "2d", "tp": 4, "model.seq": 1000}).tensor.forms)
+    assert forms[16, 64, 64, 16] == ("stationary_y", "stationary_x")
+
+
+@pytest.mark.parametrize("cell", ["2d 4", "2d 2x3", "2.5d 8"])
+def test_no_other_forms_that_divide_move_less(cell):
+    plan = tiny_plan(CELLS[cell])
+    asked = choose.Choice(
+        plan.tensor.kind,
+        "auto",
+        axes.tensor_sizes(plan),
+        plan.batch.micro_batch * plan.spec.seq,
+        plan.batch.micro_batch,
+    )
+    resolved = dict(plan.tensor.forms)
+    for key, group in choose.distinct(plan.spec).items():
+        volumes = {forms: choose.volume(group[0], forms, asked) for forms in choose.legal(group, asked, plan.spec)}
+        assert len(volumes) >= 4 and volumes[resolved[key]] == min(volumes.values())
+
+
+def test_no_weight_moves_where_weights_are_larger_than_activations():
+    plan = tiny_plan({"layout": "2d", "tp": 4, "model.seq": 1, "model.hidden": 64, "global_batch": 2})
+    assert set(dict(plan.tensor.forms).values()) == {("stationary_w", "stationary_w")}
+    inside = product_of(layer(plan, "layers.0.mlp.up"), plan).y
+    assert inside == Activation(("col",), ("row",))
+    assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == axes.outside(plan)
+
+
+@pytest.mark.parametrize("form", ["stationary_x", "stationary_y", "stationary_w", "summa"])
+def test_a_form_that_is_asked_for_is_taken(form):
+    plan = tiny_plan({"layout": "2d", "tp": 4, "strategy.tensor.form": form})
+    assert set(dict(plan.tensor.forms).values()) == {(form, form)}
+
+
+def test_gathering_again_costs_and_may_choose_other_forms():
+    kept = tiny_plan({"layout": "2d", "tp": 4})
+    lean = tiny_plan({"layout": "2d", "tp": 4, "strategy.tensor.save_gathered": False})
+    assert kept.tensor.save_gathered and not lean.tensor.save_gathered
+
+
+def test_only_pairs_that_divide_swap_the_axes():
+    """2x3: an mlp of 16 inside divides by two rows but not by three columns, so no form but stationary_w fits."""
+    plan = tiny_plan({**TWO_BY_THREE, "model.ffn": 16})
+    assert dict(plan.tensor.forms)[24, 16, 16, 24] == ("stationary_w", "stationary_w")
+    assert plan.batch.micro_batch % 6 == 0
+    problem = only_problem({**TWO_BY_THREE, "model.ffn": 16, "micro_batch": 2})
+    assert "into 6 parts" in problem.what
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
+def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
+    plan = tiny_plan({**CELLS[cell], "model.vocab": 41, "dp": 2, "global_batch": 72, "strategy.data.kind": data})
+    strategies, places = strategies_of(plan), [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
+    for parameter in plan.spec.parameters.values():
+        layout = strategies.tensor.layout(parameter, plan)
+        found = [
+            lies(parameter, layout, plan) for lies in (strategies.data.weight_layout, strategies.data.state_layout)
+        ]
+        for lies_so in (layout, *found):
+            cover(parameter.shape, lies_so, plan.mesh, places)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_matrices_are_split_over_all_axes_but_the_depth(cell):
+    plan = tiny_plan(CELLS[cell])
+    tensor_axes = [axis for axis in axes.tensor_sizes(plan) if axis != "depth"]
+    for parameter in plan.spec.parameters.values():
+        layout = layout_of(plan, parameter.name)
+        if len(parameter.shape) == 2 and parameter.layer_role != "position":
+            assert sorted(layout.axes) == sorted(tensor_axes)
+        assert set(layout.partial) <= set(axes.tensor_sizes(plan)) - set(layout.axes)
+
+
+def test_gradients_are_partial_over_the_axes_whose_ranks_see_other_samples():
+    deep, cube = tiny_plan(DEEP), tiny_plan(CUBE)
+    assert layout_of(deep, "layers.0.mlp.up.up.weight").partial == ("depth",)
+    assert layout_of(deep, "embedding.tokens.weight").partial == ("depth",)
+    assert layout_of(deep, "layers.0.mlp.up.up.bias") == Layout((("col",),), ("depth", "row"))
+    assert layout_of(cube, "layers.0.mlp.up.up.weight").partial == ()
+    assert layout_of(cube, "layers.0.mlp.up.up.bias") == Layout((("y",),), ("x", "z"))
+    assert layout_of(cube, "layers.0.mlp.down.bias") == Layout((("z",),), ("x", "y"))
+    assert layout_of(cube, "layers.0.mlp_norm.weight") == Layout((("z",),), ("x", "y"))
+    assert layout_of(cube, "embedding.position.weight") == Layout(((), ("z",)), ("x", "y"))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_tied_head_reads_the_table_as_it_lies(cell):
+    tied, apart = (tiny_plan({**CELLS[cell], "model.tied_embeddings": flag}) for flag in (True, False))
+    table = layout_of(apart, "embedding.tokens.weight")
+    assert table == layout_of(apart, "head.head.weight") == layout_of(tied, "embedding.tokens.weight")
+    assert product_of(layer(tied, "head.head"), tied).weight == product_of(layer(tied, "embedding.tokens"), tied).weight
+
+
+def test_axes_of_one_rank_are_partial_over_nothing():
+    plan = tiny_plan({"layout": "2d", "tp": 4, "grid": "1x4", "model.hidden": 16})
+    assert all(not layout_of(plan, name).partial for name in plan.spec.parameters)
+
+
+# Products
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("form", ["auto", "stationary_w", "stationary_x"])
+def test_each_layer_reads_what_the_one_before_gives(cell, form):
+    if cell == "3d 8" and form != "auto":
+        pytest.skip("3d has one form")
+    more = {"global_batch": 36} if form == "stationary_w" else {}
+    plan = tiny_plan({**CELLS[cell], "strategy.tensor.form": form, **more})
+    outside = axes.outside(plan)
+    for block in plan.spec.blocks:
+        now = outside
+        for one in block.layers:
+            product = product_of(one, plan)
+            if product is None or not product.lookup:
+                assert lies(one, plan) == now, one.name
+            now = product.y if product else now
+        assert now == outside or block is plan.spec.blocks[-1]
+
+
+def test_boundaries_and_losses_are_those_of_a_rank():
+    for cell, shape, loss in (
+        ("2d 4", (4, 8, 8), ("row",)), ("2d 2x3", (6, 8, 8), ("row",)),
+        ("2.5d 8", (2, 8, 8), ("depth", "row")), ("3d 8", (2, 8, 8), ("x", "z")),
+    ):  # fmt: skip
+        plan = tiny_plan(CELLS[cell])
+        assert strategies_of(plan).tensor.boundary_shape(plan) == shape
+        assert strategies_of(plan).tensor.loss_axes(plan) == loss
+
+
+def test_layers_inside_a_pair_lie_as_the_pair_does():
+    """An attention product or dropout between a column and a row layer sees other samples than one between blocks."""
+    plan = tiny_plan(CUBE)
+    block = plan.spec.block("layers.0")
+    drop = LayerSpec("layers.0.mlp.inner", "dropout", 64, 64)
+    at = [one.name for one in block.layers].index("layers.0.mlp.down")
+    more = replace(block, layers=(*block.layers[:at], drop, *block.layers[at:]))
+    spec = replace(plan.spec, blocks=tuple(more if one.name == block.name else one for one in plan.spec.blocks))
+    assert lies(drop, replace(plan, spec=spec)) == Activation(("x", "z"), ("y",))
+    assert lies(layer(plan, "layers.0.mlp.dropout"), plan) == axes.outside(plan)
+
+
+# Thousands of random requests
+
+COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@st.composite
+def requests(draw) -> dict:
+    """Overrides of the tiny config around grids: more than half are legal, the others nearly so."""
+    layout, side = draw(st.sampled_from(["2d", "2.5d", "3d"])), draw(st.integers(1, 3))
+    deep = draw(st.integers(1, side)) if layout == "2.5d" else 1
+    grid = None if layout == "3d" else draw(st.sampled_from([None, None, "1x4", "2x3", "3x2", "2x4"]))
+    ranks = {"2d": side**2, "2.5d": deep * side**2, "3d": side**3}[layout]
+    if grid:
+        deep = min(deep, int(grid[0]))
+        ranks = deep * int(grid[0]) * int(grid[2])
+    pp = draw(st.sampled_from([1, 1, 2]))
+    slip = draw(st.sampled_from([None, None, None, None, "tp", "heads", "ffn", "batch", "depth"]))
+    return {
+        "layout": layout,
+        "tp": ranks + draw(st.integers(1, 5)) if slip == "tp" else ranks,
+        "grid": grid,
+        "depth": draw(st.sampled_from([3, 4]))
+        if layout == "2.5d" and slip == "depth"
+        else deep
+        if layout == "2.5d"
+        else None,
+        "pp": pp,
+        "dp": draw(st.sampled_from([1, 1, 2, 3])),
+        "schedule": draw(st.sampled_from([None, "gpipe", "zero_bubble"])) if pp > 1 else None,
+        "model.hidden": 72 if slip != "heads" else 80,
+        "model.heads": 12 if slip != "heads" else draw(st.sampled_from([4, 8, 10])),
+        "model.kv_heads": draw(st.sampled_from([None, None, 6, 2])) if slip != "heads" else None,
+        "model.ffn": draw(st.sampled_from([None, 144, 36])) if slip != "ffn" else draw(st.sampled_from([30, 16, 31])),
+        "model.vocab": draw(st.integers(32, 50)),
+        "model.tied_embeddings": draw(st.booleans()),
+        "model.activation": draw(st.sampled_from(["gelu", "swiglu"])),
+        "strategy.tensor.form": draw(st.sampled_from(["auto", "auto", *choose.FORMS[1:]]))
+        if layout != "3d"
+        else "auto",
+        "strategy.tensor.save_gathered": draw(st.sampled_from([True, True, False])),
+        "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1", "fsdp"])),
+        "global_batch": draw(st.sampled_from([None, None, 432]))
+        if slip != "batch"
+        else draw(st.sampled_from([7, 12, 50])),
+        "microbatches": draw(st.sampled_from([None, None, 2, 4])),
+    }
+
+
+@settings(max_examples=examples(500), **COMMON)
+@given(requests())
+def test_a_random_request_is_a_plan_that_tiles_every_parameter_or_violations_whose_values_are_legal(overrides):
+    try:
+        plan = resolve(tiny_config(overrides))
+    except ConfigError as error:
+        assert len(set(error.problems)) == len(error.problems)
+        for problem in error.problems:
+            assert problem.what and problem.where and problem.suggestion
+            assert problem.kind in ("arithmetic", "undefined", "not_built", "contradiction")
+        if len(error.problems) == 1:
+            for key, text in pairs(error.problems[0].suggestion):
+                value = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+                cures({**overrides, key: value}, error.problems[0].what)
+        return
+    check_plan(plan)
+
+
+def cures(overrides: dict, what: str) -> None:
+    """The plan is legal, or only the batch is left to change."""
+    try:
+        resolve(tiny_config(overrides))
+    except ConfigError as error:
+        assert all(problem.what != what for problem in error.problems)
+        assert {problem.where for problem in error.problems} <= {"global_batch", "microbatches"}
+
+
+def check_plan(plan: Plan) -> None:
+    """Parts tile every parameter; weights, samples and features are split evenly; nothing moves over one rank."""
+    sizes = axes.tensor_sizes(plan)
+    assert prod(sizes.values()) == plan.mesh.size("tp")
+    places = [dict(zip(sizes, place)) for place in combinations(*(range(n) for n in sizes.values()))]
+    strategy, shape = strategies_of(plan).tensor, plan.spec.boundary_shape
+    seen = set()
+    for parameter in plan.spec.parameters.values():
+        layout = strategy.layout(parameter, plan)
+        if (parameter.shape, layout) in seen:
+            continue
+        seen.add((parameter.shape, layout))
+        parts = [layout.ranges(parameter.shape, plan.mesh.sizes, place) for place in places]
+        split = prod(plan.mesh.size(axis) for axis in layout.axes)
+        numels = [prod(stop - start for start, stop in part) for part in parts]
+        assert sum(numels) == parameter.numel * len(places) // split
+        assert len({part for part, numel in zip(parts, numels) if numel}) == sum(map(bool, numels)) * split // len(
+            places
+        )
+        if parameter.layer_role in ("columns", "row", "norm"):
+            assert set(numels) == {parameter.numel // split}, "only the vocabulary may be uneven"
+    assert prod(strategy.boundary_shape(plan)) * len(places) == plan.batch.micro_batch * prod(shape)
+    for one in plan.spec.layers():
+        product = product_of(one, plan)
+        for lies_so in (product.x, product.y) if product else ():
+            assert plan.batch.micro_batch % prod(plan.mesh.size(axis) for axis in lies_so.rows) == 0
+        if product and product.panels:
+            assert one.in_features % products.num_panels(product, plan.mesh.sizes) == 0
+
+
+@pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
+def test_every_tp_is_laid_out_by_the_rules_or_not_at_all(kind):
+    for tp in range(1, 301):
+        for grid in (None, (1, 4), (2, 3), (3, 2), (4, 4)):
+            for depth in (None, 1, 2, 3, 4):
+                found = axes.arrange(kind, tp, grid, depth)
+                assert found == arranged(kind, tp, grid, depth), (tp, grid, depth)
+
+
+def arranged(kind, tp, grid, depth):
+    """Out of every depth x rows x columns that there is: a grid as asked, else square; no deeper than its sides."""
+    rows_of = [n for n in range(1, tp + 1) if tp % n == 0]
+    if kind == "3d":
+        return next(({a: n for a in "xyz"} for n in rows_of if n**3 == tp), None)
+    depths = [1] if kind == "2d" else [d for d in rows_of if depth in (None, d)]
+    legal = [
+        (d, rows, tp // d // rows)
+        for d in depths
+        for rows in rows_of
+        if tp // d % rows == 0
+        and ((rows, tp // d // rows) == grid if grid else rows * rows * d == tp)
+        and d <= min(rows, tp // d // rows)
+    ]
+    deep, rows, columns = max(legal, default=(0, 0, 0))
+    expected = {"depth": deep, "row": rows, "col": columns} if deep > 1 else {"row": rows, "col": columns}
+    return expected if legal else None
+
+
+@settings(max_examples=examples(1000), **COMMON)
+@given(
+    kind=st.sampled_from(["2d", "2.5d", "3d"]),
+    side=st.integers(1, 4),
+    depth=st.integers(1, 4),
+    vocab=st.integers(1, 60),
+    hidden=st.integers(1, 5),
+)
+def test_any_vocabulary_is_tiled_by_the_ranks_of_one_grid(kind, side, depth, vocab, hidden):
+    depth = min(depth, side)
+    tp = {"2d": side**2, "2.5d": depth * side**2, "3d": side**3}[kind]
+    sizes = axes.arrange(kind, tp, None, depth if kind == "2.5d" else None)
+    outside = axes.between_blocks(sizes)
+    layout = table(kind, outside).weight_layout
+    assert layout == head(kind, outside).weight_layout
+    shape, held = (vocab, hidden * side), set()
+    for place in combinations(*(range(n) for n in sizes.values())):
+        place = dict(zip(sizes, place))
+        (first, last), (left, right) = layout.ranges(shape, sizes, place)
+        cells = {(i, j) for i in range(first, last) for j in range(left, right)}
+        if place.get("depth", 0) == 0:
+            assert not cells & held
+        held |= cells
+    assert len(held) == prod(shape)

@@ -1,0 +1,258 @@
+"""What the grid tensor strategies send: against counts by hand, against the papers, and against every single rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.model_spec import LayerSpec
+from parallelrun.plan import prediction
+from parallelrun.plan.hosts import stays_in_node
+from parallelrun.plan.resolve import strategies_of
+from parallelrun.plan.structure import Collective, Plan
+from tests.plans import tiny_plan
+
+FLAT = {"layout": "2d", "tp": 4, "model.layers": 1, "strategy.tensor.form": "stationary_y"}
+LEAN = {"strategy.tensor.save_gathered": False}
+APART = {"strategy.tensor.overlap": False}
+
+
+def sent(overrides: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """By axis, operation and purpose: (calls, bytes) of the tensor strategy in one step."""
+    return by_key(tensor_rows(tiny_plan(overrides)))
+
+
+def tensor_rows(plan: Plan) -> list[Collective]:
+    return strategies_of(plan).tensor.collectives(plan.spec.blocks, plan)
+
+
+def by_key(rows: list[Collective]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    return {(row.axis, row.operation, row.purpose): (row.calls, row.payload_bytes) for row in rows}
+
+
+# 2 x 2, 64 positions, hidden 16, ffn 64, vocabulary 32, one layer, all products stationary-Y. In elements of the full
+# buffers: X of q k v, out, up and the head is 32 x 16, of down 32 x 64; W of q k v 24 x 16, out 8 x 16, up 32 x 16,
+# down 8 x 64, head and table 16 x 16. The table's rows (32 x 16) are scattered, and gathered again for their gradient.
+X, W = 4 * 512 + 2048, 384 + 128 + 512 + 512 + 256
+TABLE, TABLE_ROWS = 256, 512
+BY_HAND = {
+    ("col", "all_gather", "activations"): (6, 4 * (X + TABLE_ROWS)),
+    ("col", "reduce_scatter", "activations"): (6, 4 * (X + TABLE_ROWS)),
+    ("row", "all_gather", "weights"): (6, 4 * (W + TABLE)),
+    ("row", "reduce_scatter", "weight_gradients"): (6, 4 * (W + TABLE)),
+    ("col", "all_gather", "norm"): (3, 4 * 3 * 2 * 2 * 32),  # two numbers a row from both ranks
+    ("col", "all_reduce", "norm"): (3, 4 * 3 * 2 * 32),
+    ("col", "all_reduce", "loss"): (2, 4 * (32 + 2 * 32)),
+}
+
+
+def test_2d_as_counted_by_hand():
+    assert sent(FLAT) == BY_HAND
+
+
+def test_gathering_again_costs_every_gather_but_the_table_s_once_more():
+    lean = sent(FLAT | LEAN)
+    assert lean["col", "all_gather", "activations"] == (6 + 5, 4 * (X + TABLE_ROWS + X))
+    assert lean["row", "all_gather", "weights"] == (6 + 5, 4 * (W + TABLE + W))
+    assert {key: value for key, value in lean.items() if "all_gather" not in key} == {
+        key: value for key, value in BY_HAND.items() if "all_gather" not in key
+    }
+
+
+def test_gathering_again_does_not_depend_on_overlap():
+    assert sent(FLAT | LEAN | APART) == sent(FLAT | LEAN)
+
+
+def test_operands_move_in_the_compute_dtype_and_weight_gradients_in_theirs():
+    rounded = sent(FLAT | {"precision.name": "bf16"})
+    for key, (calls, payload) in BY_HAND.items():
+        halved = key[2] in ("activations", "weights")
+        assert rounded[key] == (calls, payload // 2 if halved else payload), key
+
+
+def test_weights_move_once_for_every_microbatch():
+    two = sent(FLAT | {"microbatches": 2})
+    for key, (calls, payload) in BY_HAND.items():
+        moves_weights = key[2] in ("weights", "weight_gradients")
+        assert two[key] == (2 * calls, 2 * payload if moves_weights else payload), key
+
+
+def test_rmsnorm_sums_one_number_a_row():
+    found = sent(FLAT | {"model.norm": "rmsnorm"})
+    assert found["col", "all_reduce", "norm"] == (6, 4 * 6 * 32) and ("col", "all_gather", "norm") not in found
+
+
+def test_full_recomputation_sends_the_layer_s_forward_again():
+    again = sent(FLAT | {"recompute": "full"})
+    assert again["col", "all_gather", "activations"] == (6 + 4, 4 * (X + TABLE_ROWS + X - 512))
+    assert again["row", "all_gather", "weights"] == (6 + 4, 4 * (W + TABLE + W - 256))
+    assert again["col", "all_gather", "norm"] == (3 + 2, 4 * 5 * 2 * 2 * 32)
+
+
+@pytest.mark.parametrize(("more", "again"), [({}, 2), (APART, 1), (APART | {"dropout": 0.1}, 2)], ids=str)
+def test_the_last_scatter_is_sent_again_only_if_something_behind_it_is_needed(more, again):
+    """Of the layer's two scatters of Y; a node of its own stands behind the last tensor that backward needs."""
+    scatters = {**FLAT, "strategy.tensor.form": "stationary_x", **more}
+    calls = [sent({**scatters, "recompute": mode})["col", "reduce_scatter", "activations"][0] for mode in MODES]
+    assert calls[1] - calls[0] == 2 + again  # q k v and up scatter too
+
+
+MODES = ("none", "full")
+
+
+def test_one_axis_of_one_rank_is_silent():
+    assert {row.axis for row in tensor_rows(tiny_plan(FLAT | {"grid": "1x4"}))} == {"col"}
+    assert {row.axis for row in tensor_rows(tiny_plan(FLAT | {"grid": "4x1"}))} == {"row"}
+
+
+def test_summa_broadcasts_and_reduces_panels():
+    found = sent(FLAT | {"strategy.tensor.form": "summa"})
+    assert found["col", "broadcast", "activations"][0] == found["row", "broadcast", "weights"][0] == 4 * 2 * 2
+    assert found["col", "reduce", "activations"][0] == found["row", "reduce", "weight_gradients"][0] == 4 * 2
+
+
+def test_an_uneven_vocabulary_is_padded_alike_on_every_rank():
+    """37 token ids: 19 and 18 by column, of which a rank stores 10 at most: 20 rows are gathered."""
+    found, even = sent(FLAT | {"model.vocab": 37}), sent(FLAT | {"model.vocab": 40})
+    assert found["row", "all_gather", "weights"] == even["row", "all_gather", "weights"]
+
+
+def test_the_model_s_own_input_has_no_gradient():
+    """An mlp begins with a norm of the features, the matmul lesson with the product itself."""
+    mlp = {"model.name": "mlp", "model.layers": 2, "model.hidden": 16, "layout": "2d", "tp": 4}
+    found = sent(mlp)
+    assert found["col", "all_gather", "norm"][0] - found["col", "all_reduce", "norm"][0] == 1
+    lesson = {"model.name": "matmul", "model.inner": 8, "layout": "2d", "tp": 4}
+    found = sent(lesson | {"strategy.tensor.form": "stationary_y"})
+    assert found["col", "all_gather", "activations"][0] == 1
+    assert ("col", "reduce_scatter", "activations") not in found
+
+
+def frozen(plan: Plan, *layers: str) -> Plan:
+    """The plan with the parameters of those layers frozen."""
+
+    def freeze(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, parameters=tuple(replace(p, frozen=True) for p in layer.parameters))
+
+    blocks = tuple(
+        replace(block, layers=tuple(freeze(x) if x.name.startswith(layers) else x for x in block.layers))
+        for block in plan.spec.blocks
+    )
+    return replace(plan, spec=replace(plan.spec, blocks=blocks))
+
+
+def test_what_is_frozen_reduces_no_gradient_and_nothing_goes_back_through_what_comes_first():
+    plan = tiny_plan(FLAT | {"model.tied_embeddings": False})
+    whole = by_key(tensor_rows(plan))
+    middle = by_key(tensor_rows(frozen(plan, "layers.0.mlp")))
+    assert (
+        whole["row", "reduce_scatter", "weight_gradients"][0] - 2
+        == middle["row", "reduce_scatter", "weight_gradients"][0]
+    )
+    assert {key: row for key, row in whole.items() if key[2] != "weight_gradients"} == {
+        key: row for key, row in middle.items() if key[2] != "weight_gradients"
+    }
+    last = by_key(tensor_rows(frozen(plan, "embedding", "layers", "head.norm")))
+    assert last["row", "reduce_scatter", "weight_gradients"][0] == 1
+    assert last["col", "reduce_scatter", "activations"][0] == 1  # the table's rows, forward
+    assert ("col", "all_reduce", "norm") not in last and last["col", "all_gather", "activations"][0] == 5
+
+
+def received(plan: Plan, sizes: dict[str, int]) -> int:
+    """Bytes of the products of the one transformer layer."""
+    short = replace(plan, recompute="none")
+    rows = strategies_of(plan).tensor.collectives((plan.spec.block("layers.0"),), short)
+    return sum(prediction.wire_bytes(row, sizes[row.axis]) for row in rows if row.purpose != "norm")
+
+
+M, H = 8 * 8, 16  # positions and hidden of the tiny model
+C = (2 - 1) / 2**2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "elements"),
+    [  # the reference's table, per transformer layer, forward and backward
+        (FLAT | {"strategy.tensor.form": "summa"}, 3 * C * (7 * M * H + 12 * H**2)),
+        (FLAT, 2 * C * (7 * M * H + 12 * H**2)),
+        (FLAT | LEAN, 3 * C * (7 * M * H + 12 * H**2)),
+        (FLAT | {"strategy.tensor.form": "auto"}, 2 * C * (4 * M * H + 12 * H**2)),
+        (FLAT | {"layout": "2.5d", "tp": 8, "depth": 2}, 2 * C * (7 * M * H / 2 + 12 * H**2)),
+        ({"model.layers": 1, "layout": "3d", "tp": 8}, 2 * (2 - 1) / 2**3 * (16 * M * H + 12 * H**2)),
+    ],
+    ids=["summa", "stationary y", "lean", "best", "2.5d", "3d"],
+)
+def test_a_layer_s_volume_is_that_of_the_papers(overrides, elements):
+    plan = tiny_plan(overrides)
+    assert received(plan, plan.mesh.sizes) == 4 * elements
+
+
+def test_depth_is_summed_once_a_step_and_by_the_data_way():
+    plan = tiny_plan({"layout": "2.5d", "tp": 8, "depth": 2, "microbatches": 2})
+    assert all(row.axis != "depth" for row in tensor_rows(plan))
+    (depth,) = [row for row in prediction.collectives(plan, 0) if row.axis == "depth" and row.operation == "all_reduce"]
+    assert depth.purpose == "partial"
+
+
+# Against every rank ---------------------------------------------------------------------------------------------------
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"layout": "2d", "tp": 4},
+    {"layout": "2d", "tp": 4, "grid": "1x4"},
+    {"layout": "2d", "tp": 8, "grid": "4x2"},
+    {"layout": "2.5d", "tp": 8, "depth": 2},
+    {"layout": "3d", "tp": 8},
+]
+COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@st.composite
+def grids(draw) -> dict[str, Any]:
+    """Legal plans on a grid, the vocabulary of any size: nested uneven or empty parts."""
+    dp = draw(st.sampled_from([1, 1, 2, 3]))
+    return {
+        **draw(st.sampled_from(LAYOUTS)),
+        "dp": dp,
+        "pp": draw(st.sampled_from([1, 2])),
+        "global_batch": 16 * dp,
+        "microbatches": 2,
+        "model.layers": 2,
+        "model.vocab": draw(st.integers(32, 60)),
+        "model.tied_embeddings": draw(st.booleans()),
+        "strategy.data.kind": draw(st.sampled_from(["ddp", "zero1"])),
+        "strategy.tensor.save_gathered": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=20, **COMMON)
+@given(grids())
+def test_totals_and_memory_are_those_of_every_rank(overrides):
+    plan = tiny_plan(overrides)
+    every = [prediction.collectives(plan, rank) for rank in range(plan.world)]
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for row in (row for rows in every for row in rows):
+        sums[row.axis, row.operation, row.purpose] += row.payload_bytes
+    busiest, table = prediction.traffic(plan)
+    assert {(row.axis, row.operation, row.purpose): row.total_payload_bytes for row in table} == dict(sums)
+    sends = [sum(prediction.wire_bytes(row, prediction.group_size(plan, row.axis)) for row in rows) for rows in every]
+    assert sends[busiest] == max(sends)
+    for pp_rank, memory in prediction.memories(plan).items():
+        mine = [rank for rank in range(plan.world) if plan.mesh.coordinate(rank)["pp"] == pp_rank]
+        assert memory.total == max(prediction.memory(plan, rank).total for rank in mine)
+
+
+@settings(max_examples=40, **COMMON)
+@given(grids(), st.integers(1, 24))
+def test_an_axis_stays_inside_a_host_if_each_of_its_groups_does(overrides, per_node):
+    plan = tiny_plan(overrides)
+    cluster = ClusterConfig(gpus_per_node=per_node)
+    for axis in (*plan.mesh.mesh_dims_of("tp"), "tp", "dp"):
+        inside = all(len({rank // per_node for rank in group}) == 1 for group in plan.mesh.groups(axis))
+        assert stays_in_node(plan, cluster, axis) <= inside, axis
+        if plan.world % per_node == 0 and axis != "dp":
+            assert stays_in_node(plan, cluster, axis) == inside, axis
