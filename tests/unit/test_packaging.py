@@ -35,7 +35,7 @@ def files_of_the_repository() -> set[str]:
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy, so that the checkout is left as it is, by the backend alone, so that no network is needed."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
