@@ -39,8 +39,8 @@ from tests.pool import run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
-    "dp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "chunks", "microbatches", "micro_batch", "recompute",
-    "compile",
+    "dp", "tp", "pp", "ep", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches", "micro_batch",
+    "recompute", "compile",
 )  # fmt: skip
 
 

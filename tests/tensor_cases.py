@@ -22,8 +22,9 @@ from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec,
 from parallelrun.models import dropout, layers, recompute, rounding
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
+from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Collective, PipelineWay, Plan
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.tensor.megatron.place import place
 from parallelrun.strategies.tensor.megatron.plan import Way
 from parallelrun.verify.measure import tensor_errors
@@ -44,7 +45,7 @@ def gpt_plan(overrides: dict[str, Any], pipeline: str = "none") -> tuple[Config,
         "dataset.vocab": overrides.get("model.vocab", 32),
     }
     config = tiny_config({**few, **overrides})
-    return config, replace(resolve(config), pipeline=PipelineWay(pipeline))
+    return config, replace(resolve(config), pipeline=pipeline_schedule(pipeline)())
 
 
 def llama(**overrides: Any) -> dict[str, Any]:

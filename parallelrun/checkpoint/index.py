@@ -113,7 +113,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "shard": plan.data.shard,
         "tensor": plan.tensor.kind,
         "pipeline": plan.pipeline.kind,
-        "chunks": plan.pipeline.chunks,
+        "chunks": plan.pipeline.virtual_stages,
         "precision": plan.precision.name,
     }
 

@@ -36,7 +36,7 @@ _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separate
 
 _KEYS = """  degrees     world dp tp pp ep
   batch       global_batch local_batch micro_batch microbatches
-  schedule    schedule chunks layout strategy.data.* strategy.tensor.* strategy.pipeline.*
+  schedule    schedule virtual_stages layout strategy.data.* strategy.tensor.* strategy.pipeline.*
   model       model.layers hidden heads kv_heads ffn vocab seq ...
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...

@@ -11,7 +11,17 @@ from parallelrun.config.schema import Config
 # Keys that each command line sets for itself.
 _OWN = ("resume", "runs", "verb", "ranks", "plot", "path", "device", "profile", "verify", "bench", "sweep")
 _DEGREES = ("dp", "tp", "pp", "ep")
-_SHORTHANDS = ("layout", "grid", "depth", "schedule", "chunks", "microbatches", "servers", "consistency", "staleness")
+_SHORTHANDS = (
+    "layout",
+    "grid",
+    "depth",
+    "schedule",
+    "virtual_stages",
+    "microbatches",
+    "servers",
+    "consistency",
+    "staleness",
+)
 _OF_A_STRATEGY = (*_DEGREES, "world", "micro_batch", *_SHORTHANDS, "backup_workers")
 _BATCH = ("global_batch", "local_batch", "micro_batch", "microbatches", "schedule")
 

@@ -162,7 +162,7 @@ class PipelineConfig:
     """The way of the pipeline axis: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
     kind: str = "1f1b"
-    chunks: int | None = None  # stages per rank; None: 2 for interleaved, zero_bubble and zbv, else 1
+    virtual_stages: int | None = None  # stages per rank; None: 2 for interleaved, zero_bubble and zbv, else 1
     partition: str = "cost"  # cost (exact min-max) | uniform
     split: list[str] = field(default_factory=list)  # manual: the first block of every stage but the first
 
@@ -299,7 +299,7 @@ class Config:
     grid: str | None = None
     depth: int | None = None
     schedule: str | None = None
-    chunks: int | None = None
+    virtual_stages: int | None = None
     microbatches: int | None = None
     servers: int | None = None
     consistency: str | None = None

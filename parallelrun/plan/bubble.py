@@ -9,10 +9,10 @@ from typing import Any
 from parallelrun.config.schema import Config
 from parallelrun.plan import simulate
 from parallelrun.plan.batch import in_whole_rounds
-from parallelrun.plan.load import load_strategy
+from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.resolve import REFERENCE_SCHEDULE, solve
 from parallelrun.plan.simulate import Simulation
-from parallelrun.plan.structure import PipelineWay, Plan
+from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors
 
 WARNED = 0.15  # of a step's time
@@ -24,9 +24,9 @@ def warnings(plan: Plan, config: Config, simulation: Simulation) -> list[str]:
     if plan.mesh.size("pp") == 1 or bubble <= WARNED:
         return []
     schedule: dict[str, Any] = {}
-    if not load_strategy("pipeline", plan.pipeline.kind).takes_microbatches:
+    if not plan.pipeline.takes_microbatches:
         schedule = {"schedule": REFERENCE_SCHEDULE}
-        plan = replace(plan, pipeline=PipelineWay(REFERENCE_SCHEDULE))
+        plan = replace(plan, pipeline=pipeline_schedule(REFERENCE_SCHEDULE)())
     said = f"the bubble is {bubble:.0%} of a step"
     # In a steady round the busiest coordinate never waits, so a mean below its share is a bubble that stays.
     uneven = sum(simulation.busy) / len(simulation.busy) <= (1 - WARNED) * max(simulation.busy)
@@ -43,7 +43,7 @@ def warnings(plan: Plan, config: Config, simulation: Simulation) -> list[str]:
 
 def _simulated(plan: Plan, microbatches: int) -> Simulation:
     batch = replace(plan.batch, microbatches=microbatches)
-    return simulate.of_plan(replace(plan, batch=batch), load_strategy("pipeline", plan.pipeline.kind))
+    return simulate.of_plan(replace(plan, batch=batch))
 
 
 def _enough(plan: Plan) -> int | None:

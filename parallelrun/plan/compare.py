@@ -87,7 +87,7 @@ def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
         case.config, layout=None, grid=None, depth=None, strategy=replace(strategy, tensor=tensor, pipeline=pipeline)
     )
     size = plan.mesh.size
-    return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.chunks, batch)
+    return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.virtual_stages, batch)
 
 
 def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:

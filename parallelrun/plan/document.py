@@ -43,7 +43,7 @@ class Facts:
 
 def facts(plan: Plan, config: Config) -> Facts:
     """Simulate the schedule, account for memory, traffic and cost, compare tensor layouts and ways of the data axis."""
-    simulation = simulate.of_plan(plan, strategies_of(plan).pipeline)
+    simulation = simulate.of_plan(plan)
     busiest, rows = prediction.traffic(plan)
     flops = simulation.makespan if plan.spec.forward_flops else 0.0
     cost = cluster_cost.cost(plan, config.cluster, rows, flops)
@@ -173,7 +173,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
         "data": asdict(plan.data),
         "tensor": asdict(plan.tensor),
-        "pipeline": asdict(plan.pipeline),
+        "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": expert_facts.facts(plan),
         "equivalence": asdict(plan.equivalence),
         "filled": list(plan.filled),
@@ -191,7 +191,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         },
         "schedule": {
             "kind": plan.pipeline.kind,
-            "chunks": plan.pipeline.chunks,
+            "chunks": plan.pipeline.virtual_stages,
             "bubble_of_total": simulation.bubble_of_total,
             "bubble_of_ideal": simulation.bubble_of_ideal,
         },

@@ -17,7 +17,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
     asked = [
         (strategies.tensor, plan.mesh.size("tp") > 1),
         (strategies.expert, strategies.expert is not None),
-        (strategies.pipeline, plan.mesh.size("pp") > 1),
+        (plan.pipeline, plan.mesh.size("pp") > 1),
         (strategies.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
     ]
     return tuple(strategy.explain(plan) for strategy, has_ranks in asked if has_ranks and strategy is not None)

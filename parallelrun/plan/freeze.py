@@ -65,7 +65,7 @@ def _filled(config: Config, plan: Plan) -> Config:
     # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
     clear: dict[str, Any] = {
-        key: None for key in ("layout", "grid", "depth", "schedule", "chunks", *unread) if hasattr(folded, key)
+        key: None for key in ("layout", "grid", "depth", "schedule", "virtual_stages", *unread) if hasattr(folded, key)
     }
     return replace(
         replace(folded, **clear),

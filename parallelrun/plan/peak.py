@@ -115,7 +115,7 @@ class _Walk:
         waiting: Counter[int] = Counter()  # microbatches by stage whose weights' gradients are still to be computed
         batch = _batch_bytes(self._plan, self._pp_rank)
         worst: Moment | None = None
-        for action, activations in self._ways.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
+        for action, activations in self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
             index = action.stage
             if action.kind == "I" and index > 0:
                 waiting[index] += 1

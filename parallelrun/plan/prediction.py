@@ -76,7 +76,7 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks)
     rows = [
         *strategies.tensor.collectives(blocks, plan),
-        *strategies.pipeline.collectives(pp_rank, plan),
+        *plan.pipeline.collectives(pp_rank, plan),
         *strategies.data.collectives(pp_rank, coordinate, plan),
         *sample_sets.collectives(blocks, plan),
         *(strategies.expert.collectives(blocks, plan) if strategies.expert else []),

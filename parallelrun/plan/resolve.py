@@ -25,11 +25,11 @@ from parallelrun.plan import (
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import Strategies, load_strategy, server_strategy_of, strategies_of
+from parallelrun.plan.load import Strategies, load_strategy, pipeline_schedule, server_strategy_of, strategies_of
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, PipelineWay, Plan, Stage
+from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.precision import TABLE
 from parallelrun.wording import did_you_mean, either
@@ -137,7 +137,7 @@ def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
     return Strategies(
         load_strategy("data", config.strategy.data.kind),
         load_strategy("tensor", config.strategy.tensor.kind),
-        load_strategy("pipeline", _pipeline_kind(config, degrees)),
+        pipeline_schedule(_pipeline_kind(config, degrees)),
         load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
 
@@ -187,8 +187,8 @@ def _request(
     config: Config, spec: ModelSpec, degrees: Degrees, strategies: Strategies, problems: list[Problem]
 ) -> Request:
     """The filled request, with the strategies' violations appended."""
-    chunks = _chunks(config, spec, degrees)
-    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, chunks, None, degrees.servers, degrees.ep)
+    number = _virtual_stages(config, spec, degrees)
+    request = Request(config, spec, degrees.pp, degrees.dp, degrees.tp, number, None, degrees.servers, degrees.ep)
     standing = strategies.pipeline.check(request)
     problems += strategies.tensor.check(request) + strategies.data.check(request) + standing
     problems += _depth(request)
@@ -235,8 +235,8 @@ def _fits(request: Request, strategies: Strategies, degrees: Degrees) -> bool:
     if request.pp > 1:
         pipeline = replace(config.strategy.pipeline, kind=REFERENCE_SCHEDULE, split=[])
         config = replace(config, strategy=replace(config.strategy, pipeline=pipeline))
-        strategies = replace(strategies, pipeline=load_strategy("pipeline", REFERENCE_SCHEDULE))
-        request = replace(request, config=config, chunks=1)
+        strategies = replace(strategies, pipeline=pipeline_schedule(REFERENCE_SCHEDULE))
+        request = replace(request, config=config, virtual_stages=1)
     stages, problems = _stages(config, request.spec, request, strategies)
     if problems:
         return True
@@ -244,28 +244,28 @@ def _fits(request: Request, strategies: Strategies, degrees: Degrees) -> bool:
     return all(cluster_cost.fits(memory, config.cluster) == "yes" for memory in memories.values())
 
 
-def _chunks(config: Config, spec: ModelSpec, degrees: Degrees) -> int:
-    """Stages per rank: as given, else 2 for the ways of several (1 for zero bubble where 2 would be too many)."""
-    kind, asked = config.strategy.pipeline.kind, config.strategy.pipeline.chunks
-    if degrees.pp == 1 or kind not in shorthands.CHUNKED:
+def _virtual_stages(config: Config, spec: ModelSpec, degrees: Degrees) -> int:
+    """Stages per rank: as given, else the schedule's default."""
+    asked, schedule = config.strategy.pipeline.virtual_stages, pipeline_schedule(config.strategy.pipeline.kind)
+    if degrees.pp == 1 or not schedule.takes_virtual_stages:
         return 1
     if asked is not None:
         return asked
-    chunks = 1 if kind == "zero_bubble" and partition.num_cuttable(spec) < 2 * degrees.pp else 2
-    degrees.filled.append(f"chunks={chunks} (filled: stages a rank under {kind})")
-    return chunks
+    number = schedule.default_virtual_stages(degrees.pp, partition.num_cuttable(spec))
+    degrees.filled.append(f"virtual_stages={number} (filled: stages per rank under {schedule.kind})")
+    return number
 
 
 def _depth(request: Request) -> list[Problem]:
     """Every stage needs a layer of its own."""
-    most, num_stages = partition.num_cuttable(request.spec), request.pp * request.chunks
+    most, num_stages = partition.num_cuttable(request.spec), request.pp * request.virtual_stages
     if num_stages <= most:
         return []
-    shown = f"pp {request.pp}" + (f" x chunks {request.chunks}" if request.chunks > 1 else "")
+    shown = f"pp {request.pp}" + (f" x virtual_stages {request.virtual_stages}" if request.virtual_stages > 1 else "")
     what = f"{shown} = {num_stages} stages, and the model has {most} layer{'s' * (most > 1)} to cut between"
-    fixes = [either("pp", [most // request.chunks])] if most >= request.chunks else []
-    if request.chunks > 1 and most // request.pp > 1:
-        fixes.append(f"chunks={most // request.pp}")
+    fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
+    if request.virtual_stages > 1 and most // request.pp > 1:
+        fixes.append(f"virtual_stages={most // request.pp}")
     if request.config.model.name in ("gpt", "bert", "mlp"):
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
@@ -274,7 +274,7 @@ def _depth(request: Request) -> list[Problem]:
 def _actions(request: Request) -> list[Problem]:
     """What the schedule does is simulated action by action (`simulate.of_plan`), so there is a limit to it."""
     assert request.batch is not None
-    num_stages, count = request.pp * request.chunks, request.batch.microbatches
+    num_stages, count = request.pp * request.virtual_stages, request.batch.microbatches
     if request.pp == 1 or num_stages * min(count, 16 * request.pp) <= LARGEST_SCHEDULE:
         return []
     what = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
@@ -285,10 +285,10 @@ def _actions(request: Request) -> list[Problem]:
 def _stages(
     config: Config, spec: ModelSpec, request: Request, strategies: Strategies
 ) -> tuple[tuple[Stage, ...], list[Problem]]:
-    num_stages = request.pp * request.chunks
+    num_stages = request.pp * request.virtual_stages
     cuts, problems = partition.cut(spec, config, num_stages)
     pp_rank = strategies.pipeline.pp_rank
-    return tuple(Stage(i, pp_rank(i, request.pp, request.chunks), names) for i, names in enumerate(cuts)), problems
+    return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
 
 
 def _plan(
@@ -312,7 +312,7 @@ def _plan(
         batch=request.batch,
         data=strategies.data.resolve(request),
         tensor=strategies.tensor.resolve(request),
-        pipeline=PipelineWay(_pipeline_kind(config, degrees), request.chunks),
+        pipeline=strategies.pipeline.resolve(request),
         stages=stages,
         spec=request.spec,
         precision=TABLE[config.precision.name],

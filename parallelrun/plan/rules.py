@@ -79,7 +79,7 @@ WHOLE = {
     "strategy.data.staleness": 0,
     "strategy.data.backup_workers": 0,
     "strategy.data.powersgd_rank": 1,
-    "strategy.pipeline.chunks": 1,
+    "strategy.pipeline.virtual_stages": 1,
     "strategy.tensor.depth": 1,
     "strategy.expert.chunks": 1,
     "strategy.expert.group_size": 1,

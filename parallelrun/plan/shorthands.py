@@ -1,4 +1,4 @@
-"""Folds the shorthands of ways (`layout`, `schedule`, `chunks`) into the strategy section; finds keys nobody reads."""
+"""Folds shorthands (`layout`, `schedule`, ...) into the strategy section and finds keys that no strategy reads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from typing import Any
 from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
+from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
 from parallelrun.registry import has, load, names
 from parallelrun.wording import did_you_mean, one_of
 
 LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor strategy of every layout
-OF_STRATEGIES = ("strategy.", "layout", "schedule", "chunks")  # keys that say which ways are chosen and how they work
+OF_STRATEGIES = (
+    "strategy.",
+    "layout",
+    "schedule",
+    "virtual_stages",
+)  # keys that say which ways are chosen and how they work
 GRIDS = ("2d", "2.5d", "3d")  # tensor strategies that split samples and features over several axes
 DATA_SHORTHANDS = ("servers", "consistency", "staleness", "backup_workers")  # of keys of `strategy.data`
 HOROVOD_KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
-CHUNKED = ("interleaved", "zero_bubble", "zbv")
 
 
 def kinds(axis: str) -> list[str]:
@@ -58,9 +63,10 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
         problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, given)
         if config.schedule in kinds("pipeline"):
             pipeline = replace(pipeline, kind=config.schedule)
-    if config.chunks is not None:
-        problems += _contradiction("chunks", config.chunks, "strategy.pipeline.chunks", pipeline.chunks, given)
-        pipeline = replace(pipeline, chunks=config.chunks)
+    if config.virtual_stages is not None:
+        long = "strategy.pipeline.virtual_stages"
+        problems += _contradiction("virtual_stages", config.virtual_stages, long, pipeline.virtual_stages, given)
+        pipeline = replace(pipeline, virtual_stages=config.virtual_stages)
     model, found = routing.fold(config, given)
     problems += found
     if config.strategy.expert.kind is not None:
@@ -139,12 +145,13 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
             complain(key, value, f"leave {key} out, or strategy=ps")
     if pp == 1 and config.schedule is not None:
         complain("schedule", config.schedule, "pp=2, or leave schedule out")
-    chunks = config.strategy.pipeline.chunks
-    explicit = config.chunks is not None or "strategy.pipeline.chunks" in given
-    if explicit and chunks != 1 and (pp == 1 or pipeline not in CHUNKED):
-        complain("chunks", chunks, "schedule=interleaved, or leave chunks out" if pp > 1 else "leave chunks out")
+    number = config.strategy.pipeline.virtual_stages
+    explicit = config.virtual_stages is not None or "strategy.pipeline.virtual_stages" in given
+    if explicit and number != 1 and (pp == 1 or not pipeline_schedule(pipeline).takes_virtual_stages):
+        fix = "leave virtual_stages out"
+        complain("virtual_stages", number, f"schedule=interleaved, or {fix}" if pp > 1 else fix)
     known = config.optimizer.name in OPTIMIZERS
-    fix = {
+    rules = {
         **_unread_of_data(data),
         "strategy.tensor.sequence_parallel": (tensor in GRIDS, "layout=1d"),
         "strategy.tensor.grid": (tensor not in ("2d", "2.5d"), "layout=2d"),
@@ -160,7 +167,7 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
             for key in ("momentum", "betas", "eps")
         },
     }
-    for key, (ignored, suggestion) in fix.items():
+    for key, (ignored, suggestion) in rules.items():
         if key in given and ignored:
             asked: Any = config
             for part in key.split("."):

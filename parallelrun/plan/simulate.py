@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parallelrun.plan.strategy import Action, PipelineWayPlan
+from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.structure import Plan
 
 Times = Mapping[str, Sequence[float]]  # kind of action -> seconds (or any unit) per stage index
@@ -140,7 +140,7 @@ def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
     return [share * sum(b.forward_flops for b in blocks if b.is_recomputed or not recomputed) for blocks in stages]
 
 
-def of_plan(plan: Plan, strategy: PipelineWayPlan) -> Simulation:
+def of_plan(plan: Plan) -> Simulation:
     """The simulation of a plan's step.
 
     Many microbatches repeat: above 16 per coordinate, 3, 4 and 5 rounds of one microbatch per coordinate are simulated;
@@ -148,11 +148,11 @@ def of_plan(plan: Plan, strategy: PipelineWayPlan) -> Simulation:
     """
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     if pp == 1 or count <= 16 * pp:
-        return _simulate_with(plan, strategy, count)
-    some = [_simulate_with(plan, strategy, rounds * pp + count % pp) for rounds in (3, 4, 5)]
+        return _simulate_with(plan, count)
+    some = [_simulate_with(plan, rounds * pp + count % pp) for rounds in (3, 4, 5)]
     first, second = some[1].makespan - some[0].makespan, some[2].makespan - some[1].makespan
     if abs(first - second) > 1e-9 * second:
-        return _simulate_with(plan, strategy, count)
+        return _simulate_with(plan, count)
     shown = some[2].num_microbatches
     return replace(
         some[2],
@@ -161,15 +161,15 @@ def of_plan(plan: Plan, strategy: PipelineWayPlan) -> Simulation:
     )
 
 
-def of_schedule(plan: Plan, strategy: PipelineWayPlan) -> Simulation:
+def of_schedule(plan: Plan) -> Simulation:
     """The whole step with stages that all take the same time: a forward takes 1, a backward 2."""
     times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
-    return simulate(strategy.actions(plan), times, len(plan.stages))
+    return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
 
 
-def _simulate_with(plan: Plan, strategy: PipelineWayPlan, count: int) -> Simulation:
+def _simulate_with(plan: Plan, count: int) -> Simulation:
     batch = replace(plan.batch, microbatches=count)
     times = action_times(plan)
     if not any(times["F"]):  # a model that counts no FLOPs: equal stages
         times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
-    return simulate(strategy.actions(replace(plan, batch=batch)), times, len(plan.stages))
+    return simulate(plan.pipeline.actions(replace(plan, batch=batch)), times, len(plan.stages))

@@ -7,9 +7,8 @@ checks pass, the same questions are asked of the finished Plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -31,7 +30,7 @@ class Request:
     pp: int
     dp: int
     tp: int
-    chunks: int
+    virtual_stages: int
     batch: Batch | None
     servers: int = 0
     ep: int = 1
@@ -78,35 +77,6 @@ class TensorWayPlan(Protocol):
         """One rank's tensor-axis collectives of one whole training step (all microbatches) for those blocks."""
 
     def equivalence(self, plan: Plan) -> Equivalence: ...
-
-    def explain(self, plan: Plan) -> Explanation:
-        """Every message or collective of a step, for `parallelrun explain`."""
-        ...
-
-
-class PipelineWayPlan(Protocol):
-    takes_microbatches: bool  # does the schedule allow more than one microbatch?
-
-    def check(self, request: Request) -> list[Problem]: ...
-
-    def pp_rank(self, stage_index: int, pp: int, chunks: int) -> int:
-        """The pp rank that runs a stage."""
-
-    def actions(self, plan: Plan) -> list[list[Action]]:
-        """Per pp rank, its forward / backward / weight actions in order: input of the event simulation."""
-
-    def in_flight(self, plan: Plan, pp_rank: int) -> dict[int, int]:
-        """Per stage index of that coordinate: the most microbatches whose activations are alive at once."""
-
-    def live_bytes(self, plan: Plan, pp_rank: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
-        """The actions of a rank at that pp rank in order, each with the bytes of activations and of messages that
-        the rank holds when it begins.
-
-        kept: per stage index of that coordinate, the bytes that a microbatch keeps for backward.
-        """
-
-    def collectives(self, pp_rank: int, plan: Plan) -> list[Collective]:
-        """Point-to-point traffic of one rank at that pp rank in one step."""
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message or collective of a step, for `parallelrun explain`."""
@@ -193,14 +163,6 @@ class ServerWayPlan(Protocol):
 
     def num_shards(self, server: int, plan: Plan) -> int:
         """Tensors, or parts of them, that one server owns."""
-
-
-class Action(NamedTuple):
-    """One unit of a schedule. kind: F (forward), B (full backward), I (input gradient), W (weight gradient)."""
-
-    kind: str
-    stage: int
-    microbatch: int
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
@@ -118,23 +119,6 @@ class TensorWay:
     save_gathered: bool = True
 
 
-# Schedules that compute the gradients of weights apart from backward: a parameter's hook fires for half of them.
-SPLIT_BACKWARD = ("zero_bubble", "zbv")
-
-
-@dataclass(frozen=True)
-class PipelineWay:
-    """kind: none (pp=1) | naive | gpipe | 1f1b | interleaved | zero_bubble | zbv. chunks: stages per rank."""
-
-    kind: str
-    chunks: int = 1
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
-        return self.kind in SPLIT_BACKWARD
-
-
 @dataclass(frozen=True)
 class ExpertWay:
     """kind: none (ep=1: every rank has all experts) | capacity | dropless.
@@ -198,7 +182,7 @@ class Plan:
     batch: Batch
     data: DataWay
     tensor: TensorWay
-    pipeline: PipelineWay
+    pipeline: PipelineSchedule
     stages: tuple[Stage, ...]
     spec: ModelSpec
     precision: Precision

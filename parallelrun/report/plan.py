@@ -96,8 +96,8 @@ def _head(plan: Plan) -> Text:
         strategies[1] += " with sequence parallel"
     if plan.expert.kind != "none":
         strategies.append(f"expert {plan.expert.kind}")
-    if plan.pipeline.chunks > 1:
-        strategies[2] += f" ({plan.pipeline.chunks} stages a rank)"
+    if plan.pipeline.virtual_stages > 1:
+        strategies[2] += f" ({plan.pipeline.virtual_stages} stages per rank)"
     text.append(f"{plan.spec.name}", "bold")
     text.append(f", {plan.spec.num_parameters:,} parameters ({count_text(plan.spec.num_parameters)})")
     text.append(f"\nstrategy {plan.preset}: {', '.join(strategies)}")

@@ -1,4 +1,4 @@
-"""From a plan to a training that is ready to step: mesh, placed and materialised model, optimizer, engine, readers."""
+"""Builds a training that is ready to step from a plan: mesh, sharded model, optimizer, pipeline runner, readers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
 from parallelrun.train.gradients import Gradients
+from parallelrun.train.pipeline_runner import PipelineRunner, build_runner
 from parallelrun.train.reader import Reader
 from parallelrun.train.routing import Routing
 from parallelrun.train.statistics import RunningStatistics
@@ -36,7 +37,7 @@ class Training:
     parts: list[Network]
     data: Any  # DataRuntime of the plan's data strategy
     gradients: Gradients
-    engine: Any  # Engine of the plan's pipeline schedule
+    runner: PipelineRunner
     optimizer: Optimizer
     reader: Reader
     eval_reader: Reader
@@ -113,7 +114,6 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     data_strategy.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
     data = data_strategy.attach(parts, plan, mesh)
-    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, data)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch
     sampler = Sampler(len(dataset.train), size, config.seed)
@@ -128,7 +128,7 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         parts=parts,
         data=data,
         gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
-        engine=engine,
+        runner=build_runner(parts, plan, mesh),
         optimizer=Optimizer(config.optimizer, data.parameters),
         reader=Reader(dataset.train, sampler, plan, mesh, last_step=last_step, num_workers=num_workers),
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh, last_step=eval_batches, num_workers=num_workers),

@@ -20,7 +20,6 @@ from parallelrun import reserve
 from parallelrun.comm.json_exchange import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.plan import prediction, simulate
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
@@ -207,7 +206,7 @@ class Recorder:
             "payload_bytes_per_step": self._per_step("payload_bytes", rows),
             "wire_bytes_per_step": self._per_step("wire_bytes", rows),
             "communication_as_predicted": all(prediction.matches_prediction(row) for row in rows) if rows else None,
-            "bubble_predicted": simulate.of_plan(plan, strategies_of(plan).pipeline).bubble_of_total,
+            "bubble_predicted": simulate.of_plan(plan).bubble_of_total,
             "dataset": training.config.dataset.name,
             "dataset_sha256": training.dataset.fingerprint,
         }

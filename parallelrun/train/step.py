@@ -81,7 +81,7 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
         if batch is None:
             loss_sum = torch.zeros((), dtype=torch.float64, device=training.mesh.device)
         else:
-            loss_sum = training.engine.train(batch, training.plan.num_norms * loss_scale / everyone)
+            loss_sum = training.runner.train(batch, training.plan.num_norms * loss_scale / everyone)
         training.data.launch_gradients()
         training.routing.launch()
     return loss_sum, mine
@@ -151,7 +151,7 @@ def measure(training: Training) -> Evaluation:
     totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # of loss, right answers, valid targets
     for number in range(1, training.eval_batches + 1):
         batch = training.eval_reader.batch(number)
-        found = training.engine.measure(batch)
+        found = training.runner.evaluate(batch)
         num_valid = count_valid(training, batch)[1]
         if training.counts_loss:
             totals[:2] += found

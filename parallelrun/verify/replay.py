@@ -118,7 +118,7 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
         one.data.begin_step()
         one.routing.begin_step(weight, count_samples(plan, step))
         with torch.enable_grad():
-            losses.append(0.0 if batch is None else float(one.engine.train(batch, weight / divisor)))
+            losses.append(0.0 if batch is None else float(one.runner.train(batch, weight / divisor)))
         one.data.finish_gradients()
         one.gradients.finalise()
     given = rule.gradients(step, [_gradients(one.parameters) for one in replicas])
@@ -171,7 +171,7 @@ def _validation_loss(replicas: list[Training]) -> float:
     for one in replicas:
         for number in range(1, one.eval_batches + 1):
             batch = one.eval_reader.batch(number)
-            loss_sum += float(one.engine.evaluate(batch))
+            loss_sum += float(one.runner.evaluate(batch)[0])
             num_valid += count_valid(one, batch)[1]
     return loss_sum / num_valid if num_valid else float("nan")
 

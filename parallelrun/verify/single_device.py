@@ -18,11 +18,11 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         name="single",
         data=DataStrategyConfig(kind="ddp"),
         tensor=TensorStrategyConfig(),
-        pipeline=replace(config.strategy.pipeline, kind="1f1b", chunks=None, split=[]),
+        pipeline=replace(config.strategy.pipeline, kind="1f1b", virtual_stages=None, split=[]),
     )
     alone = replace(
         config, strategy=strategy, world=1, dp=1, tp=1, pp=1,
-        layout=None, grid=None, depth=None, schedule=None, chunks=None,
+        layout=None, grid=None, depth=None, schedule=None, virtual_stages=None,
         servers=None, consistency=None, staleness=None, backup_workers=None,
         microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
         recompute="none", compile=False, device=plan.device,

@@ -7,6 +7,7 @@ between training and evaluation, needs as many microbatches as 1F1B does, and ca
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,28 +17,24 @@ from parallelrun import comm
 from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.pipeline.strategy import boundary_shape
 from parallelrun.train.batch import Batch
 
-from . import messages, schedules
-from .boundary import compute_dtype
+from . import messages
+from .plan import Schedule, boundary_shape
+from .stage import compute_dtype
 
 
 class ForwardPass:
     """All microbatches of a batch through this rank's stages, receiving from and sending to the neighbours."""
 
-    def __init__(self, parts: list[Network], plan: Plan, mesh: Mesh):
+    def __init__(self, model_parts: Sequence[Network], plan: Plan, mesh: Mesh):
         self._plan = plan
         self._group = mesh.group("pp")
         self._device = mesh.device
         stages = plan.stages_of(self._group.index)
-        self._part_of = {stage.index: part for stage, part in zip(stages, parts, strict=True)}
+        self._part_of = {stage.index: part for stage, part in zip(stages, model_parts, strict=True)}
         self._steps = self._plan_steps()
         self._counts_right = plan.counts_right_answers
-
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """The loss summed over the batch (fp64 scalar) on the last stage's rank, 0 elsewhere. Dropout is off."""
-        return self.totals(batch)[0]
 
     @torch.no_grad()
     def totals(self, batch: Batch) -> Tensor:
@@ -85,11 +82,10 @@ class ForwardPass:
         return total
 
     def _plan_steps(self) -> list[messages.Step]:
-        plan = self._plan
-        pp_rank = schedules.v_pp_rank if plan.pipeline.kind == "zbv" else schedules.loop_pp_rank
-        pp = self._group.size
-        orders = schedules.forward_only(pp_rank, pp, plan.pipeline.chunks, plan.batch.microbatches)
-        return messages.with_messages(orders, pp_rank, len(plan.stages))[self._group.index]
+        schedule, pp = self._plan.pipeline, self._group.size
+        assert isinstance(schedule, Schedule)
+        order = schedule.forward_only(pp, schedule.virtual_stages, self._plan.batch.microbatches)
+        return messages.with_messages(order, schedule.pp_rank, len(self._plan.stages))[self._group.index]
 
     def _receive(self, stage: int, peer: int) -> tuple[Tensor, dist.Work | None]:
         buffer = torch.empty(boundary_shape(self._plan, stage), dtype=compute_dtype(self._plan), device=self._device)

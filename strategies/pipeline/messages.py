@@ -1,6 +1,6 @@
 """A schedule's actions with the messages between them, and the bytes that a rank holds on the way. Torch-free.
 
-The same lists are run (`engine.py`, `evaluation.py`) and measured here, so the prediction cannot drift from the run.
+The same lists are run (`runtime.py`, `evaluation.py`) and measured here, so the prediction cannot drift from the run.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from parallelrun.plan.strategy import Action
+from parallelrun.plan.pipeline_schedule import Action
 
-from .schedules import Orders
+from .orders import Orders
 
 # A rank waits for its oldest message before it has more than this many of its own under way: each holds a buffer.
 SENDS_IN_FLIGHT = 2

@@ -1,4 +1,4 @@
-"""What the pipeline tests run on every rank: a stage or more of the tiny GPT, its engine, and one-device twins."""
+"""What the pipeline tests run on every rank: a stage or more of the tiny GPT, its runner, and one-device twins."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallelrun import registry
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.strategy import boundary_bytes, boundary_shape
+from parallelrun.strategies.pipeline.plan import boundary_bytes, boundary_shape
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import build_parts
+from parallelrun.train.pipeline_runner import build_runner
 from tests.live_bytes import LiveBytes
 
 
@@ -57,7 +57,7 @@ def gradients(parts: list[Network]) -> dict[str, torch.Tensor]:
 
 
 def single_device(config: Config, plan: Plan) -> Outcome:
-    """The whole batch at once through the whole model: no engine, no microbatches, no recomputation."""
+    """The whole batch at once through the whole model: no runner, no microbatches, no recomputation."""
     mesh = build_mesh(plan, torch.device("cpu"))
     (network,) = build_parts(config, plan, mesh)
     initialise.materialise([network], plan, mesh, config.seed)
@@ -71,23 +71,23 @@ def single_device(config: Config, plan: Plan) -> Outcome:
 
 
 def set_up(config: Config, plan: Plan) -> tuple[Mesh, list[Network], object, Batch]:
-    """This rank's mesh, parts, engine and batch."""
+    """This rank's mesh, parts, runner and batch."""
     mesh = build_mesh(plan, torch.device("cpu"))
     pp_rank = mesh.coordinate.get("pp", 0)
     parts = build_parts(config, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
-    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
+    runner = build_runner(parts, plan, mesh)
     batch = make_batch(plan, pp_rank == plan.stages[0].pp_rank, pp_rank == plan.last_stage_pp_rank)
-    return mesh, parts, engine, batch
+    return mesh, parts, runner, batch
 
 
 def train_and_evaluate(config: Config, plan: Plan) -> Outcome:
     """Train a step, evaluate, train the same step again (counted)."""
-    mesh, parts, engine, batch = set_up(config, plan)
-    seen = Outcome(loss=engine.train(batch, 0.25).item(), gradients=gradients(parts))
-    seen.val_loss = engine.evaluate(batch).item()
+    mesh, parts, runner, batch = set_up(config, plan)
+    seen = Outcome(loss=runner.train(batch, 0.25).item(), gradients=gradients(parts))
+    seen.val_loss = runner.evaluate(batch)[0].item()
     with CommunicationCounter(mesh) as counter:
-        engine.train(batch, 0.25)
+        runner.train(batch, 0.25)
     seen.again = gradients(parts)
     seen.counted = counter.rows()
     return seen
@@ -107,12 +107,12 @@ class _Saved:
 def watch(config: Config, plan: Plan) -> tuple[list[tuple[str, int, int]], dict[int, int]]:
     """(what this rank's stages really did, in order, as (kind, stage, microbatch); per stage, the most microbatches
     that had activations alive at once). A backward is seen as B, or under zero bubble as I, at the stage's output."""
-    mesh, parts, engine, batch = set_up(config, plan)
+    mesh, parts, runner, batch = set_up(config, plan)
     order: list[tuple[str, int, int]] = []
     peak: dict[int, int] = {}
     for stage, part in zip(plan.stages_of(mesh.coordinate.get("pp", 0)), parts, strict=True):
         _watch_stage(part, stage.index, plan, order, peak)
-    engine.train(batch, 0.25)
+    runner.train(batch, 0.25)
     return order, peak
 
 
@@ -135,11 +135,11 @@ def _watch_stage(part: Network, stage: int, plan: Plan, order: list, peak: dict[
 
 def tensors_alive(config: Config, plan: Plan) -> list[int]:
     """How many tensors Python knows of after two steps, and after two more."""
-    _, parts, engine, batch = set_up(config, plan)
+    _, parts, runner, batch = set_up(config, plan)
     counts = []
     for _ in range(2):
         for _ in range(2):
-            engine.train(batch, 0.25)
+            runner.train(batch, 0.25)
             gradients(parts)
         gc.collect()
         counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
@@ -185,13 +185,13 @@ def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
     mesh = build_mesh(plan, torch.device("cpu"))
     pp_rank = mesh.coordinate["pp"]
     parts = [_Bare(stage.index, plan) for stage in plan.stages_of(pp_rank)]
-    engine = registry.load("strategies", f"pipeline.{plan.pipeline.kind}", "runtime").build(parts, plan, mesh, None)
+    runner = build_runner(parts, plan, mesh)
     batch = make_batch(plan, pp_rank == plan.stages[0].pp_rank, pp_rank == plan.last_stage_pp_rank)
     peaks = []
     with LiveBytes(boundary_bytes(plan, 1)) as counter:
         for _ in range(3):
             counter.peak = 0
-            engine.train(batch, 1.0)
+            runner.train(batch, 1.0)
             peaks.append(counter.peak)
         gc.collect()
         return peaks, counter.live()
@@ -200,14 +200,14 @@ def bytes_of_messages(config: Config, plan: Plan) -> tuple[list[int], int]:
 def rounding_again(config: Config, plan: Plan) -> tuple[list[str], int]:
     """(parameters whose gradients are other bits than where rounded copies of weights are kept for backward, the most
     bytes that were alive at once in the second of two steps and made in it)."""
-    _, parts, engine, batch = set_up(config, plan)
-    engine.train(batch, 0.25)
+    _, parts, runner, batch = set_up(config, plan)
+    runner.train(batch, 0.25)
     found = gradients(parts)
     with LiveBytes() as counter:
-        engine.train(batch, 0.25)
+        runner.train(batch, 0.25)
     gradients(parts)
     for part in parts:
         part.rounds_weights = False
-    engine.train(batch, 0.25)
+    runner.train(batch, 0.25)
     kept = gradients(parts)
     return [name for name, gradient in kept.items() if not torch.equal(gradient, found[name])], counter.peak

@@ -16,7 +16,7 @@ CELLS = [
     {"tp": 2, "model.vocab": 37, "model.label_smoothing": 0.1},
     {"tp": 2, **SEQUENCE},
     {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 2},
-    {"tp": 2, "pp": 2, "schedule": "zero_bubble", "chunks": 1, "microbatches": 2, **SEQUENCE},
+    {"tp": 2, "pp": 2, "schedule": "zero_bubble", "virtual_stages": 1, "microbatches": 2, **SEQUENCE},
     {"dp": 2, "tp": 2, "strategy.data.kind": "fsdp"},
 ]
 

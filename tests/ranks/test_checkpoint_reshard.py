@@ -23,7 +23,7 @@ DENSE = {
     "hsdp": {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
     "tp4": {"tp": 4},
     "pp2": {"pp": 2},
-    "interleaved": {"pp": 2, "schedule": "interleaved", "chunks": 2},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "tp2_pp2": {"tp": 2, "pp": 2},
     "zero1_tp2": {"dp": 2, "tp": 2, "strategy.data.kind": "zero1"},
     "fsdp_tp2_pp2": {"dp": 2, "tp": 2, "pp": 2, "strategy.data.kind": "fsdp"},

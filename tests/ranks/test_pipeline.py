@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 import torch
 
-from parallelrun.plan.resolve import load_strategy
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.strategy import boundary_bytes
+from parallelrun.strategies.pipeline.plan import boundary_bytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.ranks import pipeline_body as body
+from tests.unit.strategies.pipeline.test_orders import peak_in_flight
 
 BOUND = 1e-10  # fp64
 SETTING = {"precision.name": "fp64", "model.layers": 8, "model.init_std": 0.2}
@@ -40,12 +40,12 @@ CASES = [
 ]
 
 
-def sizes(kind: str, pp: int, m: int, chunks: int) -> dict:
+def sizes(kind: str, pp: int, m: int, virtual_stages: int) -> dict:
     given = {**SETTING, "pp": pp, "microbatches": m}
     if kind != "none":
         given["schedule"] = kind
-    if chunks > 1:
-        given["chunks"] = chunks
+    if virtual_stages > 1:
+        given["virtual_stages"] = virtual_stages
     return given
 
 
@@ -79,9 +79,9 @@ def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     )
 
 
-@pytest.mark.parametrize(("kind", "pp", "m", "chunks"), CASES)
-def test_equals_one_device_and_sends_what_is_planned(kind, pp, m, chunks):
-    overrides = sizes(kind, pp, m, chunks)
+@pytest.mark.parametrize(("kind", "pp", "m", "virtual_stages"), CASES)
+def test_equals_one_device_and_sends_what_is_planned(kind, pp, m, virtual_stages):
+    overrides = sizes(kind, pp, m, virtual_stages)
     plan = tiny_plan(overrides)
     wanted = reference(tuple(SETTING.items()))
     outcomes = run(overrides)
@@ -90,9 +90,8 @@ def test_equals_one_device_and_sends_what_is_planned(kind, pp, m, chunks):
     assert error(merged(outcomes, plan), wanted.gradients) < BOUND
     for outcome in outcomes:  # an evaluation between two steps leaves no trace
         assert all(torch.equal(outcome.again[name], gradient) for name, gradient in outcome.gradients.items())
-    strategy = load_strategy("pipeline", kind)
     for pp_rank, outcome in enumerate(outcomes):
-        assert set(outcome.counted) == set(strategy.collectives(pp_rank, plan))
+        assert set(outcome.counted) == set(plan.pipeline.collectives(pp_rank, plan))
 
 
 def test_naive_is_gpipe_with_one_microbatch():
@@ -115,26 +114,25 @@ def test_dropout_and_recomputation_change_nothing(kind, recompute):
 
 
 @pytest.mark.parametrize(
-    ("kind", "pp", "m", "chunks"),
+    ("kind", "pp", "m", "virtual_stages"),
     [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zero_bubble", 2, 8, 2), ("zbv", 2, 4, 2)],
 )
-def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp, m, chunks):
-    overrides = sizes(kind, pp, m, chunks)
+def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp, m, virtual_stages):
+    overrides = sizes(kind, pp, m, virtual_stages)
     plan = tiny_plan(overrides)
-    strategy = load_strategy("pipeline", kind)
     for pp_rank, (order, peak) in enumerate(run(overrides, body.watch)):
         # Stage 0 has no input gradient to compute: its backward is all in W.
         planned = [
             ("F" if action.kind == "F" else "B", action.stage, action.microbatch)
-            for action in strategy.actions(plan)[pp_rank]
+            for action in plan.pipeline.actions(plan)[pp_rank]
             if action.kind != ("W" if action.stage else "I")
         ]
         assert order == planned
-        assert peak == strategy.in_flight(plan, pp_rank)
+        assert peak == peak_in_flight(plan.pipeline.actions(plan)[pp_rank])
 
 
 @pytest.mark.parametrize(
-    ("kind", "pp", "m", "chunks"),
+    ("kind", "pp", "m", "virtual_stages"),
     [
         ("naive", 2, 1, 1),
         ("gpipe", 2, 8, 1),
@@ -151,13 +149,13 @@ def test_ranks_do_the_planned_actions_and_keep_the_planned_activations(kind, pp,
         ("zbv", 4, 8, 2),
     ],
 )
-def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, chunks):
-    overrides = sizes(kind, pp, m, chunks)
+def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, virtual_stages):
+    overrides = sizes(kind, pp, m, virtual_stages)
     plan = tiny_plan(overrides)
     boundary = boundary_bytes(plan, 1)
     for pp_rank, (peaks, left) in enumerate(run(overrides, body.bytes_of_messages)):
         kept = {stage.index: boundary if stage.index else 0 for stage in plan.stages_of(pp_rank)}
-        planned = load_strategy("pipeline", kind).activation_bytes(plan, pp_rank, kept)
+        planned = max(most for _, _, most in plan.pipeline.walk(plan, pp_rank, kept))
         assert [peak / boundary for peak in peaks] == [planned / boundary] * 3, pp_rank
         assert left == 0
 
@@ -176,13 +174,13 @@ def test_messages_hold_the_bytes_that_are_planned(kind, pp, m, chunks):
     ],
 )
 def test_bf16_keeps_the_values_of_kept_copies_in_less_memory_than_fp32(kind, pp, m, recompute):
-    chunks = 2 if kind in ("interleaved", *SPLIT) else 1
+    virtual_stages = 2 if kind in ("interleaved", *SPLIT) else 1
     wide = {"model.hidden": 64, "model.ffn": 256, "model.layers": 4, "recompute": recompute}  # weights outweigh tokens
     if recompute == "full":  # what is kept is small: with fewer tokens still, one weight's own gradient decides
         wide["model.seq"] = 32
     peaks = []
     for precision in ("bf16", "fp32"):
-        outcomes = run({**sizes(kind, pp, m, chunks), **wide, "precision.name": precision}, body.rounding_again)
+        outcomes = run({**sizes(kind, pp, m, virtual_stages), **wide, "precision.name": precision}, body.rounding_again)
         assert not any(other for other, _ in outcomes)
         peaks.append([peak for _, peak in outcomes])
     assert all(half < whole for half, whole in zip(*peaks, strict=True)), peaks
@@ -207,7 +205,8 @@ def test_a_stage_in_the_wrong_place_is_noticed():
 
 def test_a_lost_microbatch_is_noticed_by_the_messages():
     plan = tiny_plan(sizes("1f1b", 2, 8, 1))
-    rows = load_strategy("pipeline", "1f1b").collectives(0, plan)
-    fewer = load_strategy("pipeline", "1f1b").collectives(0, tiny_plan(sizes("1f1b", 2, 4, 1)))
+    other = tiny_plan(sizes("1f1b", 2, 4, 1))
+    rows = plan.pipeline.collectives(0, plan)
+    fewer = other.pipeline.collectives(0, other)
     assert Collective("pp", "send", "activations", 8, rows[0].payload_bytes) in rows
     assert not set(rows) & set(fewer)

@@ -69,7 +69,7 @@ def by_plain_arithmetic(directory: Path, overrides: dict) -> dict[str, torch.Ten
             parameter.tensor.data.copy_(value)
             parameter.tensor.grad = None
         batch = Reader(split, sampler, training.plan, training.mesh, push.worker).batch(push.clock)
-        training.engine.train(batch, 1 / (batch.targets >= 0).sum().item())
+        training.runner.train(batch, 1 / (batch.targets >= 0).sum().item())
         return clipped([p.tensor.grad for p in training.parameters]) if len(row.pushes) == 1 else [
             p.tensor.grad.clone() for p in training.parameters
         ]  # fmt: skip

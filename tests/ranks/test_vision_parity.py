@@ -116,17 +116,17 @@ def gradient_as_if_statistics_were_constants(training: Training) -> None:
 
 
 def moved_by_every_microbatch(training: Training) -> None:
-    right, statistics = training.engine._part.loss.forward, training.statistics
+    right, statistics = training.runner._part.loss.forward, training.statistics
 
     def wrong(*arguments: Tensor) -> Tensor:
-        if training.engine._part.training:
+        if training.runner._part.training:
             seen = [dict(layer._seen) for layer in norms(training)]
             statistics.finish_step(True)
             for layer, kept in zip(norms(training), seen):
                 layer._seen.update(kept)
         return right(*arguments)
 
-    training.engine._part.loss.forward = wrong
+    training.runner._part.loss.forward = wrong
 
 
 def shifted_sets(training: Training) -> None:

@@ -274,17 +274,17 @@ strategy=local_sgd dp=2 strategy.data.outer_lr=0.1
 strategy=gpipe pp=3 model.layers=2
 strategy=gpipe pp=2 microbatches=7
 strategy=gpipe pp=2 micro_batch=5
-strategy=gpipe pp=2 chunks=2
+strategy=gpipe pp=2 virtual_stages=2
 strategy=1f1b pp=4 microbatches=2
 strategy=1f1b pp=2 strategy.pipeline.partition=best
 strategy=1f1b pp=2 strategy.pipeline.split=[layers.99]
 strategy=1f1b pp=2 strategy.pipeline.split=[layers.1,layers.2]
 strategy=1f1b pp=3 strategy.pipeline.split=[layers.4,layers.2]
 strategy=1f1b pp=3 strategy.pipeline.partition=uniform
-strategy=interleaved pp=2 chunks=9
+strategy=interleaved pp=2 virtual_stages=9
 strategy=zero_bubble pp=2 schedule=zb
 schedule=1f1
-schedule=zbv pp=2 chunks=3
+schedule=zbv pp=2 virtual_stages=3
 schedule=naive pp=2 microbatches=4
 layout=5d
 layout=3d tp=5

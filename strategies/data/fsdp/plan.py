@@ -15,11 +15,12 @@ from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.load import splits_backward
 from parallelrun.plan.messages import Explanation, explanation_of_calls
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.strategy import Request, TensorWayPlan
-from parallelrun.plan.structure import SPLIT_BACKWARD, Collective, DataWay, Equivalence, Plan
+from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 from .. import buckets
@@ -58,7 +59,7 @@ class Way:
             data.kind,
             shard=data.shard or request.dp,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
-            reduce_each_microbatch=not _splits_backward(request) if reduce_each is None else reduce_each,
+            reduce_each_microbatch=not splits_backward(request) if reduce_each is None else reduce_each,
         )
 
     def mesh_dims(
@@ -191,13 +192,9 @@ def _smallest_part(request: Request) -> int:
     return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]
 
 
-def _splits_backward(request: Request) -> bool:
-    return request.pp > 1 and request.config.strategy.pipeline.kind in SPLIT_BACKWARD
-
-
 def _check_split_backward(request: Request) -> list[Problem]:
     """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
-    if not _splits_backward(request):
+    if not splits_backward(request):
         return []
     data, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
     too_early = {

@@ -158,7 +158,7 @@ def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float
     num_valid = count_valid(training, batch)
     training.data.begin_step()
     training.routing.begin_step(scale, len(batch))
-    loss_sum = training.engine.train(batch, scale / max(num_valid, 1))
+    loss_sum = training.runner.train(batch, scale / max(num_valid, 1))
     training.data.finish_gradients()
     if scale != 1.0:
         gradients = [parameter.tensor.grad for parameter in training.parameters]
@@ -187,7 +187,7 @@ def evaluate_alone(training: Training, num_workers: int, beat: Callable[[int], N
         for number in range(1, training.eval_batches + 1):
             beat(number)
             batch = reader.batch(number)
-            totals += training.engine.measure(batch).cpu()
+            totals += training.runner.evaluate(batch).cpu()
             num_valid += count_valid(training, batch)
     loss_sum, num_right = totals.tolist()
     top1 = num_right / num_valid if training.plan.spec.kind == "images" else None

@@ -11,8 +11,8 @@ from math import lcm, prod
 
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.load import splits_backward
 from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import SPLIT_BACKWARD
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 
@@ -100,7 +100,7 @@ def _misfits(request: Request) -> list[Misfit]:
 def _together(request: Request) -> list[Problem]:
     """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
     tensor, pipeline = request.config.strategy.tensor, request.config.strategy.pipeline.kind
-    if request.pp == 1 or pipeline not in SPLIT_BACKWARD or request.tp == 1:
+    if request.tp == 1 or not splits_backward(request):
         return []
     problems = []
     if not tensor.save_gathered:

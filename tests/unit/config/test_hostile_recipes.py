@@ -196,7 +196,7 @@ SIZES = {
     "the batch": f"global_batch: {2**61 - 1}\n",
     "microbatches": "global_batch: 1000000000000\nmicro_batch: 1\npp: 2\n",
     "steps": f"steps: {2**62}\n",
-    "virtual stages": choose("interleaved", "strategy") + "chunks: 1000000000\n",
+    "virtual stages": choose("interleaved", "strategy") + "virtual_stages: 1000000000\n",
     "nodes": "cluster:\n  nodes: 1000000000000\n  gpus_per_node: 1000000000000\n",
     "a demonstration": "strategy:\n  demo: {{dp: 1000000000000}}\n",
     "a grid": choose("tp2d", "strategy") + "grid: 1000000x1000000\n",

@@ -80,7 +80,7 @@ def predicted(explanation: Explanation, plan: Plan, rank: int) -> list[Collectiv
     if explanation.axis == "data":
         return strategies.data.collectives(place["pp"], place, plan)
     if explanation.axis == "pipeline":
-        return strategies.pipeline.collectives(place["pp"], plan)
+        return plan.pipeline.collectives(place["pp"], plan)
     strategy = strategies.tensor if explanation.axis == "tensor" else strategies.expert
     assert strategy is not None
     return strategy.collectives(blocks, plan)

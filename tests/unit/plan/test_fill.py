@@ -11,7 +11,7 @@ from parallelrun.config.schema import Config
 from parallelrun.plan import resolve as resolve_module
 from parallelrun.plan.batch import EFFICIENT_TOKENS, in_whole_rounds
 from parallelrun.plan.document import facts, warnings
-from parallelrun.plan.load import load_strategy
+from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Batch, Plan
@@ -122,13 +122,13 @@ def batch_of(**overrides: object) -> tuple[int, int]:
     [(4, 48, 16), (2, 48, 8), (4, 50, 10), (4, 12, 12), (3, 48, 12), (4, 4, 4), (4, 1000, 20)],
 )
 def test_every_schedule_gets_the_same_microbatches_four_a_stage_where_the_batch_allows(schedule, pp, samples, filled):
-    chunks = {"chunks": 1} if schedule in ("interleaved", "zero_bubble") and pp == 3 else {}
-    assert batch_of(pp=pp, schedule=schedule, global_batch=samples, **chunks)[0] == filled
+    virtual_stages = {"virtual_stages": 1} if schedule in ("interleaved", "zero_bubble") and pp == 3 else {}
+    assert batch_of(pp=pp, schedule=schedule, global_batch=samples, **virtual_stages)[0] == filled
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_schedule_of_several_microbatches_allows_whole_rounds(kind):
-    strategy, config = load_strategy("pipeline", kind), tiny_config(pp=4)
+    strategy, config = pipeline_schedule(kind), tiny_config(pp=4)
     spec = tiny_plan().spec
     for pp in range(2, 9):
         for microbatches in filter(lambda m: in_whole_rounds(m, pp), range(1, 80)):

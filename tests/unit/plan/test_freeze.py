@@ -35,7 +35,7 @@ def test_numbers_come_back_exactly(value):
         {"dp": None, "world": 4, "tp": 2},
         {"dp": None, "tp": None, "pp": None},
         {"pp": 2, "schedule": "gpipe"},
-        {"pp": 2, "schedule": "interleaved", "chunks": 2},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
         {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
         {"dp": 2, "local_batch": 4},
         {"dp": 2, "pp": 2, "microbatches": 4},

@@ -10,7 +10,6 @@ import pytest
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.hosts import ranks_in_node, rate_gb_s, stays_in_node
-from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Collective, Memory
 from parallelrun.strategies.tensor.megatron.plan import Way as Megatron
 from tests.plans import tiny_plan
@@ -216,7 +215,7 @@ def test_fits_is_unknown_without_a_size():
 def test_flops_are_sc21_s_72_form():
     plan = tiny_plan({"dp": 2, "pp": 2, "recompute": "full"})
     b, s, layers, h, v = plan.batch.global_batch, 8, 4, 16, 32
-    simulated = simulate.of_plan(plan, strategies_of(plan).pipeline)
+    simulated = simulate.of_plan(plan)
     cost = cluster_cost.cost(plan, ClusterConfig(), prediction.traffic(plan)[1], simulated.makespan)
     assert cost.model_flops == pytest.approx(72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h)))
     form_96 = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -229,7 +228,7 @@ def test_compute_takes_the_peak_of_the_dtype_that_computes():
     times = {}
     for name in ("fp64", "fp32", "bf16", "fp16"):
         plan = tiny_plan({"precision.name": name})
-        makespan = simulate.of_plan(plan, strategies_of(plan).pipeline).makespan
+        makespan = simulate.of_plan(plan).makespan
         times[name] = cluster_cost.cost(plan, cluster, (), makespan).compute_s
     assert times["fp64"] == 2 * times["fp32"] == 16 * times["bf16"] and times["fp16"] is None
 
@@ -237,7 +236,7 @@ def test_compute_takes_the_peak_of_the_dtype_that_computes():
 def test_time_comes_from_the_cluster_s_rates_alone():
     plan = tiny_plan(dp=2)
     _, rows = prediction.traffic(plan)
-    makespan = simulate.of_plan(plan, strategies_of(plan).pipeline).makespan
+    makespan = simulate.of_plan(plan).makespan
     cluster = ClusterConfig(peak_tflops=1e-6, intra_gb_s=1e-3, latency_us=1000.0, gpus_per_node=2)
     cost = cluster_cost.cost(plan, cluster, rows, makespan)
     assert cost.compute_s == pytest.approx(cost.model_flops / 2 / 1e6)

@@ -29,7 +29,7 @@ def mostly_legal(draw) -> dict:
     pp, tp = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16, 64])), draw(st.sampled_from([1, 2, 4, 8, 16]))
     dp = draw(st.integers(1, max(1, min(64, 16384 // (pp * tp)))))
     kind = draw(st.sampled_from(SCHEDULES)) if pp > 1 else None
-    chunks = 2 if kind in ("interleaved", "zbv") else 1
+    virtual_stages = 2 if kind in ("interleaved", "zbv") else 1
     m = {"naive": 1}.get(kind, pp * draw(st.integers(1, 3)))
     kv_heads = draw(st.sampled_from([None, 2, 4, 16]))
     data = draw(st.sampled_from(["ddp", "ring", "zero1", "zero2", "fsdp", "local_sgd", "diloco"]))
@@ -38,7 +38,7 @@ def mostly_legal(draw) -> dict:
     eps = [n for n in (1, *divisors) if experts and experts % n == 0 and data not in ("local_sgd", "diloco")]
     return {
         "model.experts": experts,
-        "model.expert_period": draw(st.sampled_from([1, 2])) if pp * chunks > 1 else 1,
+        "model.expert_period": draw(st.sampled_from([1, 2])) if pp * virtual_stages > 1 else 1,
         "model.router.kind": draw(st.sampled_from(["top_k", "gshard", "expert_choice"])),
         "model.router.capacity_factor": draw(st.sampled_from([None, 1.25])),
         "model.router.bias_rate": draw(st.sampled_from([0.0, 0.001])),
@@ -47,7 +47,7 @@ def mostly_legal(draw) -> dict:
         "tp": tp,
         "dp": dp,
         "schedule": kind,
-        "model.layers": pp * chunks + draw(st.integers(0, 5)),
+        "model.layers": pp * virtual_stages + draw(st.integers(0, 5)),
         "model.hidden": 32,
         "model.heads": 16,
         "model.kv_heads": kv_heads,
@@ -72,7 +72,7 @@ def anything(draw) -> dict:
         "dp": draw(degree),
         "world": draw(st.one_of(st.none(), POWERS)),
         "schedule": draw(st.sampled_from([None, *SCHEDULES, "1b1f"])),
-        "chunks": draw(st.sampled_from([None, None, 1, 2, 3, 0])),
+        "virtual_stages": draw(st.sampled_from([None, None, 1, 2, 3, 0])),
         "global_batch": draw(st.one_of(st.none(), st.integers(0, 130))),
         "micro_batch": draw(st.one_of(st.none(), st.none(), st.integers(0, 9))),
         "microbatches": draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
@@ -155,12 +155,12 @@ def check_ranks(plan: Plan) -> None:
 
 
 def check_stages(plan: Plan) -> None:
-    """Every block in exactly one stage, in order; every coordinate runs `chunks` stages, none of them empty."""
+    """Every block in exactly one stage, in order; every coordinate runs `virtual_stages` stages, none of them empty."""
     assert [name for stage in plan.stages for name in stage.blocks] == [block.name for block in plan.spec.blocks]
     assert all(stage.blocks for stage in plan.stages)
     assert [stage.index for stage in plan.stages] == list(range(len(plan.stages)))
     runs = Counter(stage.pp_rank for stage in plan.stages)
-    assert runs == {pp_rank: plan.pipeline.chunks for pp_rank in range(plan.mesh.size("pp"))}
+    assert runs == {pp_rank: plan.pipeline.virtual_stages for pp_rank in range(plan.mesh.size("pp"))}
 
 
 @settings(max_examples=examples(150), **COMMON)

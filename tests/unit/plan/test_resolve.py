@@ -164,8 +164,8 @@ def test_row_12_fewer_layers_than_stages():
     problem = only_problem({"pp": 8})
     assert "pp 8 = 8 stages" in problem.what and "4 layers" in problem.what
     assert problem.suggestion == "pp=4 or model.layers=8"
-    problem = only_problem({"pp": 4, "schedule": "interleaved", "chunks": 2})
-    assert "pp 4 x chunks 2 = 8 stages" in problem.what and "pp=2" in problem.suggestion
+    problem = only_problem({"pp": 4, "schedule": "interleaved", "virtual_stages": 2})
+    assert "pp 4 x virtual_stages 2 = 8 stages" in problem.what and "pp=2" in problem.suggestion
 
 
 def test_row_13_fewer_microbatches_than_stages_names_gpipe():
@@ -219,8 +219,8 @@ def test_every_layout_names_a_tensor_way():
         {"backup_workers": 1},
         {"grid": "2x2"},
         {"depth": 2},
-        {"pp": 2, "chunks": 2},
-        {"pp": 2, "schedule": "gpipe", "chunks": 2},
+        {"pp": 2, "virtual_stages": 2},
+        {"pp": 2, "schedule": "gpipe", "virtual_stages": 2},
         {"schedule": "gpipe"},
     ],
 )
@@ -357,7 +357,7 @@ def test_the_demonstrating_plan_is_shortened_for_a_model_that_cannot_be_cut():
         {"dp": None, "tp": None, "pp": None, "strategy.demo": {"tp": 2, "pp": 2}},
         {"dp": 2, "global_batch": None, "local_batch": 6},
         {"pp": 2, "schedule": "zbv"},
-        {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4},
         {"dp": 6, "pp": 16, "model.layers": 16, "global_batch": None},
         {"dp": 4, "strategy.data.kind": "fsdp", "strategy.data.shard": 2},
         {"strategy.name": "single"},
@@ -372,7 +372,7 @@ def test_a_frozen_config_resolves_to_the_same_plan(overrides):
 
 
 def test_a_sweep_point_with_unread_keys_freezes_to_a_config_that_its_ranks_can_resolve():
-    config = tiny_config({"staleness": 2, "chunks": 2})
+    config = tiny_config({"staleness": 2, "virtual_stages": 2})
     plan = resolve(config, sweep=True)
     again = resolve(load_frozen(freeze(config, plan)))
     assert dataclasses.replace(again, warnings=plan.warnings, filled=plan.filled) == plan

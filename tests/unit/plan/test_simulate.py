@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from parallelrun.plan.resolve import strategies_of
+from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.simulate import _simulate_with, action_times, of_plan, simulate
-from parallelrun.plan.strategy import Action
 from tests.plans import tiny_plan
 
 
@@ -17,14 +16,14 @@ def equal_times(num_stages):
     return {"F": ones, "B": [2.0] * num_stages, "I": ones, "W": ones}
 
 
-def schedule(kind, pp, microbatches, chunks=1):
-    layers = pp * chunks
+def schedule(kind, pp, microbatches, virtual_stages=1):
+    layers = pp * virtual_stages
     overrides = {"model.layers": layers, "global_batch": microbatches, "microbatches": microbatches}
-    return tiny_plan({**overrides, "pp": pp, "schedule": kind, "chunks": chunks})
+    return tiny_plan({**overrides, "pp": pp, "schedule": kind, "virtual_stages": virtual_stages})
 
 
 def simulated(plan, times=None):
-    orders = strategies_of(plan).pipeline.actions(plan)
+    orders = plan.pipeline.actions(plan)
     return simulate(orders, times or equal_times(len(plan.stages)), len(plan.stages))
 
 
@@ -37,9 +36,11 @@ def test_gpipe_and_1f1b_idle_p_minus_1_over_m_of_ideal_time(kind, pp, m):
     assert simulation.bubble_of_total == pytest.approx((pp - 1) / (m + pp - 1))
 
 
-@pytest.mark.parametrize(("pp", "chunks", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (4, 2, 16)])
-def test_interleaving_divides_the_bubble_by_the_chunks(pp, chunks, m):
-    assert simulated(schedule("interleaved", pp, m, chunks)).bubble_of_ideal == pytest.approx((pp - 1) / (chunks * m))
+@pytest.mark.parametrize(("pp", "virtual_stages", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (4, 2, 16)])
+def test_interleaving_divides_the_bubble_by_the_chunks(pp, virtual_stages, m):
+    assert simulated(schedule("interleaved", pp, m, virtual_stages)).bubble_of_ideal == pytest.approx(
+        (pp - 1) / (virtual_stages * m)
+    )
 
 
 def test_naive_model_parallelism_works_on_one_coordinate_at_a_time():
@@ -84,14 +85,13 @@ def test_actions_that_wait_for_each_other_in_a_circle_are_found():
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2)]
+    ("kind", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2)]
 )
-def test_many_microbatches_are_added_up_to_what_simulating_them_all_gives(kind, chunks):
+def test_many_microbatches_are_added_up_to_what_simulating_them_all_gives(kind, virtual_stages):
     for pp, layers, m in ((2, 5, 40), (3, 7, 60), (4, 11, 72)):
         overrides = {"model.layers": layers, "global_batch": m, "microbatches": m, "pp": pp, "schedule": kind}
-        plan = tiny_plan({**overrides, "chunks": chunks})
-        strategy = strategies_of(plan).pipeline
-        short, full = of_plan(plan, strategy), _simulate_with(plan, strategy, m)
+        plan = tiny_plan({**overrides, "virtual_stages": virtual_stages})
+        short, full = of_plan(plan), _simulate_with(plan, m)
         assert short.num_microbatches < m
         assert short.makespan == pytest.approx(full.makespan, rel=1e-9)
         assert short.bubble_of_total == pytest.approx(full.bubble_of_total, rel=1e-9)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, PipelineWay, Plan
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.tensor.megatron.plan import Way
 from tests.plans import tiny_config, tiny_plan
 
@@ -207,7 +208,7 @@ def test_zero_bubble_never_overlaps():
     plan = tiny_plan({"tp": 2, **SEQUENCE})
     apart = replace(plan, tensor=replace(plan.tensor, overlap=False))
     for kind in ("zero_bubble", "zbv"):
-        assert sent(replace(plan, pipeline=PipelineWay(kind))) == sent(apart) != sent(plan)
+        assert sent(replace(plan, pipeline=pipeline_schedule(kind)())) == sent(apart) != sent(plan)
 
 
 def test_the_loss_exchanges_three_numbers_a_target_in_the_accurate_dtype():

@@ -10,24 +10,14 @@ sections 3 and 6).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
-from parallelrun.plan.strategy import Action
+from parallelrun.plan.pipeline_schedule import Action
 
 Orders = tuple[tuple[Action, ...], ...]
-
-
-def loop_pp_rank(stage_index: int, pp: int) -> int:
-    """Stages go round and round: 0, 1, ..., pp - 1, 0, 1, ..."""
-    return stage_index % pp
-
-
-def v_pp_rank(stage_index: int, pp: int) -> int:
-    """Two chunks go down and back up, so that the first and the last stage share coordinate 0."""
-    return stage_index if stage_index < pp else 2 * pp - 1 - stage_index
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +30,7 @@ def gpipe(pp: int, num_microbatches: int) -> Orders:
 
 @lru_cache(maxsize=64)
 def one_f_one_b(pp: int, num_microbatches: int) -> Orders:
-    """Coordinate r starts with pp - 1 - r forwards, then goes on one forward, one backward, and drains."""
+    """Rank r starts with pp - 1 - r forwards, then goes on one forward, one backward, and drains."""
     return tuple(_looped(rank, pp, 1, num_microbatches, warmup=pp - 1 - rank) for rank in range(pp))
 
 
@@ -50,30 +40,32 @@ def num_rounds(pp: int, num_microbatches: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def interleaved(pp: int, chunks: int, num_microbatches: int) -> Orders:
-    """1F1B over looped chunks: a round of microbatches goes through every chunk before the next round starts."""
+def interleaved(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+    """1F1B over looped stages: a round of microbatches passes all virtual stages before the next round."""
     per_round = num_microbatches // num_rounds(pp, num_microbatches)
     return tuple(
-        _looped(rank, pp, chunks, num_microbatches, warmup=(chunks - 1) * per_round + 2 * (pp - 1 - rank))
+        _looped(
+            rank, pp, virtual_stages, num_microbatches, warmup=(virtual_stages - 1) * per_round + 2 * (pp - 1 - rank)
+        )
         for rank in range(pp)
     )
 
 
 @lru_cache(maxsize=64)
-def zero_bubble(pp: int, chunks: int, num_microbatches: int) -> Orders:
-    """ZB1P: as interleaved with half the warm-up; coordinate r keeps its weight passes r backwards behind."""
+def zero_bubble(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+    """ZB1P: as interleaved with half the warm-up; rank r keeps its weight passes r backwards behind."""
     per_round = num_microbatches // num_rounds(pp, num_microbatches)
     orders = []
     for rank in range(pp):
-        warmup = (chunks - 1) * per_round + pp - 1 - rank
-        order = _looped(rank, pp, chunks, num_microbatches, warmup=warmup)
+        warmup = (virtual_stages - 1) * per_round + pp - 1 - rank
+        order = _looped(rank, pp, virtual_stages, num_microbatches, warmup=warmup)
         orders.append(_split_backward(order, lag=rank))
     return tuple(orders)
 
 
 @lru_cache(maxsize=64)
 def zbv(pp: int, num_microbatches: int) -> Orders:
-    """ZB-V: two chunks in a V; made for at least 2 pp - 1 microbatches, of which the missing ones are left out."""
+    """ZB-V: two virtual stages in a V, for at least 2 pp - 1 microbatches; the order omits those that do not exist."""
     orders = []
     for rank in range(pp):
         order = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
@@ -81,17 +73,17 @@ def zbv(pp: int, num_microbatches: int) -> Orders:
     return tuple(orders)
 
 
-def _looped(rank: int, pp: int, chunks: int, num_microbatches: int, warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then forward and backward in turn, then the remaining backwards (chunks in reverse)."""
-    total = chunks * num_microbatches
+def _looped(rank: int, pp: int, virtual_stages: int, num_microbatches: int, warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then forward and backward in turn, then the remaining backwards (stages in reverse)."""
+    total = virtual_stages * num_microbatches
     warmup = min(warmup, total)
-    per_round = num_microbatches // num_rounds(pp, num_microbatches) if chunks > 1 else num_microbatches
+    per_round = num_microbatches // num_rounds(pp, num_microbatches) if virtual_stages > 1 else num_microbatches
     places = [  # of the number-th action: its chunk in forward order, its microbatch
-        (number // per_round % chunks, number // (per_round * chunks) * per_round + number % per_round)
+        (number // per_round % virtual_stages, number // (per_round * virtual_stages) * per_round + number % per_round)
         for number in range(total)
     ]
     forwards = [Action("F", chunk * pp + rank, m) for chunk, m in places]
-    backwards = [Action("B", (chunks - 1 - chunk) * pp + rank, m) for chunk, m in places]
+    backwards = [Action("B", (virtual_stages - 1 - chunk) * pp + rank, m) for chunk, m in places]
     steady = chain.from_iterable(zip(forwards[warmup:], backwards))
     return (*forwards[:warmup], *steady, *backwards[total - warmup :])
 
@@ -112,7 +104,7 @@ def _split_backward(order: Sequence[Action], lag: int) -> tuple[Action, ...]:
 
 
 def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
-    """One coordinate of ZB-V: chunk 0 is the way down (stage `rank`), chunk 1 the way up."""
+    """One rank of ZB-V: virtual stage 0 is on the way down (stage `rank`), virtual stage 1 on the way up."""
     stages = (rank, 2 * pp - 1 - rank)
     done: Counter[tuple[str, int]] = Counter()
     order: list[Action] = []
@@ -145,27 +137,7 @@ def _v_order(rank: int, pp: int, num_microbatches: int) -> list[Action]:
     return order
 
 
-def peak_in_flight(order: Sequence[Action]) -> dict[int, int]:
-    """Per stage of one coordinate: the most microbatches between their forward and their B (or W)."""
-    alive: Counter[int] = Counter()
-    peak: dict[int, int] = defaultdict(int)
-    for action in order:
-        if action.kind == "F":
-            alive[action.stage] += 1
-            peak[action.stage] = max(peak[action.stage], alive[action.stage])
-        elif action.kind in "BW":
-            alive[action.stage] -= 1
-    return dict(peak)
-
-
-@lru_cache(maxsize=16)
-def forward_only(pp_rank: Callable[[int, int], int], pp: int, chunks: int, num_microbatches: int) -> Orders:
-    """An order for evaluation: rounds of pp microbatches through all of a coordinate's stages (V: chunk by chunk)."""
-    per_round = num_microbatches if pp_rank is v_pp_rank else pp
-    orders = []
-    for rank in range(pp):
-        stages = [stage for stage in range(pp * chunks) if pp_rank(stage, pp) == rank]
-        rounds = [range(start, min(start + per_round, num_microbatches))
-                  for start in range(0, num_microbatches, per_round)]  # fmt: skip
-        orders.append(tuple(Action("F", stage, m) for some in rounds for stage in stages for m in some))
-    return tuple(orders)
+def forward_only(stages: Sequence[Sequence[int]], per_round: int, num_microbatches: int) -> Orders:
+    """An order for evaluation: rounds of `per_round` microbatches through all stages of a rank. stages: by pp rank."""
+    rounds = [range(start, min(start + per_round, num_microbatches)) for start in range(0, num_microbatches, per_round)]
+    return tuple(tuple(Action("F", stage, m) for some in rounds for stage in own for m in some) for own in stages)

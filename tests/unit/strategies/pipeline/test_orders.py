@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 
 from parallelrun import torch_private
-from parallelrun.plan.strategy import Action
-from parallelrun.strategies.pipeline import messages, schedules
+from parallelrun.strategies.pipeline import messages
+from parallelrun.strategies.pipeline import orders as schedules
+from parallelrun.strategies.pipeline.plan import ZBV, Interleaved
 
 SIZES = [(pp, m) for pp in (2, 3, 4) for m in (1, 2, 3, 4, 8, 9)]
 
@@ -24,11 +26,11 @@ CASES += [
 ]
 CASES += [("zbv", pp, 2, m) for pp, m in SIZES]
 FUNCTIONS = {
-    "gpipe": lambda pp, chunks, m: schedules.gpipe(pp, m),
-    "1f1b": lambda pp, chunks, m: schedules.one_f_one_b(pp, m),
+    "gpipe": lambda pp, virtual_stages, m: schedules.gpipe(pp, m),
+    "1f1b": lambda pp, virtual_stages, m: schedules.one_f_one_b(pp, m),
     "interleaved": schedules.interleaved,
     "zero_bubble": schedules.zero_bubble,
-    "zbv": lambda pp, chunks, m: schedules.zbv(pp, m),
+    "zbv": lambda pp, virtual_stages, m: schedules.zbv(pp, m),
 }
 TORCH_NAMES = {
     "gpipe": "GPipe",
@@ -49,22 +51,24 @@ def silence():
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_actions_are_those_of_torch(kind, silence):
-    for name, pp, chunks, m in CASES:
+    for name, pp, virtual_stages, m in CASES:
         if name == kind:
-            theirs = torch_private.schedule_actions(TORCH_NAMES[kind], pp, m, chunks)
-            ours = [[(a.kind, a.stage, a.microbatch) for a in order] for order in FUNCTIONS[kind](pp, chunks, m)]
+            theirs = torch_private.schedule_actions(TORCH_NAMES[kind], pp, m, virtual_stages)
+            ours = [
+                [(a.kind, a.stage, a.microbatch) for a in order] for order in FUNCTIONS[kind](pp, virtual_stages, m)
+            ]
             if kind == "1f1b":  # the last coordinate's microbatches are numbered from 1 in torch's drawing of it
                 ours, theirs = ([[action[:2] for action in order] for order in orders] for orders in (ours, theirs))
-            assert ours == theirs, (kind, pp, chunks, m)
+            assert ours == theirs, (kind, pp, virtual_stages, m)
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_every_microbatch_passes_every_stage_once_forward_before_backward(kind):
-    for name, pp, chunks, m in CASES:
+    for name, pp, virtual_stages, m in CASES:
         if name != kind:
             continue
-        orders = FUNCTIONS[kind](pp, chunks, m)
-        assert sorted({a.stage for order in orders for a in order}) == list(range(pp * chunks))
+        orders = FUNCTIONS[kind](pp, virtual_stages, m)
+        assert sorted({a.stage for order in orders for a in order}) == list(range(pp * virtual_stages))
         for order in orders:
             place = {(a.kind, a.stage, a.microbatch): i for i, a in enumerate(order)}
             assert len(place) == len(order)
@@ -75,31 +79,35 @@ def test_every_microbatch_passes_every_stage_once_forward_before_backward(kind):
                         assert forward < place["B", stage, i]
                     else:
                         assert forward < place["I", stage, i] < place["W", stage, i]
-            assert len(order) == m * chunks * (2 if ("B", order[0].stage, 0) in place else 3)
+            assert len(order) == m * virtual_stages * (2 if ("B", order[0].stage, 0) in place else 3)
+
+
+def peak_in_flight(order):
+    """Per stage of one rank: the most microbatches between their forward and their B (or W)."""
+    alive, peak = Counter(), Counter()
+    for action in order:
+        alive[action.stage] += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        peak[action.stage] = max(peak[action.stage], alive[action.stage])
+    return dict(peak)
 
 
 def test_in_flight_is_all_for_gpipe_and_bounded_by_the_depth_for_1f1b():
-    assert [schedules.peak_in_flight(order) for order in schedules.gpipe(4, 16)] == [{s: 16} for s in range(4)]
-    assert [schedules.peak_in_flight(order) for order in schedules.one_f_one_b(4, 16)] == [{s: 4 - s} for s in range(4)]
+    assert [peak_in_flight(order) for order in schedules.gpipe(4, 16)] == [{s: 16} for s in range(4)]
+    assert [peak_in_flight(order) for order in schedules.one_f_one_b(4, 16)] == [{s: 4 - s} for s in range(4)]
 
 
-def test_in_flight_counts_activations_until_the_weight_pass():
-    order = [Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 0), Action("F", 0, 2), Action("W", 0, 0)]
-    assert schedules.peak_in_flight(order) == {0: 3}
+def test_the_v_meets_itself_at_the_last_rank():
+    assert [ZBV.pp_rank(stage, 4) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [Interleaved.pp_rank(stage, 4) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_v_shape_meets_itself_at_the_last_coordinate():
-    assert [schedules.v_pp_rank(stage, 4) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [schedules.loop_pp_rank(stage, 4) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("position", [schedules.loop_pp_rank, schedules.v_pp_rank])
+@pytest.mark.parametrize("schedule", [Interleaved, ZBV])
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("m", [1, 3, 8])
-def test_evaluation_passes_messages_in_the_same_order_at_both_ends(pp_rank, pp, m):
-    chunks = 2
-    orders = schedules.forward_only(pp_rank, pp, chunks, m)
-    steps = messages.with_messages(orders, pp_rank, pp * chunks)
+def test_evaluation_passes_messages_in_the_same_order_at_both_ends(schedule, pp, m):
+    virtual_stages = 2
+    orders = schedule.forward_only(pp, virtual_stages, m)
+    steps = messages.with_messages(orders, schedule.pp_rank, pp * virtual_stages)
     for a in range(pp):
         for b in range(pp):
             sent = [(s.stage + 1, s.microbatch) for s in steps[a] if s.kind == "SEND_F" and s.peer == b]
@@ -109,4 +117,4 @@ def test_evaluation_passes_messages_in_the_same_order_at_both_ends(pp_rank, pp, 
             mirrored = [(s.kind == "RECV_F", s.stage + (1 if s.kind == "SEND_F" else -1), s.microbatch)
                         for s in steps[b] if s.peer == a]  # fmt: skip
             assert between == mirrored, "a pair that runs its messages in order would wait for ever"
-    assert sum(s.kind == "F" for order in steps for s in order) == pp * chunks * m
+    assert sum(s.kind == "F" for order in steps for s in order) == pp * virtual_stages * m

@@ -14,9 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 from parallelrun import comm, torch_private
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.pipeline.strategy import boundary_shape
 
 from .messages import SENDS_IN_FLIGHT
+from .plan import boundary_shape
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -104,7 +104,7 @@ class Sends:
 class Stage(PipelineStage):
     """torch's PipelineStage with static metadata, contiguous messages, tags by which they are counted, and no memory
     but for what is in use: torch's own holds a buffer per microbatch and direction from the first step on, and every
-    output until its backward, sent or not (`messages.peak_bytes` says what this one holds).
+    output until its backward, sent or not (`messages.live_bytes` says what this one holds).
 
     Without static metadata torch infers it in the first step by messages and an extra forward and backward; with inputs
     that do not claim to need a gradient, one rank crashes and its neighbour waits for ever.

@@ -1,0 +1,83 @@
+"""The base class of pipeline schedules: what every schedule answers before a run. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from parallelrun.errors import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from parallelrun.plan.messages import Explanation
+    from parallelrun.plan.strategy import Request
+    from parallelrun.plan.structure import Collective, Plan
+
+
+class Action(NamedTuple):
+    """One unit of a schedule. kind: F (forward), B (full backward), I (input gradient), W (weight gradient)."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class PipelineSchedule(ABC):
+    """The order in which the pp ranks compute the microbatches of their stages; `plan.pipeline` is one.
+
+    Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
+
+    kind: the registry's name. takes_microbatches: more than one microbatch is allowed. takes_virtual_stages: a rank may
+    hold several stages. splits_backward: input and weight gradients are computed in separate passes, so hooks of
+    parameters fire for half of them and custom backward functions run twice. virtual_stages: stages per rank.
+    """
+
+    kind: ClassVar[str]
+    takes_microbatches: ClassVar[bool] = True
+    takes_virtual_stages: ClassVar[bool] = False
+    splits_backward: ClassVar[bool] = False
+
+    virtual_stages: int = 1
+
+    @classmethod
+    @abstractmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Return every violation, each with the nearest legal value."""
+
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        """Return the schedule of a request without violations."""
+        return cls(request.virtual_stages)
+
+    @classmethod
+    def default_virtual_stages(cls, pp: int, num_layers: int) -> int:
+        """Return the stages per rank where the user gives none. num_layers: the most stages the model can have."""
+        return 2 if cls.takes_virtual_stages else 1
+
+    @classmethod
+    def pp_rank(cls, stage: int, pp: int) -> int:
+        """Return the pp rank that runs a stage."""
+        return stage % pp
+
+    @abstractmethod
+    def actions(self, plan: Plan) -> Sequence[Sequence[Action]]:
+        """Return the actions of every pp rank in order: the input of the event simulation."""
+
+    @abstractmethod
+    def live_bytes(self, plan: Plan, pp_rank: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
+        """Return a rank's actions in order, each with the bytes of activations and messages held when it begins.
+
+        kept: per stage of that rank, the bytes that one microbatch keeps for backward.
+        """
+
+    @abstractmethod
+    def collectives(self, pp_rank: int, plan: Plan) -> list[Collective]:
+        """Return one rank's point-to-point messages of one step."""
+
+    @abstractmethod
+    def explain(self, plan: Plan) -> Explanation:
+        """Return every message of a step, for `parallelrun explain`."""
