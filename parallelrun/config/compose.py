@@ -51,8 +51,7 @@ class Prepared:
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
     sweeps.check_points(overrides)
-    store = ConfigStore.instance()
-    store.store(name="base_schema", node=Config)
+    store = _store_with_schema()
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
     own_files = config_folder.recipes(flags)
     shown: dict[str, str] = {}
@@ -92,10 +91,17 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
     return Prepared(tuple(argv), keys, shown, untrusted, typed)
 
 
+def _store_with_schema() -> ConfigStore:
+    """Hydra's store of configurations, with ours registered once per process: a fifth of the time of composing."""
+    store = ConfigStore.instance()
+    if "base_schema.yaml" not in store.repo:
+        store.store(name="base_schema", node=Config)
+    return store
+
+
 def prepare_completion(words: Sequence[str]) -> Prepared:
     """For the shell's TAB: every recipe has a name, and none is opened."""
-    store = ConfigStore.instance()
-    store.store(name="base_schema", node=Config)
+    store = _store_with_schema()
     for name in recipes.find():
         store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
     return Prepared(tuple(words), {}, {})
