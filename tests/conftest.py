@@ -28,6 +28,16 @@ def run_ranks():
     return _run_ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--matrix=full`: every cell of every parity matrix and all random examples, instead of the choice of each run."""
+    parser.addoption("--matrix", choices=("chosen", "full"), default="chosen", help="cells of parity matrices to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test modules are imported: `tests.matrix` reads it, in this process and in those that it starts."""
+    os.environ["PARALLELRUN_FULL_MATRIX"] = str(int(config.getoption("matrix") == "full"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The order in which files are handed out to workers; without workers it stays as it was asked for."""
     if not hasattr(config, "workerinput"):
