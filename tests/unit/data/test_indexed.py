@@ -9,7 +9,7 @@ import pytest
 
 from parallelrun.config.schema import Config
 from parallelrun.data import megatron, open_dataset
-from parallelrun.data.indexed import element_type, open_indexed, write_indexed
+from parallelrun.data.megatron import element_type, open_indexed, write_indexed
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.model_spec import ModelSpec
 
@@ -49,7 +49,7 @@ def test_the_example_is_written_byte_for_byte(example):
 
 def test_it_reads_back(example):
     indexed = open_indexed(example)
-    assert indexed.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8] and indexed.num_documents == 2
+    assert indexed.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8] and indexed.documents.size == 3
     starts, lengths = indexed.document_ranges()
     assert starts.tolist() == [0, 5] and lengths.tolist() == [5, 2]
 
@@ -94,7 +94,7 @@ def test_the_suffix_may_be_given_too(example):
 def test_multimodal_modes_are_passed_over(example):
     with example.with_suffix(".idx").open("ab") as stream:
         stream.write(b"\x00\x01\x00")
-    assert open_indexed(example).num_documents == 2
+    assert open_indexed(example).documents.size == 3
 
 
 def test_a_token_above_the_vocab_names_sample_and_byte(example):
@@ -193,21 +193,21 @@ def test_a_token_too_large_for_the_type_leaves_no_files(tmp_path):
 
 class TestVocabSize:
     def test_the_largest_token_decides(self, example):
-        assert megatron.vocab_size(config(example)) == 9
+        assert megatron.DATASET.vocab_size(config(example)) == 9
 
     def test_a_given_vocab_wins_and_needs_no_file(self, tmp_path):
-        assert megatron.vocab_size(config(tmp_path / "nosuch", vocab=77)) == 77
+        assert megatron.DATASET.vocab_size(config(tmp_path / "nosuch", vocab=77)) == 77
 
     def test_the_note_of_tokenize_decides(self, example):
         megatron.note_path(example).write_text('{"vocab": 257}')
-        assert megatron.vocab_size(config(example)) == 257
+        assert megatron.DATASET.vocab_size(config(example)) == 257
 
     @pytest.mark.parametrize("note", ["", "[]", '{"vocab": "many"}', "{"])
     def test_a_foreign_note_is_passed_over(self, example, note):
         megatron.note_path(example).write_text(note)
-        assert megatron.vocab_size(config(example)) == 9
+        assert megatron.DATASET.vocab_size(config(example)) == 9
 
     def test_a_huge_file_is_not_read_through(self, example, monkeypatch):
         monkeypatch.setattr(megatron, "SCAN_BYTES", 4)
         with pytest.raises(EnvironmentProblem, match="too large to look"):
-            megatron.vocab_size(config(example))
+            megatron.DATASET.vocab_size(config(example))

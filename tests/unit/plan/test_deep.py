@@ -40,8 +40,8 @@ def test_thousands_of_layers_are_planned_in_seconds(layers, seconds, overrides):
 def test_a_block_named_again_is_the_block_made_for_its_place():
     config = Config()
     config.model = replace(config.model, layers=7, experts=4, expert_period=3, dense_layers=1, shared_experts=1)
-    spec = gpt.make(config, 256)
-    assert spec.blocks[1:-1] == tuple(gpt._transformer(index, config.model) for index in range(7))
+    spec = gpt.MODEL.make(config, 256)
+    assert spec.blocks[1:-1] == tuple(gpt._block(index, config.model) for index in range(7))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"pp": 3}, {"pp": 2, "strategy.pipeline.kind": "interleaved", "tp": 2}])
@@ -76,9 +76,7 @@ def test_many_layers_are_cut_at_once(num_stages):
 
 @pytest.mark.parametrize("key", [key.name for key in known_keys().values() if key.kind == "int"])
 def test_every_whole_number_has_a_limit_that_is_told(key):
-    largest = rules.LARGEST_OF.get(key, rules.LARGEST)
-    if key in rules.DEGREES or key == "seed":
-        largest = 2**63
+    largest = 2**63 if key in rules.DEGREES else int(known_keys()[key].most or rules.LARGEST)
     begun = time.process_time()
     with pytest.raises(ConfigError) as caught:
         resolve(tiny_config({key: largest + 1}), given=frozenset({key}))

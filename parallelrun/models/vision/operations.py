@@ -1,0 +1,195 @@
+"""The operations of an image classifier as data, with the shapes that flow through them. Torch-free.
+
+An architecture is a tuple of blocks of operations. Shapes are of one sample: (channels, height, width), or (features,)
+after `FlattenOp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod, sqrt
+
+from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec, weight_and_bias
+
+Shape = tuple[int, ...]
+INDEX_ELEMENTS = 2  # max-pooling keeps an int64 index: two elements of fp32
+ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of a block. name: of its module inside the block; empty if it has no module.
+
+    saves_input, saves_output: which of its tensors backward needs.
+    """
+
+    name: str = ""
+    saves_input: bool = False
+    saves_output: bool = False
+
+    def out(self, shape: Shape) -> Shape:
+        """The output shape for an input shape."""
+        return shape
+
+    def layer(self, block: str, shape: Shape) -> LayerSpec | None:
+        """Its layer, if it has parameters or a layer role."""
+        return None
+
+    def flops(self, shape: Shape) -> float:
+        """Forward FLOPs for one sample; only products are counted."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class ConvolutionOp(Operation):
+    outputs: int = 0
+    kernel: int = 3
+    stride: int = 1
+    padding: int = 1
+    bias: bool = False
+    saves_input: bool = True
+
+    def out(self, shape: Shape) -> Shape:
+        return (self.outputs, *_slide(shape[1:], self.kernel, self.stride, self.padding))
+
+    def layer(self, block: str, shape: Shape) -> LayerSpec:
+        name, weight = f"{block}.{self.name}", (self.outputs, shape[0], self.kernel, self.kernel)
+        initialiser = Initialiser("normal", sqrt(2 / prod(weight[1:])))  # He et al. 2015: makes up for ReLU's halving
+        return LayerSpec(name, "", shape[0], self.outputs, weight_and_bias(name, weight, initialiser, "", self.bias))
+
+    def flops(self, shape: Shape) -> float:
+        return 2.0 * shape[0] * self.kernel**2 * prod(self.out(shape))
+
+
+@dataclass(frozen=True)
+class BatchNormOp(Operation):
+    """Normalisation per channel over samples, height and width; its running statistics are frozen parameters."""
+
+    saves_input: bool = True
+
+    def layer(self, block: str, shape: Shape) -> LayerSpec:
+        name, role = f"{block}.{self.name}", SAMPLE_SET_ROLE
+        parameters = tuple(
+            ParameterSpec(f"{name}.{key}", shape[:1], initialiser, role, frozen=key.startswith("running"))
+            for key, initialiser in zip(("weight", "bias", "running_mean", "running_var"), (ONES, ZEROS, ZEROS, ONES))
+        )
+        return LayerSpec(name, role, shape[0], shape[0], parameters)
+
+
+@dataclass(frozen=True)
+class ReluOp(Operation):
+    saves_output: bool = True
+
+
+@dataclass(frozen=True)
+class MaxPoolOp(Operation):
+    kernel: int = 2
+    stride: int = 2
+    padding: int = 0
+    saves_input: bool = True
+
+    def out(self, shape: Shape) -> Shape:
+        return (shape[0], *_slide(shape[1:], self.kernel, self.stride, self.padding))
+
+
+@dataclass(frozen=True)
+class AveragePoolOp(Operation):
+    """Averages an image of any size into `size` x `size` cells."""
+
+    size: int = 1
+    saves_input: bool = True
+
+    def out(self, shape: Shape) -> Shape:
+        return (shape[0], self.size, self.size)
+
+
+@dataclass(frozen=True)
+class FlattenOp(Operation):
+    def out(self, shape: Shape) -> Shape:
+        return (prod(shape),)
+
+
+@dataclass(frozen=True)
+class DropoutOp(Operation):
+    def layer(self, block: str, shape: Shape) -> LayerSpec:
+        return LayerSpec(f"{block}.{self.name}", "dropout", shape[0], shape[0])
+
+
+@dataclass(frozen=True)
+class LinearOp(Operation):
+    """role: `column_parallel` and `row_parallel` for a pair that tensor parallelism may split, else `linear`."""
+
+    outputs: int = 0
+    role: str = "linear"
+    saves_input: bool = True
+
+    def out(self, shape: Shape) -> Shape:
+        return (self.outputs,)
+
+    def layer(self, block: str, shape: Shape) -> LayerSpec:
+        name, inputs = f"{block}.{self.name}", shape[0]
+        # No ReLU follows the last layer, and small logits let the loss start at log(classes).
+        std = (1 / sqrt(3) if self.role != "linear" else 0.1) / sqrt(inputs)
+        parameters = weight_and_bias(name, (self.outputs, inputs), Initialiser("normal", std), self.role)
+        return LayerSpec(name, self.role, inputs, self.outputs, parameters)
+
+    def flops(self, shape: Shape) -> float:
+        return 2.0 * shape[0] * self.outputs
+
+
+@dataclass(frozen=True)
+class OperationBlock:
+    """Operations in sequence; with a shortcut (empty: the input itself), relu(operations(x) + shortcut(x))."""
+
+    name: str
+    kind: str
+    operations: tuple[Operation, ...]
+    shortcut: tuple[Operation, ...] | None = None
+
+    def out(self, shape: Shape) -> Shape:
+        """The output shape for an input shape."""
+        return flow(self.operations, shape)[-1]
+
+    def steps(self, shape: Shape) -> list[tuple[Operation, Shape]]:
+        """Every operation, those of the shortcut last, with the shape of its input."""
+        branches = (self.operations, self.shortcut or ())
+        return [pair for branch in branches for pair in zip(branch, flow(branch, shape))]
+
+
+Architecture = tuple[OperationBlock, ...]
+
+
+def flow(operations: Iterable[Operation], shape: Shape) -> list[Shape]:
+    """The shapes before, between and after the operations."""
+    shapes = [shape]
+    for operation in operations:
+        shapes.append(operation.out(shapes[-1]))
+    return shapes
+
+
+def kept_elements(block: OperationBlock, shape: Shape, input_is_kept: bool) -> tuple[float, bool]:
+    """(elements of one sample that backward needs, is the block's output among them). Each tensor counts once.
+
+    input_is_kept: the block before keeps this block's input already.
+    """
+    kept, first_kept, output_kept = 0.0, input_is_kept, False
+    for operations in (block.operations, block.shortcut or ()):
+        shapes, known = flow(operations, shape), first_kept
+        for operation, before, after in zip(operations, shapes, shapes[1:]):
+            if operation.saves_input and not known:
+                kept += prod(before)
+                first_kept = first_kept or before is shapes[0]
+            if isinstance(operation, MaxPoolOp):
+                kept += INDEX_ELEMENTS * prod(after)
+            keeps = operation.saves_output
+            kept += prod(after) if keeps else 0
+            known = keeps or (known and isinstance(operation, FlattenOp | DropoutOp))
+        output_kept = known if operations is block.operations else output_kept
+    if block.shortcut is not None:  # the ReLU after the sum keeps its output
+        return kept + prod(block.out(shape)), True
+    return kept, output_kept
+
+
+def _slide(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:
+    return tuple((size + 2 * padding - kernel) // stride + 1 for size in sizes)
