@@ -15,6 +15,7 @@ from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models import layers
 from parallelrun.models.module import network, slices, source
+from parallelrun.plan.load import tensor_strategy
 
 OWN = Initialiser("own")
 CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds
@@ -197,7 +198,7 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
     halves works on other parts.
     """
     tp = config.tp or 2
-    tp = tp if tp == 1 or config.strategy.tensor.kind == "megatron" else 2
+    tp = tp if tp == 1 or tensor_strategy(config.strategy.tensor.kind).is_one_dimensional else 2
     if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
         return
     with torch.device("meta"):
