@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.bucketed import Bucket
+from parallelrun.strategies.data.common.reducer import FlatBucket
 from parallelrun.train.build import Training
 from parallelrun.train.step import finish_gradients, forward_backward
 from parallelrun.verify.measure import BOUNDS, tensor_errors
@@ -150,9 +150,9 @@ def keep_only_the_last_microbatch(training: Training) -> None:
         bucket.collect = partial(_overwrite, bucket, bucket.collect)
 
 
-def _overwrite(bucket: Bucket, collect: Callable[[], None]) -> None:
+def _overwrite(bucket: FlatBucket, collect: Callable[[], None]) -> None:
     for slot in bucket.slots:
-        slot.filled = slot.filled and slot.parameter.grad is None
+        slot.filled = slot.filled and slot.weight.grad is None
     collect()
 
 

@@ -14,11 +14,11 @@ from parallelrun.errors import Problem
 from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Equivalence, Plan
 
-from ..local_sgd.plan import LocalSGD
+from ..common.independent_plan import IndependentReplicas
 
 
 @dataclass(frozen=True)
-class DiLoCo(LocalSGD):
+class DiLoCo(IndependentReplicas):
     """Local SGD's layouts and traffic, and two more tensors per weight.
 
     outer_*: of the SGD that updates the shared weights by the replicas' mean movement of a round.

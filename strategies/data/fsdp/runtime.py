@@ -24,8 +24,8 @@ from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_para
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, match, set_gradient, trained
 
-from ..ddp.runtime import DDPRuntime
-from ..sharding import shard_dim, shard_layout
+from ..common.buckets import shard_dim, shard_layout
+from ..common.reducer import BucketedRuntime
 from .plan import FSDP
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis
 
@@ -83,7 +83,7 @@ class FSDPRuntime(DataRuntime):
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
-        self._whole = DDPRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh)
+        self._whole = BucketedRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh)
         with torch.no_grad():
             parameters = {held.name: _part(held, weight, plan) for held, weight in pairs if not is_whole(held, plan)}
         parameters |= {p.name: p for p in (*self._whole.parameters, *self._whole.frozen)}

@@ -21,11 +21,11 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
 from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 
-from ..allreduce.runtime import all_reduce
-from ..allreduce.settings import over
-from ..buckets import fill, reduce_bytes
-from ..compression.runtime import Part, Waitable
-from ..ddp.runtime import DDPRuntime
+from ..common.allreduce.algorithm import over
+from ..common.allreduce.runtime import all_reduce
+from ..common.buckets import fill, reduce_bytes
+from ..common.compression.runtime import CompressedRuntime
+from ..common.reducer import Part, Waitable
 from .adasum import all_combine
 from .broadcast import broadcast_optimizer, broadcast_weights
 from .checks import ADASUM
@@ -38,7 +38,7 @@ from .timeline import Timeline
 T = TypeVar("T")
 
 
-class HorovodRuntime(DDPRuntime):
+class HorovodRuntime(CompressedRuntime):
     """Gradients are summed, or within a process set averaged, and every exchange is noted for those who watch."""
 
     @classmethod
@@ -73,12 +73,12 @@ class HorovodRuntime(DDPRuntime):
                 broadcast_optimizer(training.optimizer, updated, self._mesh.group(axis))
         self._submissions.step = start
         if strategy.timeline and context.rank == 0:
-            buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._reducer.buckets)]
+            buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._buckets)]
             self._timeline = Timeline(context.directory / "timeline.json", buckets, strategy, self._mesh.device)
             self._timeline.watch(dict(self._named_weights()), self._plan)
             self._submissions.timeline = self._timeline
         if strategy.stall_warn_s:
-            self._watch = StallWatch(self._submissions, self._reducer, self._plan, context, strategy.stall_warn_s)
+            self._watch = StallWatch(self._submissions, self._buckets, self._plan, context, strategy.stall_warn_s)
             self._watch.start()
 
     def end_run(self) -> None:
@@ -106,18 +106,18 @@ class HorovodRuntime(DDPRuntime):
                 torch_private.multiply(list(buffers), 1 / self._group.size)
 
     def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        slots = [slot for bucket in self._reducer.buckets for slot in bucket.slots]
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
         names = [name for bucket in self._submissions.names for name in bucket]
-        return list(zip(names, [slot.parameter for slot in slots], strict=True))
+        return list(zip(names, [slot.weight for slot in slots], strict=True))
 
-    def _start_sum(self, tensor: Tensor, group: Group) -> Waitable:
+    def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
         data = Horovod.of(self._plan)
         algorithm = over(data.algorithm, group.axis, self._plan) if not data.process_sets else data.algorithm
         return all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
 
-    def _sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
+    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         number = self._submissions.add(tuple(held.name for held, _ in parts))
-        send = super()._sender(buffer, parts, group)
+        send = super().sender(buffer, parts, group)
         return lambda: self._submissions.submit(number, send)
 
 

@@ -15,8 +15,8 @@ from parallelrun.plan.prediction import merge
 from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.report import explain as report
-from parallelrun.strategies.data.allreduce import explain as allreduce
-from parallelrun.strategies.data.allreduce.settings import Algorithm
+from parallelrun.strategies.data.common.allreduce import explain as allreduce
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
 from tests.plans import tiny_plan
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from parallelrun.plan.messages import Exchange, Message, Round
 
-from .settings import Algorithm
+from .algorithm import Algorithm
 from .steps import ALL_GATHER, SCATTER_REDUCE, Span, pieces, table
 from .steps import Message as Slice
+from .steps import Round as TableRow
 
 TEXTS = {
     "ring": (
@@ -71,7 +72,7 @@ def exchange(
     return Exchange(title, tuple(rounds))
 
 
-def _blocks(tables: Sequence[tuple], numel: int) -> list[Span]:
+def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:
     """The spans between all borders of messages: the finest blocks that travel."""
     borders = {0, numel}
     for one in tables:

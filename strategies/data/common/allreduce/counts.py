@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallelrun.plan.structure import Collective
 
-from .settings import Algorithm
+from .algorithm import Algorithm
 from .steps import HALVING_DOUBLING, NATIVE, RING, SCATTER_REDUCE, TREE, segments, table
 
 BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added

@@ -1,39 +1,41 @@
-"""Compression at run time: `compress` turns a bucket and an all-reduce into what `Bucket` sends.
+"""Gradient compression at run time: fp16 (Horovod) and PowerSGD (Vogels, Karimireddy and Jaggi 2019).
 
-After the wait the bucket's buffer holds the sum, or its approximation, the same bit for bit on every rank.
+After the wait a bucket's buffer holds the sum or its approximation, bitwise equal on every rank.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallelrun import torch_private
-from parallelrun.plan.parameters import HeldParameter
+from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
+from ..bucketed_plan import BucketedAllReduce
+from ..reducer import BucketedRuntime, Part, Waitable
 from . import powersgd
-from .settings import Compression, is_factored, matrix_shape, num_columns
-
-
-class Waitable(Protocol):
-    """A started exchange, such as `dist.Work`."""
-
-    def wait(self) -> object: ...
-
+from .plan import Compression, is_factored, matrix_shape, num_columns
 
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
-Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into the bucket's buffer
+
+
+class CompressedRuntime(BucketedRuntime):
+    """Sums gradients in buckets, compressed as the strategy says."""
+
+    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
+        compression = BucketedAllReduce.of(self._plan).compression
+        return compress(compression, self._plan, buffer, parts, partial(self.start_sum, group=group))
 
 
 def compress(
     compression: Compression, plan: Plan, buffer: Tensor, parts: Sequence[Part], start_sum: Sum
 ) -> Callable[[], Waitable]:
-    """What starts the exchange of `buffer`, in the messages that `settings.messages` predicts."""
+    """What starts the exchange of `buffer`, in the messages that `plan.messages` predicts."""
     if compression.kind == "fp16":
         return HalfSum(buffer, start_sum).start
     factored = [(h, g) for h, g in parts if is_factored(h, g.shape, plan, compression)]

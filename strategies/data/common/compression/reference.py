@@ -10,25 +10,32 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from parallelrun.plan.parameters import held_parameters
+from parallelrun.config.schema import Config
+from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import Summed
+from parallelrun.verify.replay import Rule, SumRule
 
+from ..bucketed_plan import BucketedAllReduce
+from .plan import Compression, is_factored, matrix_shape, num_columns
 from .powersgd import first_right_factor, next_right_factor, orthonormal
-from .settings import Compression, is_factored, matrix_shape, num_columns
 
 Tensors = dict[str, Tensor]
-Place = tuple[slice, ...]
+StoredPart = tuple[HeldParameter, tuple[int, ...], tuple[slice, ...]]
 
 
-def rule(plan: Plan, compression: Compression) -> Summed:
-    """The rule of one sum over dp (or over a process set)."""
+def rule(config: Config, plan: Plan) -> Rule:
+    """The rule of a strategy whose gradients are compressed sums over dp."""
+    return compressed_sum(plan, BucketedAllReduce.of(plan).compression)
+
+
+def compressed_sum(plan: Plan, compression: Compression) -> SumRule:
+    """The rule of one compressed sum, over dp or over a process set."""
     if compression.kind == "fp16":
-        return Halves()
-    return PowerSgd(plan, compression) if compression.kind == "powersgd" else Summed()
+        return HalfSumRule()
+    return PowerSGDRule(plan, compression) if compression.kind == "powersgd" else SumRule()
 
 
-class Halves(Summed):
+class HalfSumRule(SumRule):
     """Everything is rounded to fp16, and so are the sums."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
@@ -42,7 +49,7 @@ class Halves(Summed):
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
 
-class PowerSgd(Summed):
+class PowerSGDRule(SumRule):
     """Matrices become P Q^T; what a worker's own P Q^T leaves out, it adds the next time."""
 
     def __init__(self, plan: Plan, compression: Compression):
@@ -81,10 +88,10 @@ class PowerSgd(Summed):
         return (left @ summed.T).reshape(gradients[0].shape)
 
 
-def stored_parts(plan: Plan) -> dict[str, dict[str, tuple]]:
+def stored_parts(plan: Plan) -> dict[str, dict[str, StoredPart]]:
     """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
     before any data strategy. One part, the whole, where no tensor strategy splits it."""
-    out: dict[str, dict[str, tuple]] = {}
+    out: dict[str, dict[str, StoredPart]] = {}
     mesh_dims = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim not in ("pp", "dp")]
     for pp_rank in range(plan.mesh.size("pp")):
         for held in held_parameters(plan, pp_rank):
