@@ -38,14 +38,14 @@ from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.product import Activation, Product
+from parallelrun.product import ActivationLayout, Product
 from parallelrun.strategies.tensor.grid import matmul
 from parallelrun.strategies.tensor.megatron import operators
 
 SAMPLES, SEQ, IN, OUT = 8, 128, 1024, 4096
 BAR, BEYOND_BAR = 1.0, 0.8
 ABSENT = ("peft", "bitsandbytes", "galore_torch", "transformers", "ray", "diffusers")
-GRID, CUBE, WHOLE = Activation(("row",), ("col",)), Activation(("x", "y"), ("z",)), Activation()
+GRID, CUBE, WHOLE = ActivationLayout(("row",), ("col",)), ActivationLayout(("x", "y"), ("z",)), ActivationLayout()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Part:
         return whole.contiguous().clone()
 
 
-def activation(lies: Activation) -> Layout:
+def activation(lies: ActivationLayout) -> Layout:
     return Layout((lies.rows, (), lies.features))
 
 
@@ -230,10 +230,10 @@ def _their_part(mode: str, rank: int) -> Part:
         split = Layout((("tp",), ()))
         return Part(activation(WHOLE), split, Layout((("tp",),)), Layout(((), (), ("tp",))), {"tp": 4}, {"tp": rank})
     if mode == "2d":
-        lies = activation(Activation(("i",), ("j",)))
+        lies = activation(ActivationLayout(("i",), ("j",)))
         sizes, place = {"i": 2, "j": 2}, {"i": rank // 2, "j": rank % 2}
         return Part(lies, Layout((("j",), ("i",))), Layout((("j", "i"),)), lies, sizes, place)
-    x, y = Activation(("i", "j"), ("k",)), Activation(("i", "k"), ("j",))
+    x, y = ActivationLayout(("i", "j"), ("k",)), ActivationLayout(("i", "k"), ("j",))
     place = {"i": rank % 2, "j": rank // 2 % 2, "k": rank // 4}
     sizes = {"i": 2, "j": 2, "k": 2}
     return Part(activation(x), Layout((("j",), ("k", "i"))), Layout((("j",),)), activation(y), sizes, place)

@@ -13,7 +13,7 @@ from pathlib import Path
 from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.product import Activation, Product, transfers
+from parallelrun.product import ActivationLayout, Product, transfers
 
 HERE = Path(__file__).parent
 PAGE = HERE / "tensor_layouts.md"
@@ -37,9 +37,9 @@ class Picture:
 
 
 GRID, DEEP, CUBE = (
-    Activation(("row",), ("col",)),
-    Activation(("depth", "row"), ("col",)),
-    Activation(("x", "y"), ("z",)),
+    ActivationLayout(("row",), ("col",)),
+    ActivationLayout(("depth", "row"), ("col",)),
+    ActivationLayout(("x", "y"), ("z",)),
 )
 TP, SQUARE = (("tp", 4),), (("row", 2), ("col", 2))
 PICTURES = (
@@ -103,7 +103,7 @@ def _legend(product: Product) -> str:
     return "; ".join(text for text in (gathered, summed) if text) or "(nothing moves forward)"
 
 
-def _layout(lies: Activation) -> Layout:
+def _layout(lies: ActivationLayout) -> Layout:
     return Layout((lies.rows, lies.features))
 
 

@@ -13,7 +13,7 @@ from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import dropout, recompute
 from parallelrun.models.layers import AttentionProduct
 from parallelrun.models.network import Network
-from parallelrun.plan.resolve import load_strategy, resolve
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from tests.live_bytes import saving
 from tests.plans import tiny_config
@@ -26,7 +26,7 @@ def placed(overrides: dict[str, Any]) -> tuple[Network, Plan]:
     mesh: Mesh = build_mesh(plan, torch.device("cpu"))
     with torch.device("meta"):
         network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
-    registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
+    registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").parallelize(network, plan, mesh)
     network.to_empty(device="cpu")
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -52,7 +52,7 @@ class Storages:
 def saved_by_block(overrides: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Body of a rank: by block, (bytes saved in a forward pass of one microbatch, bytes predicted)."""
     network, plan = placed(overrides)
-    strategy, num_samples = load_strategy("tensor", plan.tensor.kind), plan.batch.micro_batch
+    strategy, num_samples = plan.tensor, plan.batch.micro_batch
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(plan.spec.vocab, (num_samples, plan.spec.seq), generator=generator)
     targets, found = x.roll(-1, 1), {}
@@ -89,7 +89,7 @@ def _saved_selectively(overrides: dict[str, Any]) -> tuple[int, int]:
 
     with patch.object(recompute._CheapOutputs, "pack", counted):
         recompute.run(network.block("layers.0"), x, torch.arange(plan.batch.micro_batch), plan.recompute)
-    predicted = load_strategy("tensor", plan.tensor.kind).saved_bytes(plan.spec.block("layers.0"), plan)
+    predicted = plan.tensor.saved_bytes(plan.spec.block("layers.0"), plan)
     return storages.nbytes, predicted
 
 

@@ -42,7 +42,7 @@ def rows_of_norms_not_summed() -> None:
 
 
 def positions_not_summed() -> None:
-    _partial_without("row", role="position")
+    _partial_without("row", role="position_embedding")
 
 
 def wrong_scatter_axis() -> None:
@@ -82,9 +82,9 @@ def norm_gradient_of_own_features() -> None:
 
 def loss_of_the_first_row_counted() -> None:
     """Only tensor coordinate 0 counts its loss, as where every rank has the loss of all samples."""
-    from parallelrun.strategies.tensor.grid.plan import Way
+    from parallelrun.strategies.tensor.grid.plan import GridStrategy
 
-    Way.loss_axes = lambda self, plan: ()
+    GridStrategy.loss_axes = lambda self, plan: ()
 
 
 def loss_of_every_column_counted() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+
 from parallelrun.config.schema import Config
+from parallelrun.definitions import Split
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 
@@ -53,3 +57,9 @@ def tiny_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Conf
 def tiny_plan(overrides: dict[str, Any] | None = None, /, **more: Any) -> Plan:
     """The resolved Plan of `tiny_config` with the same overrides. Raises ConfigError when it is not legal."""
     return resolve(tiny_config(overrides, **more))
+
+
+def collate(split: Split, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets) of several samples, stacked along a new first dim."""
+    inputs, targets = zip(*(split.sample(int(index)) for index in indices))
+    return np.stack(inputs), np.stack(targets)

@@ -25,8 +25,7 @@ from parallelrun.models.network import Network, compile_blocks
 from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.tensor.megatron.place import place
-from parallelrun.strategies.tensor.megatron.plan import Way
+from parallelrun.strategies.tensor.megatron.place import parallelize
 from parallelrun.verify.measure import tensor_errors
 from tests.live_bytes import saving
 from tests.plans import tiny_config
@@ -88,7 +87,7 @@ def fill(network: nn.Module, plan: Plan, mesh: Mesh | None) -> None:
     for name, parameter in network.named_parameters():
         spec = plan.spec.parameters[tied.get(name, name)]
         whole = values(spec.name, spec.shape).to(dtype)
-        parameter.data.copy_(whole if mesh is None else part(whole, Way().layout(spec, plan), mesh))
+        parameter.data.copy_(whole if mesh is None else part(whole, plan.tensor.layout(spec, plan), mesh))
 
 
 def networks(config: Config, plan: Plan, mesh: Mesh) -> tuple[Network, Network]:
@@ -96,7 +95,7 @@ def networks(config: Config, plan: Plan, mesh: Mesh) -> tuple[Network, Network]:
     with torch.device("meta"):
         alone = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
         placed = copy.deepcopy(alone)
-    place(placed, plan, mesh)
+    parallelize(placed, plan, mesh)
     fill(alone, plan, None)
     fill(placed, plan, mesh)
     for network, shares in ((alone, 1), (placed, plan.mesh.size("tp"))):
@@ -117,7 +116,7 @@ def gradients(network: nn.Module, plan: Plan, mesh: Mesh | None) -> dict[str, Te
         assert parameter.grad is not None, f"{name} has no gradient"
         grad = parameter.grad.clone()
         if mesh is not None:
-            for axis in Way().layout(plan.spec.parameters[tied.get(name, name)], plan).partial:
+            for axis in plan.tensor.layout(plan.spec.parameters[tied.get(name, name)], plan).partial:
                 dist.all_reduce(grad, group=mesh.group(axis).process_group)
         found[name] = grad
     return found
@@ -128,7 +127,7 @@ def errors_of(ours: dict[str, Tensor], reference: dict[str, Tensor], plan: Plan,
     tied = original_names(plan.spec)
     parts = {}
     for name, whole in reference.items():
-        parts[name] = part(whole, Way().layout(plan.spec.parameters[tied.get(name, name)], plan), mesh)
+        parts[name] = part(whole, plan.tensor.layout(plan.spec.parameters[tied.get(name, name)], plan), mesh)
         assert ours[name].shape == parts[name].shape, (name, ours[name].shape, parts[name].shape)
     return tensor_errors(ours, parts)
 
@@ -178,7 +177,7 @@ def prove_gpt(overrides: dict[str, Any], pipeline: str = "none", backend: str = 
     errors = errors_of(gradients(placed, plan, mesh), gradients(alone, plan, None), plan, mesh)
     errors["loss"] = float(abs(loss - expected) / abs(expected))
     where = max(errors, key=lambda name: errors[name])
-    return Proof(errors[where], where, counter.rows(), Way().collectives(plan.spec.blocks, plan))
+    return Proof(errors[where], where, counter.rows(), plan.tensor.collectives(plan.spec.blocks, plan))
 
 
 def saved_by_block(overrides: dict[str, Any], pipeline: str = "none") -> tuple[dict[str, int], dict[str, int]]:
@@ -203,7 +202,7 @@ def saved_by_block(overrides: dict[str, Any], pipeline: str = "none") -> tuple[d
             if name == placed.block_names[-1]:
                 x = placed.loss(x, targets)
         counted[name] = sum(s.nbytes() for address, s in storages.items() if address not in parameters)
-    return counted, {block.name: Way().saved_bytes(block, plan) for block in plan.spec.blocks}
+    return counted, {block.name: plan.tensor.saved_bytes(block, plan) for block in plan.spec.blocks}
 
 
 def held_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
@@ -222,7 +221,7 @@ def held_by_layer(overrides: dict[str, Any]) -> tuple[int, int]:
             y = recompute.run(placed.block("layers.0"), x, sample_ids, plan.recompute)
     allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
     kept = allocated - y.untyped_storage().nbytes() + x.untyped_storage().nbytes()
-    return kept, Way().saved_bytes(plan.spec.block("layers.0"), plan)
+    return kept, plan.tensor.saved_bytes(plan.spec.block("layers.0"), plan)
 
 
 # One layer alone ------------------------------------------------------------------------------------------------------
@@ -233,20 +232,20 @@ QKV = {"q": 16, "k": 8, "v": 8}
 
 def _layer(role: str) -> nn.Module:
     dtype, hidden = torch.float64, SIZES["hidden"]
-    if role == "columns":
-        return layers.Columns(hidden, QKV, True, dtype)
-    if role == "row":
-        return layers.Row(16, hidden, True, dtype)
+    if role == "column_parallel":
+        return layers.ColumnLinear(hidden, QKV, True, dtype)
+    if role == "row_parallel":
+        return layers.RowLinear(16, hidden, True, dtype)
     if role == "embedding":
-        return layers.Embedding(SIZES["vocab"], hidden, dtype)
+        return layers.TokenEmbedding(SIZES["vocab"], hidden, dtype)
     if role == "table":  # another embedding than that of the vocabulary, as users' modules have
-        return layers.Embedding(3, hidden, dtype)
-    if role == "position":
-        return layers.Position(SIZES["seq"], hidden, dtype)
+        return layers.TokenEmbedding(3, hidden, dtype)
+    if role == "position_embedding":
+        return layers.PositionEmbedding(SIZES["seq"], hidden, dtype)
     if role == "norm":
-        return layers.Norm("layernorm", hidden, 1e-5, True, dtype)
+        return layers.HiddenNorm("layernorm", hidden, 1e-5, True, dtype)
     assert role == "head"
-    return layers.Head(hidden, SIZES["vocab"], dtype)
+    return layers.VocabHead(hidden, SIZES["vocab"], dtype)
 
 
 def _spec_of(role: str, network: nn.Module) -> ModelSpec:
@@ -273,10 +272,10 @@ def _activations(role: str, plan: Plan) -> tuple[Layout, list[Layout]]:
     axes = plan.mesh.mesh_dims_of("tp")
     between = Layout(((), axes if plan.tensor.sequence_parallel else (), ()))
     split = Layout(((), (), axes))
-    if role == "columns":
+    if role == "column_parallel":
         weights = [p for p in plan.spec.parameters.values() if p.name.endswith("weight")]
-        return between, [Layout(((), (), Way().layout(weight, plan).dims[0])) for weight in weights]
-    return (split if role == "row" else between), [split if role == "head" else between]
+        return between, [Layout(((), (), plan.tensor.layout(weight, plan).dims[0])) for weight in weights]
+    return (split if role == "row_parallel" else between), [split if role == "head" else between]
 
 
 def _run(layer: nn.Module, x: Tensor, wanted: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
@@ -306,14 +305,14 @@ def _prove_layer(role: str, overrides: dict[str, Any], pipeline: str) -> dict[st
         alone.add_module("alone", bare.alone)
         placed = copy.deepcopy(alone)
     mesh = build_mesh(plan, torch.device("cpu"))
-    place(placed, plan, mesh)
+    parallelize(placed, plan, mesh)
     fill(alone, plan, None)
     fill(placed, plan, mesh)
     into, out_of = _activations(role, plan)
     if role in ("embedding", "table"):
         whole_x = x = batch_of(plan)[0] % alone.get_parameter("alone.weight").size(0)
     else:
-        whole_x = values("x", (2, SIZES["seq"], 16 if role == "row" else SIZES["hidden"]))
+        whole_x = values("x", (2, SIZES["seq"], 16 if role == "row_parallel" else SIZES["hidden"]))
         x = part(whole_x, into, mesh)
     with torch.no_grad():
         shapes = alone(whole_x)

@@ -1,6 +1,6 @@
 """`dataset=cifar10 path=FOLDER`: 60,000 colour images of 32 x 32 pixels (Krizhevsky 2009), from its binary version.
 
-The other version of the same images is pickled, and no pickle is read from disk: loading one runs what is in it.
+The other version of the same images is pickled, and no pickle is ever read from disk: loading one runs the code in it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from pathlib import Path
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
-from parallelrun.data.dataset import Dataset
-from parallelrun.data.images import Pixels, open_pixels
-from parallelrun.data.text import resolve_path
-from parallelrun.errors import EnvironmentProblem, Problem
+from parallelrun.data.files import path_problem, resolve_path
+from parallelrun.data.images import ClassifiedImages, Pixels
 from parallelrun.model_spec import ModelSpec
 
 CLASSES, SIZE = 10, 32
@@ -25,54 +23,52 @@ ARCHIVE, FOLDER = "cifar-10-binary.tar.gz", "cifar-10-batches-bin"
 RECORD = 1 + 3 * SIZE * SIZE  # a label, then red, green and blue
 
 
-def vocab_size(config: Config) -> int:
-    """Ten classes."""
-    return CLASSES
+class Cifar10(ClassifiedImages):
+    """50,000 training and 10,000 test images."""
 
+    name, classes, shape, reads_path = "cifar10", CLASSES, (3, SIZE), True
 
-def image_shape(config: Config) -> tuple[int, int | None]:
-    """(channels, height and width)."""
-    return 3, SIZE
-
-
-def open(config: Config, spec: ModelSpec) -> Dataset:
-    """Its 50,000 training and 10,000 test images. Raises EnvironmentProblem naming a missing or wrong file."""
-    root = resolve_path(config, f"the folder of {TRAIN[0]} ... {TEST[0]}, or {ARCHIVE}")
-    found = dict(_files(root))
-    missing = [name for name in (*TRAIN, *TEST) if name not in found]
-    if missing:
-        pickled = any((folder / "data_batch_1").is_file() for folder in (root, root / "cifar-10-batches-py"))
-        why = "; what is there is the pickled version, which is not read" if pickled else ""
-        fix = f"the binary version of CIFAR-10 ({ARCHIVE})"
-        raise EnvironmentProblem(Problem(f"there is no {missing[0]} in {root}{why}", "dataset.path", fix))
-    arrays = {}
-    for name in (*TRAIN, *TEST):
-        records = np.frombuffer(found[name], dtype=np.uint8)
-        if not records.size or records.size % RECORD or records[::RECORD].max() >= CLASSES:
-            what = f"{name} of {root} ({records.size} bytes) is not made of records of {RECORD} bytes, a label first"
-            raise EnvironmentProblem(Problem(what, where="dataset.path"))
-        arrays[name] = records.reshape(-1, RECORD)
-    table = np.concatenate([arrays[name] for name in (*TRAIN, *TEST)])
-    pixels = np.ascontiguousarray(table[:, 1:]).reshape(-1, 3, SIZE, SIZE)
-    labels = table[:, 0].astype(np.int64)
-    data = Pixels(pixels, labels, MOMENTS, num_train=sum(len(arrays[name]) for name in TRAIN))
-    return open_pixels("cifar10", CLASSES, data, config, spec, f"{root} ({len(labels)} images)")
+    def read(self, config: Config, spec: ModelSpec) -> tuple[Pixels, str]:
+        root = resolve_path(config, f"the folder of {TRAIN[0]} ... {TEST[0]}, or {ARCHIVE}")
+        found = dict(_files(root))
+        missing = [name for name in (*TRAIN, *TEST) if name not in found]
+        if missing:
+            pickled = any((folder / "data_batch_1").is_file() for folder in (root, root / "cifar-10-batches-py"))
+            why = "; the folder holds the pickled version, which is not read" if pickled else ""
+            fix = f"the binary version of CIFAR-10 ({ARCHIVE})"
+            raise path_problem(f"there is no {missing[0]} in {root}{why}", fix)
+        arrays = {}
+        for name in (*TRAIN, *TEST):
+            records = np.frombuffer(found[name], dtype=np.uint8)
+            if not records.size or records.size % RECORD or records[::RECORD].max() >= CLASSES:
+                size = f"{records.size} bytes"
+                raise path_problem(
+                    f"{name} of {root} ({size}) does not consist of records of {RECORD} bytes, label first"
+                )
+            arrays[name] = records.reshape(-1, RECORD)
+        table = np.concatenate([arrays[name] for name in (*TRAIN, *TEST)])
+        pixels = np.ascontiguousarray(table[:, 1:]).reshape(-1, 3, SIZE, SIZE)
+        num_train = sum(len(arrays[name]) for name in TRAIN)
+        return Pixels(pixels, table[:, 0].astype(np.int64), MOMENTS, num_train), str(root)
 
 
 def _files(root: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the files wanted: of a folder, of the folder inside it, or of the archive, read in place."""
-    wanted = {*TRAIN, *TEST}
+    """(name, content) of CIFAR's files in the folder, in the folder inside it, or else in the archive."""
+    wanted, folders = {*TRAIN, *TEST}, (root, root / FOLDER)
     try:
-        for folder in (root, root / FOLDER):
+        for folder in folders:
             for path in folder.iterdir() if folder.is_dir() else ():
                 if path.name in wanted:
                     yield path.name, path.read_bytes()
         archive = root if root.is_file() else root / ARCHIVE
-        if archive.is_file() and not any((folder / TEST[0]).is_file() for folder in (root, root / FOLDER)):
+        if archive.is_file() and not any((folder / TEST[0]).is_file() for folder in folders):
             with tarfile.open(archive) as tar:
                 for member in tar:
                     content = tar.extractfile(member) if Path(member.name).name in wanted else None
                     if content is not None:
                         yield Path(member.name).name, content.read()
     except (OSError, tarfile.TarError, EOFError) as error:
-        raise EnvironmentProblem(Problem(f"cannot read {root}: {error}", where="dataset.path")) from error
+        raise path_problem(f"cannot read {root}: {error}") from error
+
+
+DATASET = Cifar10()

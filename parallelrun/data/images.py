@@ -1,4 +1,4 @@
-"""What image datasets share: pixels in memory, the size a model wants, normalisation, augmentation by hash."""
+"""What image datasets share: pixels in memory, the size a model reads, normalisation, augmentation by hash."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
-from parallelrun.data.byte_files import digest_array
-from parallelrun.data.dataset import Dataset, held_out, require_samples
+from parallelrun.data.files import digest_array
 from parallelrun.data.order import derive_key, mix
+from parallelrun.data.tokens import held_out, require_samples
+from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 
@@ -25,8 +26,8 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard devia
 
 
 @dataclass(frozen=True)
-class Look:
-    """How an image reaches the model. shape: (channels, height, width); flat: as one row of features instead.
+class ImageView:
+    """How images reach the model. shape: (channels, height, width); flat: as one row of features instead.
 
     flip: mirror half of the training samples; crop: shift them by up to so many pixels, filling with the mean.
     """
@@ -41,8 +42,14 @@ class Look:
     def show(self, image: NDArray[Any], sample_id: int | None = None) -> NDArray[np.float32]:
         """(channels, height, width) in [0, 1], of any size, as float32 for the model; augmented by hash of sample_id
         where one is given."""
-        image = _with_channels(image.astype(np.float32), self.shape[0])
-        mean, std = (np.array(_per_channel(values, self.shape[0]), dtype=np.float32) for values in self.moments)
+        channels = self.shape[0]
+        image = image.astype(np.float32)
+        if image.shape[0] != channels:  # grey is repeated; colour becomes its mean, repeated
+            image = np.repeat(image.mean(0, keepdims=True), channels, axis=0)
+        mean, std = (
+            np.array(values if len(values) == channels else (sum(values) / len(values),) * channels, dtype=np.float32)
+            for values in self.moments
+        )
         image = (resize(image, self.shape[1:]) - mean[:, None, None]) / std[:, None, None]
         if sample_id is not None:
             image = self._augment(image, sample_id)
@@ -59,15 +66,26 @@ class Look:
 
 
 @dataclass(frozen=True)
-class ImageSplit:
-    """Images in memory. pixels: uint8 (images, channels, height, width), of which `chosen` make up the split; top: the
-    value that stands for full brightness."""
+class Pixels:
+    """A dataset in memory. pixels: uint8 (images, channels, height, width); brightest: the value of full brightness.
+
+    num_train: the number of training images, which come first; None: split all by hash (`dataset.val_fraction`).
+    """
 
     pixels: NDArray[np.uint8]
     labels: NDArray[np.int64]
+    moments: Moments
+    num_train: int | None = None
+    brightest: int = 255
+
+
+@dataclass(frozen=True)
+class ImageSplit:
+    """The images of `data` whose indices are in `chosen`."""
+
+    data: Pixels
     chosen: NDArray[np.int64]
-    look: Look
-    top: int = 255
+    view: ImageView
 
     def __len__(self) -> int:
         return int(self.chosen.size)
@@ -82,53 +100,57 @@ class ImageSplit:
     def _sample(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
-        place = self.chosen[index]
-        return self.look.show(self.pixels[place] / np.float32(self.top), sample_id), self.labels[place]
+        chosen = self.chosen[index]
+        image = self.data.pixels[chosen] / np.float32(self.data.brightest)
+        return self.view.show(image, sample_id), self.data.labels[chosen]
 
 
-@dataclass(frozen=True)
-class Pixels:
-    """A dataset in memory: see `ImageSplit`. num_train: how many are its own training images; None: all, to be split by
-    hash (`dataset.val_fraction`)."""
+class ClassifiedImages(DatasetDefinition):
+    """Base of datasets that hold all their images in memory. Subclasses implement `read`."""
 
-    pixels: NDArray[np.uint8]
-    labels: NDArray[np.int64]
-    moments: Moments
-    num_train: int | None = None
-    top: int = 255
+    name: ClassVar[str]
+    classes: ClassVar[int]
+    shape: ClassVar[tuple[int, int]]  # (channels, height and width)
+
+    def vocab_size(self, config: Config) -> int:
+        return self.classes
+
+    def image_shape(self, config: Config) -> tuple[int, int]:
+        return self.shape
+
+    def read(self, config: Config, spec: ModelSpec) -> tuple[Pixels, str]:
+        """(the images, where they come from). Raises EnvironmentProblem naming a missing or wrong file."""
+        raise NotImplementedError
+
+    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+        data, source = self.read(config, spec)
+        view = view_for(config, spec, self.shape, data.moments)
+        numbers = np.arange(len(data.labels), dtype=np.int64)
+        if data.num_train is None:
+            is_val = held_out(mix(numbers.astype(np.uint64)), config.dataset.val_fraction)
+        else:
+            is_val = numbers >= data.num_train
+        train = ImageSplit(data, numbers[~is_val], view)
+        val = ImageSplit(data, numbers[is_val], replace(view, flip=False, crop=0))
+        content = digest_array(data.pixels) + digest_array(data.labels)
+        fingerprint = hashlib.sha256(content + f"{data.num_train}/{config.dataset.val_fraction}".encode()).hexdigest()
+        dataset = Dataset(self.name, self.classes, fingerprint, train, val)
+        return require_samples(dataset, config, spec, f"{source} ({len(data.labels)} images)")
 
 
-def look_for(config: Config, spec: ModelSpec, own: tuple[int, int | None], moments: Moments) -> Look:
-    """How the model of `spec` sees images of own = (channels, size). Raises ConfigError for one that reads others."""
-    channels, size = own
-    if len(spec.sample_shape) == 3:
-        shape = spec.sample_shape
-    elif spec.kind == "features" and size and prod(spec.sample_shape) == channels * size**2:
+def view_for(config: Config, spec: ModelSpec, own: tuple[int, int | None], moments: Moments) -> ImageView:
+    """How the model sees images of own = (channels, size). Raises ConfigError for a model that reads other samples."""
+    (channels, size), shape = own, spec.sample_shape
+    is_flat = spec.kind == "features"
+    if len(shape) != 3:
+        if not (is_flat and size and prod(shape) == channels * size**2):
+            wanted = f"{prod(shape)} features" if is_flat else spec.kind
+            what = f"dataset={config.dataset.name} gives images, and model={config.model.preset} reads {wanted}"
+            fix = f"model.hidden={channels * size**2}" if size and is_flat else "model=resnet"
+            raise ConfigError(Problem(what, "dataset", fix))
         shape = (channels, size, size)
-    else:
-        wanted = f"{prod(spec.sample_shape)} features" if spec.kind == "features" else spec.kind
-        what = f"dataset={config.dataset.name} gives images, and model={config.model.preset} reads {wanted}"
-        fix = f"model.hidden={channels * size**2}" if size and spec.kind == "features" else "model=resnet"
-        raise ConfigError(Problem(what, "dataset", fix))
-    return Look((shape[0], shape[1], shape[2]), moments, config.seed, config.dataset.flip, config.dataset.crop,
-                flat=spec.kind == "features")  # fmt: skip
-
-
-def open_pixels(name: str, classes: int, data: Pixels, config: Config, spec: ModelSpec, source: str) -> Dataset:
-    """The dataset over images in memory. Raises EnvironmentProblem when there are fewer than a global batch."""
-    count, channels, size = len(data.labels), data.pixels.shape[1], data.pixels.shape[2]
-    numbers = np.arange(count, dtype=np.int64)
-    if data.num_train is None:
-        is_val = held_out(mix(numbers.astype(np.uint64)), config.dataset.val_fraction)
-    else:
-        is_val = numbers >= data.num_train
-    look = look_for(config, spec, (channels, size), data.moments)
-    plain = replace(look, flip=False, crop=0)
-    train = ImageSplit(data.pixels, data.labels, numbers[~is_val], look, data.top)
-    val = ImageSplit(data.pixels, data.labels, numbers[is_val], plain, data.top)
-    content = digest_array(data.pixels) + digest_array(data.labels)
-    fingerprint = hashlib.sha256(content + f"{data.num_train}/{config.dataset.val_fraction}".encode()).hexdigest()
-    return require_samples(Dataset(name, classes, fingerprint, train, val), config, spec, source)
+    settings = config.dataset
+    return ImageView((shape[0], shape[1], shape[2]), moments, config.seed, settings.flip, settings.crop, is_flat)
 
 
 def resize(image: NDArray[np.float32], size: Sequence[int]) -> NDArray[np.float32]:
@@ -141,11 +163,11 @@ def resize(image: NDArray[np.float32], size: Sequence[int]) -> NDArray[np.float3
 
 @lru_cache(maxsize=16)
 def _weights(old: int, new: int) -> NDArray[np.float32]:
-    """(new, old): what each new pixel takes of each old one, a tent as wide as the coarser of the two grids."""
+    """(new, old): the share of each old pixel in each new one, a tent as wide as the coarser of the two grids."""
     centres = (np.arange(new) + 0.5) * old / new - 0.5
     width = max(1.0, old / new)
     tent = np.clip(1 - np.abs(np.arange(old)[None] - centres[:, None]) / width, 0, None)
-    return (tent / tent.sum(1, keepdims=True)).astype(np.float32)
+    return np.asarray(tent / tent.sum(1, keepdims=True), dtype=np.float32)
 
 
 def shifted(image: NDArray[np.float32], down: int, right: int) -> NDArray[np.float32]:
@@ -157,14 +179,3 @@ def shifted(image: NDArray[np.float32], down: int, right: int) -> NDArray[np.flo
             :, max(-down, 0) : height - max(down, 0), max(-right, 0) : width - max(right, 0)
         ]
     return out
-
-
-def _with_channels(image: NDArray[np.float32], channels: int) -> NDArray[np.float32]:
-    """Grey is repeated; colour becomes its mean, repeated, where another number of channels is wanted."""
-    if image.shape[0] == channels:
-        return image
-    return np.repeat(image.mean(0, keepdims=True), channels, axis=0)
-
-
-def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    return values if len(values) == channels else (sum(values) / len(values),) * channels

@@ -7,24 +7,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.data.arrays import np
-from parallelrun.data.dataset import Dataset, Split
 from parallelrun.data.order import derive_key, mix
+from parallelrun.definitions import Dataset, Split
 from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RATE = 0.15  # of the positions are to be filled in
-MASKED, RANDOM = 0.8, 0.1  # of those become [MASK], another token; the rest stay as they are
+RATE = 0.15  # share of the tokens that the model must predict
+MASKED, RANDOM = 0.8, 0.1  # shares of those that become [MASK] and another token; the rest stay as they are
 IGNORED = -1
 
 
 @dataclass(frozen=True)
 class MaskedSplit:
-    """The windows of `inner`, some tokens hidden: target = what stood there, below 0 elsewhere.
+    """The windows of `inner` with some tokens hidden: target = the hidden token, IGNORED elsewhere.
 
-    What is hidden depends on (seed, sample, position) alone, the same in every epoch (as BERT's own data files, which
-    hold each text a few times); every sample has at least one position to fill in.
+    Which tokens are hidden depends on (seed, sample, index in the window) alone and is the same in every epoch, as in
+    BERT's own data files. Every sample has at least one hidden token.
     """
 
     inner: Split
@@ -46,7 +46,7 @@ class MaskedSplit:
 
 
 def mask(dataset: Dataset, spec: ModelSpec, seed: int) -> Dataset:
-    """`dataset` as masked-language-model samples for a model with a mask token."""
+    """`dataset` as masked-language-model samples for a model that has a mask token."""
     assert spec.mask_token is not None
     fingerprint = hashlib.sha256(f"masked/1/{seed}/{spec.mask_token}/{dataset.fingerprint}".encode()).hexdigest()
     train, val = (MaskedSplit(split, seed, spec.mask_token) for split in (dataset.train, dataset.val))
@@ -54,6 +54,6 @@ def mask(dataset: Dataset, spec: ModelSpec, seed: int) -> Dataset:
 
 
 def _uniform(key: np.uint64, number: int, size: int) -> NDArray[np.float64]:
-    """`size` numbers in [0, 1) from a key."""
+    """`size` numbers in [0, 1), drawn by hash of the key and `number`."""
     bits = mix(mix(np.arange(size, dtype=np.uint64) + np.uint64(number << 32)) ^ key)
     return (bits >> np.uint64(11)).astype(np.float64) / 2**53

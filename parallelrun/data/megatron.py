@@ -1,78 +1,198 @@
-"""`dataset=megatron path=PREFIX`: the .bin/.idx token files that Megatron and `parallelrun tokenize` write."""
+"""`dataset=megatron path=PREFIX`: Megatron's token files PREFIX.bin and PREFIX.idx, read and written byte for byte.
+
+PREFIX.bin holds all token ids back to back. PREFIX.idx, little endian: magic (9 bytes), uint64 version, uint8 element
+type, uint64 number of sequences N, uint64 number of document boundaries M, int32[N] lengths in tokens, int64[N] byte
+offsets, int64[M] sequence numbers at which documents start (first 0, last N). `parallelrun tokenize` writes both, and
+PREFIX.json beside them: vocab, tokenizer and counts.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
-from parallelrun.data.byte_files import digest_array
-from parallelrun.data.dataset import Dataset, Documents, split_documents
-from parallelrun.data.indexed import data_path, index_path, open_indexed
-from parallelrun.data.text import resolve_path
+from parallelrun.data import files
+from parallelrun.data.arrays import np
+from parallelrun.data.tokens import Documents
+from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 
-# Files up to this size are read through for their largest token id; of larger ones the user says the vocab.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+ELEMENT_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+SMALL_VOCAB = 65500
+# Files up to this size are scanned for their largest token id; for larger ones the user gives the vocab.
 SCAN_BYTES = 256 * 2**20
 
 
-def note_path(prefix: Path) -> Path:
-    """PREFIX.json: what `parallelrun tokenize` notes beside the two files (vocab, tokenizer, counts)."""
-    return prefix.with_name(prefix.name + ".json")
-
-
-def vocab_size(config: Config) -> int:
-    """`dataset.vocab`, else what tokenize noted, else the files' largest token id + 1.
-
-    Raises EnvironmentProblem when the files cannot be read, or are too large to be read through.
-    """
-    if config.dataset.vocab is not None:
-        return config.dataset.vocab
-    prefix = _prefix(config)
-    try:
-        noted = json.loads(note_path(prefix).read_text())["vocab"]
-        if isinstance(noted, int) and noted > 0:
-            return noted
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not written by us: the tokens themselves tell
-    indexed = open_indexed(prefix)
-    if indexed.tokens.nbytes > SCAN_BYTES:
-        raise EnvironmentProblem(
-            Problem(
-                f"{data_path(prefix)} ({indexed.tokens.nbytes} bytes) is too large to look for its largest token id",
-                where="dataset.vocab",
-                suggestion="dataset.vocab=<number of token ids of its tokenizer>",
-            )
-        )
-    return int(indexed.tokens.max()) + 1 if indexed.tokens.size else 1
-
-
-def open(config: Config, spec: ModelSpec) -> Dataset:
+class MegatronTokens(DatasetDefinition):
     """Windows that cross documents; a document belongs to train or val by the hash of its number.
 
-    Raises EnvironmentProblem for missing, damaged or too small files; a token id outside the model's vocab raises it
-    when its sample is read.
+    A token id outside the model's vocab raises EnvironmentProblem when its sample is read.
     """
-    prefix = _prefix(config)
-    indexed = open_indexed(prefix)
-    starts, lengths = indexed.document_ranges()
-    documents = Documents(
-        sources=[indexed.tokens],
-        names=(str(data_path(prefix)),),
-        source_of=np.zeros(starts.size, dtype=np.int64),
-        starts=starts,
-        lengths=lengths,
-        keys=np.arange(starts.size, dtype=np.uint64),
-    )
-    digest = hashlib.sha256(index_path(prefix).read_bytes() + digest_array(indexed.tokens)).hexdigest()
-    source = f"{prefix} ({starts.size} documents, {int(lengths.sum())} tokens)"
-    return split_documents("megatron", documents, spec.vocab, digest, config, spec, source)
+
+    reads_path = True
+
+    def vocab_size(self, config: Config) -> int:
+        """`dataset.vocab`, else the vocab in PREFIX.json, else the files' largest token id + 1.
+
+        Raises EnvironmentProblem when the files cannot be read, or are too large to be scanned.
+        """
+        if config.dataset.vocab is not None:
+            return config.dataset.vocab
+        prefix = _prefix(config)
+        try:
+            noted = json.loads(note_path(prefix).read_text())["vocab"]
+            if isinstance(noted, int) and noted > 0:
+                return noted
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # no note, or not one of ours: scan the tokens
+        indexed = open_indexed(prefix)
+        size = indexed.tokens.nbytes
+        if size > SCAN_BYTES:
+            what = f"{data_path(prefix)} ({size} bytes) is too large to look for its largest token id"
+            fix = "dataset.vocab=<number of token ids of its tokenizer>"
+            raise EnvironmentProblem(Problem(what, "dataset.vocab", fix))
+        return int(indexed.tokens.max()) + 1 if indexed.tokens.size else 1
+
+    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+        prefix = _prefix(config)
+        indexed = open_indexed(prefix)
+        starts, lengths = indexed.document_ranges()
+        keys = np.arange(starts.size, dtype=np.uint64)
+        source_of = np.zeros(starts.size, dtype=np.int64)
+        documents = Documents([indexed.tokens], (str(data_path(prefix)),), source_of, starts, lengths, keys)
+        digest = hashlib.sha256(index_path(prefix).read_bytes() + files.digest_array(indexed.tokens)).hexdigest()
+        source = f"{prefix} ({starts.size} documents, {int(lengths.sum())} tokens)"
+        return documents.open("megatron", spec.vocab, digest, config, spec, source)
 
 
 def _prefix(config: Config) -> Path:
-    path = resolve_path(config, "the prefix of PREFIX.bin and PREFIX.idx")
+    path = files.resolve_path(config, "the prefix of PREFIX.bin and PREFIX.idx")
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def data_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def index_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def note_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".json")
+
+
+def element_type(vocab: int) -> np.dtype[Any]:
+    """uint16 where Megatron's convention allows it, else int32."""
+    return np.dtype("<u2" if vocab < SMALL_VOCAB else "<i4")
+
+
+@dataclass(frozen=True)
+class IndexedTokens:
+    """An opened pair of files. tokens: memory map of all; lengths, offsets: (N,), in tokens; documents: (M,)."""
+
+    prefix: Path
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+    @property
+    def num_documents(self) -> int:
+        return max(0, self.documents.size - 1)
+
+    def document_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(start, length) in tokens of every document; its sequences follow each other."""
+        ends = self.offsets + self.lengths
+        bounds = np.append(self.offsets, ends[-1] if ends.size else 0)
+        starts = bounds[self.documents[:-1]]
+        return starts, bounds[self.documents[1:]] - starts
+
+
+def open_indexed(prefix: Path) -> IndexedTokens:
+    """Map PREFIX.bin by PREFIX.idx. Raises EnvironmentProblem for anything that is not exactly the format."""
+    bin_path, idx_path = data_path(prefix), index_path(prefix)
+    try:
+        raw, bin_bytes = idx_path.read_bytes(), bin_path.stat().st_size
+    except OSError as error:
+        raise _problem(f"cannot read {error.filename}: {error.strerror}") from error
+    if len(raw) < HEADER.size or not raw.startswith(MAGIC):
+        raise _problem(f"{idx_path} is no Megatron index: it does not begin with {MAGIC!r}")
+    _, version, code, num_sequences, num_boundaries = HEADER.unpack_from(raw)
+    if version != VERSION:
+        raise _problem(f"{idx_path} has version {version}; only version {VERSION} is known")
+    kind = np.dtype(ELEMENT_TYPES.get(code, "<f8"))
+    if kind.kind == "f":
+        raise _problem(f"{idx_path} has element type {code}, which is no integer type for token ids")
+    size = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    if len(raw) not in (size, size + num_sequences):  # the modes of multimodal files, a byte each, are not read
+        needed = f"{num_sequences} sequences and {num_boundaries} document boundaries need {size}"
+        raise _problem(f"{idx_path} has {len(raw)} bytes; {needed}: it is truncated or damaged")
+    lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size).astype(np.int64)
+    byte_offsets = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+    documents = np.frombuffer(raw, "<i8", num_boundaries, HEADER.size + 12 * num_sequences).astype(np.int64)
+    if (lengths < 0).any() or not np.array_equal(byte_offsets, (np.cumsum(lengths) - lengths) * kind.itemsize):
+        raise _problem(f"{idx_path} is damaged: its offsets are not the running sum of its sequence lengths")
+    described = int(lengths.sum()) * kind.itemsize
+    if bin_bytes < described:
+        raise _problem(f"{bin_path} is truncated: {bin_bytes} bytes, its index describes {described}")
+    if not documents.size or documents[0] != 0 or documents[-1] != lengths.size or (np.diff(documents) < 0).any():
+        raise _problem(f"{idx_path} is damaged: document boundaries must rise from 0 to {lengths.size} sequences")
+    count = bin_bytes // kind.itemsize
+    tokens = np.memmap(bin_path, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, kind)
+    return IndexedTokens(prefix, tokens, lengths, byte_offsets // kind.itemsize, documents)
+
+
+def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any]) -> tuple[int, int]:
+    """Write documents, each a run of sequences of token ids; returns (documents, tokens) written.
+
+    Both files are written under temporary names and renamed, the index last: an interrupted run leaves no complete
+    pair. Raises ValueError for a token id that `kind` cannot hold, OSError.
+    """
+    code = next(code for code, text in ELEMENT_TYPES.items() if np.dtype(text) == kind)
+    bounds = np.iinfo(kind)
+    lengths: list[int] = []
+    boundaries = [0]
+    bin_part, idx_part = (path.with_name(path.name + ".part") for path in (data_path(prefix), index_path(prefix)))
+    try:
+        with bin_part.open("wb") as stream:
+            for document in documents:
+                for sequence in document:
+                    if sequence.size and (sequence.min() < bounds.min or sequence.max() > bounds.max):
+                        raise ValueError(f"token id {sequence.max()} does not fit {kind.name}")
+                    stream.write(sequence.astype(kind).tobytes())
+                    lengths.append(sequence.size)
+                boundaries.append(len(lengths))
+        sizes = np.array(lengths, dtype="<i4")
+        offsets = (np.cumsum(sizes, dtype="<i8") - sizes) * kind.itemsize
+        with idx_part.open("wb") as stream:
+            stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries)))
+            for array in (sizes, offsets.astype("<i8"), np.array(boundaries, dtype="<i8")):
+                stream.write(array.tobytes())
+        os.replace(bin_part, data_path(prefix))
+        os.replace(idx_part, index_path(prefix))
+    finally:
+        for path in (bin_part, idx_part):
+            path.unlink(missing_ok=True)
+    return len(boundaries) - 1, int(sizes.sum())
+
+
+def _problem(what: str) -> EnvironmentProblem:
+    return files.path_problem(what, command="parallelrun tokenize FILE --output PREFIX")
+
+
+DATASET = MegatronTokens()

@@ -1,9 +1,9 @@
-"""The order of samples: a function of (seed, step, place in the global batch) only, never of the plan.
+"""The order of samples: a function of (seed, step, index in the global batch) only, never of the plan.
 
-Each epoch is a keyed permutation of the dataset computed element by element (a Feistel network over the smallest
-power of two that holds the dataset, walked until it lands inside), so that no permutation is stored however large the
-dataset is, access is O(1), and the order does not change with numpy's version. Construction: Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002, section 3 (cycle walking).
+Each epoch is a keyed permutation of the dataset, computed element by element: a Feistel network over the smallest power
+of two that holds the dataset, applied again until the result is inside (cycle walking: Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002, section 3). So no permutation is stored, access is O(1), and the order does not depend
+on numpy's version.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _round_keys(key: int) -> tuple[np.uint64, ...]:
 
 
 def permute(values: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:
-    """The places of `values` (each in [0, length)) in the permutation of range(length) that `key` chooses."""
+    """The images of `values` (each in [0, length)) under the permutation of range(length) that `key` chooses."""
     bits = max(1, (length - 1).bit_length())
     low_bits = bits // 2
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1)
@@ -71,11 +71,8 @@ def permute(values: NDArray[np.int64], length: int, key: int) -> NDArray[np.int6
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which samples of a dataset make up the global batch of each step.
-
-    num_samples: size of the dataset; an incomplete last batch joins the next epoch, and each epoch uses every sample
-    exactly once. Raises ValueError for an empty dataset or batch.
-    """
+    """The samples of each step's global batch. Each epoch uses every sample of the dataset exactly once, and an
+    incomplete last batch joins the next epoch. Raises ValueError for an empty dataset or batch."""
 
     num_samples: int
     global_batch: int
@@ -84,25 +81,26 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.global_batch < 1:
-            raise ValueError(
-                f"cannot sample {self.global_batch} of {self.num_samples} samples; both must be at least 1"
-            )
+            sizes = f"{self.global_batch} of {self.num_samples} samples"
+            raise ValueError(f"cannot sample {sizes}; both must be at least 1")
 
     def indices(self, step: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(dataset indices, sample ids) of places [start, stop) of the global batch of `step`, counted from 1.
+        """(dataset indices, sample ids) of samples [start, stop) of the global batch of `step`, counted from 1.
 
-        The sample id n = (step - 1) * global_batch + place never repeats in a run; epoch = n // num_samples. Raises
+        The sample id n = (step - 1) * global_batch + i never repeats in a run; epoch = n // num_samples. Raises
         ValueError outside the batch.
         """
         if step < 1 or not 0 <= start <= stop <= self.global_batch:
-            raise ValueError(f"step {step}, places [{start}, {stop}) lie outside a global batch of {self.global_batch}")
+            raise ValueError(
+                f"step {step}, samples [{start}, {stop}) are outside a global batch of {self.global_batch}"
+            )
         first = (step - 1) * self.global_batch
         ids = np.arange(first + start, first + stop, dtype=np.int64)
-        epochs, places = np.divmod(ids, self.num_samples)
+        epochs, indices = np.divmod(ids, self.num_samples)
         if not self.shuffle:
-            return places, ids
-        out = np.empty_like(places)
+            return indices, ids
+        out = np.empty_like(indices)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if ids.size else ():
             chosen = epochs == epoch
-            out[chosen] = permute(places[chosen], self.num_samples, derive_key(self.seed, epoch))
+            out[chosen] = permute(indices[chosen], self.num_samples, derive_key(self.seed, epoch))
         return out, ids

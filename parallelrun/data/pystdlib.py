@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from parallelrun.config.schema import Config
-from parallelrun.data import byte_files
-from parallelrun.data.dataset import Dataset
+from parallelrun.data import files
+from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 
@@ -17,44 +17,41 @@ DEFAULT_MAX_BYTES = 8 * 2**20
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def vocab_size(config: Config) -> int:
-    """Bytes: 256."""
-    return byte_files.VOCAB
+class StandardLibrary(DatasetDefinition):
+    """The first `dataset.max_bytes` (default 8 MiB) of the library's .py files in order of their names, as bytes.
 
-
-def open(config: Config, spec: ModelSpec) -> Dataset:
-    """The first `dataset.max_bytes` (default 8 MiB) of the library's .py files in order of their names.
-
-    Files are whole, and belong to train or val by the hash of their name. Raises EnvironmentProblem when this Python
-    ships no source files.
+    Files are never cut, and belong to train or val by the hash of their name.
     """
-    folder = Path(sysconfig.get_path("stdlib"))
-    limit = DEFAULT_MAX_BYTES if config.dataset.max_bytes is None else config.dataset.max_bytes
-    files, fingerprint = _read(folder, limit)
-    if not files:
-        raise EnvironmentProblem(
-            Problem(
-                f"no Python source file within {limit} bytes under {folder}",
-                where="dataset",
-                suggestion="dataset=text path=FILE_OR_FOLDER",
-            )
-        )
-    size = sum(file.content.size for file in files)
-    source = f"the standard library at {folder} ({len(files)} files, {size} bytes)"
-    return byte_files.open_files("pystdlib", files, fingerprint, config, spec, source)
+
+    def vocab_size(self, config: Config) -> int:
+        return files.NUM_BYTES
+
+    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+        folder = Path(sysconfig.get_path("stdlib"))
+        limit = DEFAULT_MAX_BYTES if config.dataset.max_bytes is None else config.dataset.max_bytes
+        found, fingerprint = _read(folder, limit)
+        if not found:
+            what = f"no Python source file within {limit} bytes under {folder}"
+            raise EnvironmentProblem(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
+        size = sum(file.content.size for file in found)
+        source = f"the standard library at {folder} ({len(found)} files, {size} bytes)"
+        return files.open_files("pystdlib", found, fingerprint, config, spec, source)
 
 
 @lru_cache(maxsize=2)
-def _read(folder: Path, limit: int) -> tuple[tuple[byte_files.File, ...], str]:
+def _read(folder: Path, limit: int) -> tuple[tuple[files.ByteFile, ...], str]:
     paths = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
         paths += [Path(parent, name) for name in names if name.endswith(".py")]
-    files, used = [], 0
+    found, used = [], 0
     for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix()):
-        file = byte_files.read_file(path, path.relative_to(folder).as_posix())
+        file = files.read_file(path, path.relative_to(folder).as_posix())
         used += file.content.size
         if used > limit:
             break
-        files.append(file)
-    return tuple(files), byte_files.fingerprint(files)
+        found.append(file)
+    return tuple(found), files.fingerprint(found)
+
+
+DATASET = StandardLibrary()

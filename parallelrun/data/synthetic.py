@@ -1,4 +1,4 @@
-"""`dataset=synthetic`: samples computed from a seed, with structure to learn, for any model and without any file."""
+"""`dataset=synthetic`: samples computed from a seed, with structure to learn, for any model, without files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
-from parallelrun.data.dataset import Dataset, Split, require_samples
 from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
+from parallelrun.data.tokens import require_samples
+from parallelrun.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -24,49 +25,46 @@ DEFAULT_VOCAB = 256
 # Each token has four likely successors; one token in twenty is drawn from the whole vocab instead.
 SUCCESSORS = (0.6, 0.2, 0.1, 0.1)
 NOISE = 0.05
-# A class is what a fixed random linear map of the features says; one label in twenty is drawn at random.
-_TRAIN, _VAL, _TABLE = 1, 2, 3
-# An image is the coarse pattern of its class plus noise, cut from one sheet of it: drawing it anew would be the slowest
-# part of a step.
+_TRAIN, _VAL, _TABLE = 1, 2, 3  # streams of random numbers
+# An image is the coarse pattern of its class plus noise. The noise is cut from one sheet: drawing it for each image
+# would be the slowest part of a step.
 COARSE = 4
 SHEET = 2**20
 
 
-def vocab_size(config: Config) -> int:
-    """`dataset.vocab`, else the model's own, else 256 (token ids, or classes)."""
-    return config.dataset.vocab or config.model.vocab or DEFAULT_VOCAB
-
-
-def image_shape(config: Config) -> tuple[int, int | None]:
-    """(channels, None): images of every size."""
-    return 3, None
-
-
-def open(config: Config, spec: ModelSpec) -> Dataset:
+class Synthetic(DatasetDefinition):
     """`dataset.samples` training samples and `val_fraction` as many again for validation, from `seed`.
 
     Token models get windows of a noisy Markov chain over the vocab, feature models get normal features with the class
-    of a noisy linear teacher, image models a coarse pattern per class under noise. Raises EnvironmentProblem when there
-    are fewer samples than a global batch.
+    of a noisy linear teacher, image models a coarse pattern per class under noise.
     """
-    vocab = min(vocab_size(config), spec.vocab - (spec.mask_token is not None))
-    num_val = max(1, round(config.dataset.samples * config.dataset.val_fraction))
-    kinds: dict[str, Callable[..., Split]] = {"tokens": MarkovChain, "features": Teacher, "images": Pictures}
-    kind = kinds[spec.kind]
 
-    def split(number: int, size: int) -> Split:
-        return kind(config.seed, number, size, tuple(spec.sample_shape), vocab)
+    vocab_follows_model = True
 
-    identity = ["synthetic", 1, spec.kind, config.seed, config.dataset.samples, num_val, list(spec.sample_shape), vocab]
-    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    dataset = Dataset("synthetic", vocab, fingerprint, split(_TRAIN, config.dataset.samples), split(_VAL, num_val))
-    return require_samples(dataset, config, spec, f"dataset.samples={config.dataset.samples}")
+    def vocab_size(self, config: Config) -> int:
+        return config.dataset.vocab or config.model.vocab or DEFAULT_VOCAB
+
+    def image_shape(self, config: Config) -> tuple[int, int | None]:
+        return 3, None
+
+    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+        kinds: dict[str, Callable[..., Split]] = {"tokens": MarkovChain, "features": Teacher, "images": Pictures}
+        kind, shape, num_train = kinds[spec.kind], tuple(spec.sample_shape), config.dataset.samples
+        vocab = min(self.vocab_size(config), spec.vocab - (spec.mask_token is not None))
+        num_val = max(1, round(num_train * config.dataset.val_fraction))
+        identity = ["synthetic", 1, spec.kind, config.seed, num_train, num_val, list(shape), vocab]
+        fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        train, val = (
+            kind(config.seed, stream, size, shape, vocab) for stream, size in ((_TRAIN, num_train), (_VAL, num_val))
+        )
+        dataset = Dataset("synthetic", vocab, fingerprint, train, val)
+        return require_samples(dataset, config, spec, f"dataset.samples={num_train}")
 
 
 @dataclass(frozen=True)
-class _Seeded:
+class _GeneratedSplit:
     seed: int
-    number: int
+    stream: int
     size: int
     shape: tuple[int, ...]
     vocab: int
@@ -74,41 +72,44 @@ class _Seeded:
     def __len__(self) -> int:
         return self.size
 
-    def generator(self, number: int, index: int = 0) -> np.random.Generator:
-        """Random numbers of their own for each sample, so that any rank can compute any sample alone."""
-        return np.random.Generator(np.random.PCG64(derive_key(self.seed, number, index)))
+    def generator(self, stream: int, index: int = 0) -> np.random.Generator:
+        """Independent random numbers for each sample, so that any rank can compute any sample by itself."""
+        return np.random.Generator(np.random.PCG64(derive_key(self.seed, stream, index)))
 
     def check(self, index: int) -> None:
         if not 0 <= index < self.size:
             raise IndexError(f"sample {index} is outside a split of {self.size} samples")
 
 
-class MarkovChain(_Seeded):
-    """Tokens of which each mostly decides the next: a model that learns the bigrams reaches about 1.4 nats a token."""
+class MarkovChain(_GeneratedSplit):
+    """Tokens that mostly follow from the one before: a model that learns the bigrams reaches about 1.4 nats a token."""
 
     @cached_property
     def successors(self) -> list[list[int]]:
-        """(vocab, 4): the same table for both splits, so that what is learnt carries over."""
-        return self.generator(_TABLE).integers(self.vocab, size=(self.vocab, len(SUCCESSORS))).tolist()
+        """(vocab, 4): the same table for both splits, so that a model can generalise."""
+        table: list[list[int]] = (
+            self.generator(_TABLE).integers(self.vocab, size=(self.vocab, len(SUCCESSORS))).tolist()
+        )
+        return table
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         self.check(index)
-        generator = self.generator(self.number, index)
+        generator = self.generator(self.stream, index)
         length = self.shape[0] + 1
         choices = np.searchsorted(np.cumsum(SUCCESSORS)[:-1], generator.random(length), side="right").tolist()
         strays = generator.integers(self.vocab, size=length)
         is_stray = generator.random(length) < NOISE
         tokens = strays.tolist()
         successors = self.successors
-        for place, stray in enumerate(is_stray[1:].tolist(), start=1):
+        for at, stray in enumerate(is_stray[1:].tolist(), start=1):
             if not stray:
-                tokens[place] = successors[tokens[place - 1]][choices[place]]
+                tokens[at] = successors[tokens[at - 1]][choices[at]]
         array = np.array(tokens, dtype=np.int64)
         return array[:-1], array[1:]
 
 
-class Teacher(_Seeded):
-    """Features from a normal distribution; the class is the largest output of a fixed random linear map."""
+class Teacher(_GeneratedSplit):
+    """Normal features; the class is the largest output of a fixed random linear map, or one in twenty times random."""
 
     @cached_property
     def weights(self) -> NDArray[np.float64]:
@@ -116,7 +117,7 @@ class Teacher(_Seeded):
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         self.check(index)
-        generator = self.generator(self.number, index)
+        generator = self.generator(self.stream, index)
         features = generator.standard_normal(self.shape)
         label = int(np.argmax(features.reshape(-1) @ self.weights))
         if generator.random() < NOISE:
@@ -124,7 +125,7 @@ class Teacher(_Seeded):
         return features.astype(np.float32), np.array(label, dtype=np.int64)
 
 
-class Pictures(_Seeded):
+class Pictures(_GeneratedSplit):
     """Images (channels, height, width): a coarse random pattern for each class, under noise as strong as itself."""
 
     @cached_property
@@ -133,9 +134,12 @@ class Pictures(_Seeded):
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         self.check(index)
-        key = derive_key(self.seed, self.number, index)
+        key = derive_key(self.seed, self.stream, index)
         label, size = key % self.vocab, prod(self.shape)
         start = (key >> 16) % (self.noise.size - size)
         pattern = self.generator(_TABLE, 2 + label).standard_normal((self.shape[0], COARSE, COARSE), dtype=np.float32)
         image = resize(pattern, self.shape[1:]) + self.noise[start : start + size].reshape(self.shape)
         return image, np.array(label, dtype=np.int64)
+
+
+DATASET = Synthetic()

@@ -10,52 +10,29 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parallelrun.data.indexed import data_path, element_type, index_path, write_indexed
-from parallelrun.data.megatron import note_path
-from parallelrun.data.text import list_files
+from parallelrun.data.files import list_files
+from parallelrun.data.megatron import data_path, element_type, index_path, note_path, write_indexed
 from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, ParallelrunError, Problem
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
-class Tokenizer(Protocol):
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def end_of_document(self) -> int | None: ...
-
-    def encode(self, text: bytes) -> NDArray[np.int64]: ...
-
-
 @dataclass(frozen=True)
-class ByteTokenizer:
-    """A token per byte; with an end-of-document token, that is id 256."""
+class Tokenizer:
+    """A token per byte, or, with `inner`, a tokenizer of the `tokenizers` package (any tokenizer.json)."""
 
-    end_of_document: int | None
-
-    @property
-    def vocab(self) -> int:
-        return 256 if self.end_of_document is None else 257
-
-    def encode(self, text: bytes) -> NDArray[np.int64]:
-        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` package (any tokenizer.json)."""
-
-    inner: Any
     vocab: int
     end_of_document: int | None
+    inner: Any = None
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
+        if self.inner is None:
+            return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
         ids = self.inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
         return np.array(ids, dtype=np.int64)
 
@@ -94,8 +71,8 @@ def tokenize(
 ) -> dict[str, Any]:
     """Write PREFIX.bin, PREFIX.idx and a note PREFIX.json; returns the note.
 
-    Every file is a document, and so is every line of a .jsonl file (its `json_key`). vocab: number of token ids when it
-    should be more than the tokenizer's. Raises ConfigError, EnvironmentProblem.
+    Every file is one document, but of a .jsonl file every line is one (its `json_key`). vocab: number of token ids, if
+    it should be more than the tokenizer's. Raises ConfigError, EnvironmentProblem.
     """
     codec = _load(tokenizer, append_eod)
     size = codec.vocab if vocab is None else vocab
@@ -125,12 +102,10 @@ def tokenize(
 
 
 def _check_text(inputs: Sequence[Path], paths: Sequence[Path], codec: Tokenizer, json_key: str) -> None:
-    """Raises ConfigError where there is nothing to write, before anything is created."""
-    for _ in _documents(paths, codec, False, json_key):
-        return
-    named = ", ".join(map(str, inputs))
-    what = f"{named}: {f'{len(paths)} files without a token' if paths else 'no file'}, so there is nothing to write"
-    raise ConfigError(Problem(what, "INPUT"))
+    """Raise ConfigError if there is nothing to write, before any file is created."""
+    if next(_documents(paths, codec, False, json_key), None) is None:
+        found = f"{len(paths)} files without a token" if paths else "no file"
+        raise ConfigError(Problem(f"{', '.join(map(str, inputs))}: {found}, so there is nothing to write", "INPUT"))
 
 
 def _documents(
@@ -156,24 +131,22 @@ def _texts(path: Path, json_key: str) -> Iterator[bytes]:
             try:
                 text = json.loads(line)[json_key]
             except (ValueError, KeyError, TypeError) as error:
-                raise EnvironmentProblem(
-                    Problem(f"{path}:{number} is no JSON object with a {json_key!r}", where="--json-key")
-                ) from error
+                what = f"{path}:{number} is no JSON object with a {json_key!r}"
+                raise EnvironmentProblem(Problem(what, "--json-key")) from error
             yield str(text).encode()
 
 
 def _load(name: str, append_eod: bool) -> Tokenizer:
     if name == "bytes":
-        return ByteTokenizer(256 if append_eod else None)
+        return Tokenizer(257, 256) if append_eod else Tokenizer(256, None)
     kind, _, source = name.partition(":")
     if kind != "hf" or not source:
-        raise ConfigError(Problem(f"unknown tokenizer {name!r}", where="--tokenizer", suggestion="bytes or hf:NAME"))
+        raise ConfigError(Problem(f"unknown tokenizer {name!r}", "--tokenizer", "bytes or hf:NAME"))
     try:
         from tokenizers import Tokenizer as Loader
     except ImportError as error:
-        raise EnvironmentProblem(
-            Problem("hf: tokenizers need the package `tokenizers`", command="pip install tokenizers")
-        ) from error
+        what = "hf: tokenizers need the package `tokenizers`"
+        raise EnvironmentProblem(Problem(what, command="pip install tokenizers")) from error
     path = Path(source).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
@@ -183,7 +156,7 @@ def _load(name: str, append_eod: bool) -> Tokenizer:
     ends = [inner.token_to_id(text) for text in END_OF_TEXT if inner.token_to_id(text) is not None]
     if append_eod and not ends:
         raise ConfigError(Problem(f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}", where="--append-eod"))
-    return HuggingFaceTokenizer(inner, inner.get_vocab_size(), ends[0] if ends else None)
+    return Tokenizer(inner.get_vocab_size(), ends[0] if ends else None, inner)
 
 
 def _sha256(path: Path) -> str:

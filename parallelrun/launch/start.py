@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parallelrun import definitions
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
-from parallelrun.data import notes as data_notes
 from parallelrun.data import open_dataset
 from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
 from parallelrun.launch import (
@@ -139,13 +139,13 @@ def _prepare(
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached)
     tracker.check(config.tracker)
-    has_dataset = config.model.name != "matmul"  # it makes its own numbers
+    has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
     dataset = open_dataset(config, plan.spec) if has_dataset else None
     found = choose(config, plan) if config.verb == "run" else None
     if found and _is_finished(found, config):
         return None
-    notes += data_notes(config, plan.spec, dataset) if dataset else []
+    notes += definitions.dataset(config).notes(config, plan.spec, dataset) if dataset else []
     for note in [*notes, *disk.shortage(config, plan, run_root or Path(config.runs))]:
         print(f"note: {note}", file=sys.stderr)
     os.umask(0o077)

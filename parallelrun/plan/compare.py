@@ -9,22 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
-from parallelrun.plan.layout_choices import ONE_DIMENSIONAL, LayoutChoice, layout_name, layouts
-from parallelrun.plan.load import load_strategy
+from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
-from parallelrun.plan.strategy import Request, TensorWayPlan
-from parallelrun.plan.structure import Batch, Collective, Plan, TensorWay
+from parallelrun.plan.request import Request
+from parallelrun.plan.shorthands import kinds
+from parallelrun.plan.structure import Batch, Collective, Plan
+from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, TensorStrategy
 from parallelrun.precision import BYTES, Precision
 from parallelrun.product import Transfer
 from parallelrun.wording import divisors
 
 NODE = 8  # devices of a host, where the cluster does not say
 MOVED_WEIGHTS = ("weights", "weight_gradients")
+ONE_DIMENSIONAL = LayoutChoice("1d", TensorStrategyConfig())  # what the others are measured against
 LARGE = 2**40  # rows: so many that only what grows with them decides between forms
 
 
@@ -35,7 +37,7 @@ def compare(plan: Plan, config: Config) -> Comparison | None:
         return None
     case = _case(plan, config, block)
     rows: list[Row] = []
-    for layout in layouts(plan.mesh.size("tp")):
+    for layout in _choices(plan.mesh.size("tp")):
         refused = any(row.reason and row.layout == layout.variant_of for row in rows)
         rows += [] if refused else [_row(layout, case)]
     if not any(row.chosen for row in rows):
@@ -58,7 +60,9 @@ class _Case:
 
 
 def _is_compared(block: BlockSpec) -> bool:
-    return block.is_recomputed and any(layer.layer_role in ("columns", "row") for layer in block.layers)
+    return block.is_recomputed and any(
+        layer.layer_role in ("column_parallel", "row_parallel") for layer in block.layers
+    )
 
 
 def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:
@@ -71,6 +75,11 @@ def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:
     return case if isinstance(resolved, str) else replace(case, slope_1d=_line(resolved, block)[0])
 
 
+def _choices(tp: int) -> list[LayoutChoice]:
+    """Every layout worth a row, that of one dimension first: the others are measured against it."""
+    return [choice for kind in kinds("tensor") for choice in tensor_strategy(kind).layout_choices(tp)]
+
+
 def _rows(plan: Plan) -> int:
     return plan.batch.micro_batch * plan.spec.seq
 
@@ -78,10 +87,7 @@ def _rows(plan: Plan) -> int:
 def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Request:
     """The question whether and how this layout would do, everything else as in the plan."""
     plan, strategy = case.plan, case.config.strategy
-    tensor = replace(
-        strategy.tensor, kind=layout.kind, sequence_parallel=layout.sequence_parallel, grid=layout.grid,
-        depth=layout.depth, form=layout.form, save_gathered=layout.save_gathered, overlap=plan.tensor.overlap,
-    )  # fmt: skip
+    tensor = replace(layout.config, overlap=plan.tensor.overlap)
     pipeline = replace(strategy.pipeline, kind=plan.pipeline.kind)
     config = replace(
         case.config, layout=None, grid=None, depth=None, strategy=replace(strategy, tensor=tensor, pipeline=pipeline)
@@ -92,7 +98,7 @@ def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
 
 def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:
     """The plan in another layout, on its tensor axes alone; or why it is not legal."""
-    strategy: TensorWayPlan = load_strategy("tensor", layout.kind)
+    strategy = tensor_strategy(layout.config.kind)
     request = _request(layout, case, spec, batch, tp)
     problems = strategy.check(request) + case.plan.data.check(request)
     if problems:
@@ -100,7 +106,7 @@ def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
     return _placed(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)
 
 
-def _placed(plan: Plan, tensor: TensorWay, axes: tuple, spec: ModelSpec, batch: Batch) -> Plan:
+def _placed(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec, batch: Batch) -> Plan:
     mesh_dims, flattened = axes
     mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
     return replace(plan, mesh=mesh, tensor=tensor, spec=spec, batch=batch)
@@ -110,10 +116,10 @@ def _row(layout: LayoutChoice, case: _Case) -> Row:
     plan = case.plan
     resolved = _settled(layout, case, plan.spec, plan.batch)
     if isinstance(resolved, str):
-        return Row(layout.name, layout.kind, False, reason=resolved)
+        return Row(layout.name, layout.config.kind, False, reason=resolved)
     return Row(
         layout.name,
-        layout.kind,
+        layout.config.kind,
         _is_plan(resolved, plan),
         _figures(resolved, case.block),
         _break_even(layout, resolved, case),
@@ -122,14 +128,14 @@ def _row(layout: LayoutChoice, case: _Case) -> Row:
 
 def _own_row(case: _Case) -> Row:
     """The plan's own layout, where its forms or its grid have no line of their own."""
-    plan, asked = case.plan, case.config.strategy.tensor
-    size, own = plan.mesh.size, plan.tensor
-    grid = f"{size('row')}x{size('col')}" if own.kind in ("2d", "2.5d") else None
-    depth = size("depth") if own.kind == "2.5d" else None
-    form = "" if asked.form == "auto" else asked.form
-    name = " ".join(filter(None, (layout_name(plan), "" if own.save_gathered else "lean", form)))
-    layout = LayoutChoice(name, own.kind, own.sequence_parallel, grid, depth, asked.form, own.save_gathered)
-    return Row(name, own.kind, True, _figures(plan, case.block), _break_even(layout, plan, case))
+    plan, own = case.plan, case.plan.tensor
+    config = replace(
+        own.resolved_config(case.config.strategy.tensor, plan),
+        kind=own.kind, sequence_parallel=own.sequence_parallel, save_gathered=own.save_gathered,
+    )  # fmt: skip
+    form = "" if config.form == "auto" else config.form
+    name = " ".join(filter(None, (own.label(plan), "" if own.save_gathered else "lean", form)))
+    return Row(name, own.kind, True, _figures(plan, case.block), _break_even(LayoutChoice(name, config), plan, case))
 
 
 def _is_plan(resolved: Plan, plan: Plan) -> bool:
@@ -143,7 +149,6 @@ def _axes(plan: Plan) -> list[tuple[str, int]]:
 
 
 def _figures(plan: Plan, block: BlockSpec) -> Figures:
-    strategy = load_strategy("tensor", plan.tensor.kind)
     rows = _collectives(plan, block)
     held = [(parameter, module_layout(parameter, plan)) for parameter in block.parameters]
     numels = [layout.local_numel(parameter.shape, plan.mesh.sizes, {}) for parameter, layout in held]
@@ -159,14 +164,14 @@ def _figures(plan: Plan, block: BlockSpec) -> Figures:
         once_bytes=sum(_received(row, plan) for row in summed),
         steps=sum(Transfer("", "", r.operation, r.axis, 0, r.calls).steps(plan.mesh.sizes) for r in rows),
         weight_bytes=sum(numels) * BYTES[plan.precision.stored],
-        saved_bytes=strategy.saved_bytes(block, plan),
+        saved_bytes=plan.tensor.saved_bytes(block, plan),
     )
 
 
 def _collectives(plan: Plan, block: BlockSpec) -> list[Collective]:
     """Of one microbatch."""
     once = replace(plan, batch=replace(plan.batch, microbatches=1))
-    return load_strategy("tensor", plan.tensor.kind).collectives((block,), once)
+    return plan.tensor.collectives((block,), once)
 
 
 def _received(row: Collective, plan: Plan) -> int:
@@ -184,7 +189,7 @@ def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | No
     For fixed forms the volume is a line in M: weights move whatever M is, all else grows with it. The best forms are
     chosen anew where that line crosses 1D's; the crossing only moves down, until the forms stay.
     """
-    if layout.kind == "megatron" or not case.slope_1d:
+    if resolved.tensor.is_one_dimensional or not case.slope_1d:
         return None
     best = inf
     for _ in range(8):
@@ -227,7 +232,7 @@ def _inside_node(case: _Case) -> InsideNode | None:
     ours, largest = _figures(plan, case.block), None
     for smaller in (n for n in reversed(divisors(tp)) if n <= most):
         candidate = _smaller(smaller, node, ours, case)
-        if candidate and (candidate.wins or (plan.tensor.kind == "megatron" and smaller == tp)):
+        if candidate and (candidate.wins or (plan.tensor.is_one_dimensional and smaller == tp)):
             return candidate
         largest = largest or candidate
     return largest

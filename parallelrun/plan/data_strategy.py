@@ -13,7 +13,7 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.messages import Explanation, explanation_of_calls
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 
 MeshDims = tuple[tuple[str, int], ...]

@@ -145,7 +145,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
 def _across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
     """A hint where experts lie on several hosts that a flat all-to-all does not know of."""
     ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
-    if ep == 1 or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
+    if plan.expert is None or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
         return []
     inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
     two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
@@ -170,7 +170,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "dropout": plan.dropout,
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
         "data": plan.data.document(),
-        "tensor": asdict(plan.tensor),
+        "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": expert_facts.facts(plan),
         "equivalence": asdict(plan.equivalence),

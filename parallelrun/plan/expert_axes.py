@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from math import gcd
 
+from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.plan.data_strategy import DataStrategy, FlattenedDims, MeshDims
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors, either, nearest
 
@@ -31,7 +32,7 @@ def degree(config: Config, asked: int | None, dp: int, experts: int, filled: lis
         if config.strategy.expert.fills or (asked or 1) > 1:
             said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={preset}"
             what = f"{said} spreads the experts of a layer over ranks, and model={config.model.preset} has none"
-            fixes = ["model.experts=8"] if config.model.name == "gpt" else []
+            fixes = ["model.experts=8"] if "experts" in definitions.model(config).sizes else []
             fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
             fix = " or ".join(fixes)
             problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))

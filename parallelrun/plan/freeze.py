@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
+from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -68,7 +68,11 @@ def _filled(config: Config, plan: Plan) -> Config:
     }
     return replace(
         replace(folded, **clear),
-        strategy=replace(folded.strategy, tensor=_filled_tensor(folded, plan), data=_filled_data(folded, plan)),
+        strategy=replace(
+            folded.strategy,
+            tensor=plan.tensor.resolved_config(folded.strategy.tensor, plan),
+            data=_filled_data(folded, plan),
+        ),
         servers=None,
         model=replace(folded.model, norm_samples=sample_sets.number(plan) or folded.model.norm_samples),
         dp=plan.mesh.size("dp"),
@@ -89,15 +93,6 @@ def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
     data = config.strategy.data
     read = {key: getattr(data, key) for key in (*plan.data.reads, "kind")}
     return replace(DataStrategyConfig(**read), servers=plan.servers or None)
-
-
-def _filled_tensor(config: Config, plan: Plan) -> TensorStrategyConfig:
-    """The tensor strategy with its grid and depth, where it has them."""
-    tensor, size = config.strategy.tensor, plan.mesh.size
-    if plan.tensor.kind not in ("2d", "2.5d"):
-        return tensor
-    depth = size("depth") if plan.tensor.kind == "2.5d" else tensor.depth
-    return replace(tensor, grid=f"{size('row')}x{size('col')}", depth=depth)
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun import registry
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.mesh_shape import MeshShape
@@ -54,7 +53,7 @@ def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
     """How the modules of a stage store a parameter, before any data strategy: as the tensor strategy lays it on its
     axes, and of
     layers of experts, which are spread over ep, only this rank's experts (dim 0)."""
-    layout: Layout = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way().layout(spec, plan)
+    layout = plan.tensor.layout(spec, plan)
     if spec.layer_role != "expert" or plan.mesh.size("ep") == 1:
         return layout
     return replace(layout, dims=(("ep", *layout.dims[0]), *layout.dims[1:]))

@@ -14,10 +14,9 @@ from math import prod
 from typing import Any
 
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan.load import Strategies, strategies_of
 from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan, Stage
+from parallelrun.plan.tensor_strategy import Pass
 from parallelrun.precision import BYTES
 
 INDEX_BYTES = 8  # of a token, a target and the number of a sample
@@ -96,7 +95,6 @@ class _Walk:
 
     def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
-        self._ways = strategies_of(plan)
         self._stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
         others = tuple(sorted((axis, place) for axis, place in coordinate.items() if axis != "pp"))
@@ -139,7 +137,7 @@ class _Walk:
         spec = self._plan.spec
         key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
         if key not in self._plan.known:
-            self._plan.known[key] = _backward_block(spec.block(name), self._plan, self._ways)
+            self._plan.known[key] = _backward_block(spec.block(name), self._plan)
         return self._plan.known[key]
 
     def _gradients_of(self, index: int) -> list[int]:
@@ -203,10 +201,10 @@ def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinat
     return list(sizes.values())
 
 
-def _backward_block(block: BlockSpec, plan: Plan, strategies: Strategies) -> BackwardBlock:
-    passes = strategies.tensor.passes(block, plan)
-    extra = strategies.expert.saved_bytes(block, plan) if strategies.expert else 0
-    kept = strategies.tensor.saved_bytes(block, plan) + extra
+def _backward_block(block: BlockSpec, plan: Plan) -> BackwardBlock:
+    passes = plan.tensor.passes(block, plan)
+    extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
+    kept = plan.tensor.saved_bytes(block, plan) + extra
     again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
     return BackwardBlock(kept, passes, max(0, again))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from parallelrun.layout import Layout
 from parallelrun.plan import peak, routing, sample_sets
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.parameters import HeldParameter, distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
 from parallelrun.precision import BYTES
@@ -70,16 +69,15 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
     """
     if plan.role(rank) == "server":
         return merge(plan.data.server_collectives(rank - plan.num_workers, plan))
-    strategies = strategies_of(plan)
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks)
     rows = [
-        *strategies.tensor.collectives(blocks, plan),
+        *plan.tensor.collectives(blocks, plan),
         *plan.pipeline.collectives(pp_rank, plan),
         *plan.data.collectives(pp_rank, coordinate, plan),
         *sample_sets.collectives(blocks, plan),
-        *(strategies.expert.collectives(blocks, plan) if strategies.expert else []),
+        *(plan.expert.collectives(blocks, plan) if plan.expert else []),
     ]
     if plan.servers:
         return merge(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun import registry
+from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
@@ -25,20 +25,23 @@ from parallelrun.plan import (
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import Strategies, data_strategy, load_strategy, pipeline_schedule, strategies_of
+from parallelrun.plan.load import (
+    StrategyClasses,
+    data_strategy,
+    expert_dispatcher,
+    pipeline_schedule,
+    tensor_strategy,
+)
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, Plan, Stage
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Batch, Equivalence, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.precision import TABLE
 from parallelrun.wording import did_you_mean, either
 
 REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are filled in
 LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
-
-
-__all__ = ["data_strategy", "load_strategy", "resolve", "strategies_of"]
 
 
 def resolve(
@@ -133,12 +136,12 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     return len(problems)
 
 
-def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
-    return Strategies(
+def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> StrategyClasses:
+    return StrategyClasses(
         data_strategy(config.strategy.data.kind),
-        load_strategy("tensor", config.strategy.tensor.kind),
+        tensor_strategy(config.strategy.tensor.kind),
         pipeline_schedule(_pipeline_kind(config, degrees)),
-        load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
+        expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
 
 
@@ -170,20 +173,20 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
     if rules.model(config):
         return None
     try:
-        vocab = registry.load("datasets", config.dataset.name).vocab_size(config)
+        vocab = definitions.dataset(config).vocab_size(config)
         if config.model.vocab is not None:
             if vocab is not None and vocab > config.model.vocab:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
                 problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
-        return registry.load("models", config.model.name, "spec").make(config, vocab or 0)
+        return definitions.model(config).make(config, vocab or 0)
     except ConfigError as error:
         problems += error.problems
         return None
 
 
 def _request(
-    config: Config, spec: ModelSpec, degrees: Degrees, strategies: Strategies, problems: list[Problem]
+    config: Config, spec: ModelSpec, degrees: Degrees, strategies: StrategyClasses, problems: list[Problem]
 ) -> Request:
     """The filled request, with the strategies' violations appended."""
     number = _virtual_stages(config, spec, degrees)
@@ -202,7 +205,7 @@ def _request(
     def suits(batch: Batch) -> bool:
         return bool(problems) or not _set_problems(replace(request, batch=batch), strategies)
 
-    parts = routing.sample_parts(spec, strategies.tensor.sample_parts(request))
+    parts = routing.sample_parts(spec, strategies.tensor.micro_batch_divisor(request))
     rules = batches.Rules(
         parts * (config.strategy.expert.chunks if strategies.expert else 1), violations, suits,
         lambda batch: bool(problems) or _fits(replace(request, batch=batch), strategies, degrees),
@@ -219,11 +222,11 @@ def _request(
     return request
 
 
-def _set_problems(request: Request, strategies: Strategies) -> list[Problem]:
+def _set_problems(request: Request, strategies: StrategyClasses) -> list[Problem]:
     return sample_sets.resolve(request, strategies.data.resolve(request))[1]
 
 
-def _fits(request: Request, strategies: Strategies, degrees: Degrees) -> bool:
+def _fits(request: Request, strategies: StrategyClasses, degrees: Degrees) -> bool:
     """Does this batch fit a device, as far as the cluster says?
 
     Under REFERENCE_SCHEDULE, whatever the schedule: else the points of a sweep would differ in their batches too.
@@ -265,7 +268,7 @@ def _depth(request: Request) -> list[Problem]:
     fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
     if request.virtual_stages > 1 and most // request.pp > 1:
         fixes.append(f"virtual_stages={most // request.pp}")
-    if request.config.model.name in ("gpt", "bert", "mlp"):
+    if "layers" in definitions.model(request.config).sizes:
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 
@@ -282,7 +285,7 @@ def _actions(request: Request) -> list[Problem]:
 
 
 def _stages(
-    config: Config, spec: ModelSpec, request: Request, strategies: Strategies
+    config: Config, spec: ModelSpec, request: Request, strategies: StrategyClasses
 ) -> tuple[tuple[Stage, ...], list[Problem]]:
     num_stages = request.pp * request.virtual_stages
     cuts, problems = partition.cut(spec, config, num_stages)
@@ -293,7 +296,7 @@ def _stages(
 def _plan(
     config: Config,
     request: Request,
-    strategies: Strategies,
+    strategies: StrategyClasses,
     degrees: Degrees,
     stages: tuple[Stage, ...],
     notes: tuple[str, ...],
@@ -328,11 +331,9 @@ def _plan(
             *lr_scale.filled(config, request.dp),
         ),
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
-        expert=strategies.expert.resolve(request) if strategies.expert else ExpertWay(routing.NO_DISPATCHER),
+        expert=strategies.expert.resolve(request) if strategies.expert else None,
     )
-    promises = [
-        strategy.equivalence(plan) for strategy in (plan.data, strategies.tensor, strategies.expert) if strategy
-    ]
+    promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 
 

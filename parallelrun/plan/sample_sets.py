@@ -9,7 +9,7 @@ from __future__ import annotations
 from parallelrun.errors import Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec
 from parallelrun.plan.data_strategy import DataStrategy
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan, SampleSets
 from parallelrun.precision import BYTES
 from parallelrun.wording import divisors, either, nearest

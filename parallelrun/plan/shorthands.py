@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from parallelrun.config.schema import Config, DataStrategyConfig
+from parallelrun import definitions
+from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
-from parallelrun.plan.load import data_strategy, pipeline_schedule
+from parallelrun.plan.load import data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
 from parallelrun.registry import has, names
 from parallelrun.wording import did_you_mean, one_of
 
-LAYOUTS = {"1d": "megatron", "2d": "2d", "2.5d": "2.5d", "3d": "3d"}  # the tensor strategy of every layout
-OF_STRATEGIES = (
-    "strategy.",
-    "layout",
-    "schedule",
-    "virtual_stages",
-)  # keys that say which ways are chosen and how they work
-GRIDS = ("2d", "2.5d", "3d")  # tensor strategies that split samples and features over several axes
+# keys that say which strategies are chosen and how they work
+OF_STRATEGIES = ("strategy.", "layout", "schedule", "virtual_stages")
 DATA_SHORTHANDS = ("servers", "consistency", "staleness", "backup_workers")  # of keys of `strategy.data`
 HOROVOD_KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
 
@@ -30,6 +25,11 @@ def kinds(axis: str) -> list[str]:
     return [
         name.partition(".")[2] for name in names("strategies") if name.startswith(f"{axis}.") and name[-5:] != ".none"
     ]
+
+
+def layouts() -> dict[str, str]:
+    """The tensor strategy that each value of `layout` names."""
+    return {tensor_strategy(kind).layout_name: kind for kind in kinds("tensor")}
 
 
 def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
@@ -79,11 +79,11 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
 
 
 def _layout(layout: str) -> tuple[str | None, list[Problem]]:
-    text = str(layout).lower()
-    if text not in LAYOUTS:
-        what = f"layout={layout} is unknown; it is one of {', '.join(LAYOUTS)}"
-        return None, [Problem(what, "layout", did_you_mean(text, LAYOUTS, "layout="))]
-    return LAYOUTS[text], []
+    text, known = str(layout).lower(), layouts()
+    if text not in known:
+        what = f"layout={layout} is unknown; it is one of {', '.join(known)}"
+        return None, [Problem(what, "layout", did_you_mean(text, known, "layout="))]
+    return known[text], []
 
 
 def _other_preset(config: Config, kind: str) -> list[Problem]:
@@ -91,9 +91,9 @@ def _other_preset(config: Config, kind: str) -> list[Problem]:
     preset, own = config.strategy.name, config.strategy.tensor.kind
     if config.strategy.own_axis != "tp":
         return []
-    named = {of_axis: layout for layout, of_axis in LAYOUTS.items()}
-    what = f"layout={config.layout} contradicts strategy={preset}, which is layout={named.get(own, own)}"
-    return [Problem(what, "layout", f"layout={named.get(own, own)} or strategy=ptdp", kind="contradiction")]
+    named = tensor_strategy(own).layout_name if has("strategies", f"tensor.{own}") else own
+    what = f"layout={config.layout} contradicts strategy={preset}, which is layout={named}"
+    return [Problem(what, "layout", f"layout={named} or strategy=ptdp", kind="contradiction")]
 
 
 def _contradiction(short: str, asked: object, long: str, said: object, given: frozenset[str]) -> list[Problem]:
@@ -123,6 +123,25 @@ def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
     }
 
 
+def _unread_of_tensor(kind: str) -> list[str]:
+    """The keys of `strategy.tensor` that this strategy ignores."""
+    if not has("strategies", f"tensor.{kind}"):
+        return []
+    return [
+        field.name for field in fields(TensorStrategyConfig) if field.name not in ("kind", *tensor_strategy(kind).reads)
+    ]
+
+
+def _layout_that_reads(key: str) -> str:
+    """The first layout whose strategy reads `key`, such as `strategy.tensor.grid`."""
+    strategies, name = map(tensor_strategy, kinds("tensor")), key.rpartition(".")[2]
+    return next((f"layout={strategy.layout_name}" for strategy in strategies if name in strategy.reads), "")
+
+
+def _reads_no_path(config: Config) -> bool:
+    return has("datasets", config.dataset.name) and not definitions.dataset(config).reads_path
+
+
 def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     """Keys that were set although the chosen strategies do not read them (`config` is folded)."""
     problems = []
@@ -134,10 +153,10 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
             Problem(f"{key}={value} is read by none of the chosen strategies ({strategies})", key, fix, kind="unread")
         )
 
-    shaped = {"grid": ("2d", "2.5d"), "depth": ("2.5d",)}
+    of_tensor = _unread_of_tensor(tensor)
     for key in ("grid", "depth"):
         value = getattr(config, key)
-        if value is not None and tensor not in shaped[key]:
+        if value is not None and key in of_tensor:
             complain(key, value, f"leave {key} out")
     for key in DATA_SHORTHANDS:
         value = getattr(config, key)
@@ -153,15 +172,15 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     known = config.optimizer.name in OPTIMIZERS
     rules = {
         **_unread_of_data(data),
-        "strategy.tensor.sequence_parallel": (tensor in GRIDS, "layout=1d"),
-        "strategy.tensor.grid": (tensor not in ("2d", "2.5d"), "layout=2d"),
-        "strategy.tensor.depth": (tensor != "2.5d", "layout=2.5d"),
-        "strategy.tensor.form": (tensor not in ("2d", "2.5d"), "layout=2d"),
-        "strategy.tensor.save_gathered": (tensor not in GRIDS, "layout=2d"),
+        **{
+            f"strategy.tensor.{key}": (True, _layout_that_reads(key))
+            for key in of_tensor
+            if f"strategy.tensor.{key}" in given
+        },
         "strategy.pipeline.kind": (pp == 1, "pp=2"),
         "strategy.pipeline.partition": (pp == 1, "pp=2"),
         "strategy.pipeline.split": (pp == 1, "pp=2"),
-        "dataset.path": (config.dataset.name in ("pystdlib", "synthetic", "digits"), "dataset=text"),
+        "dataset.path": (_reads_no_path(config), "dataset=text"),
         **{
             f"optimizer.{key}": (known and key not in OPTIMIZERS[config.optimizer.name].own_keys, readers(key))
             for key in ("momentum", "betas", "eps")

@@ -11,12 +11,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
+    from parallelrun.plan.tensor_strategy import TensorStrategy
 
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
@@ -37,36 +39,6 @@ class Batch:
     def replica_batch(self) -> int:
         """Samples of one data replica in a step."""
         return self.micro_batch * self.microbatches
-
-
-@dataclass(frozen=True)
-class TensorWay:
-    """kind: megatron (1D) | 2d | 2.5d | 3d. kv_copies: ranks that hold a copy of one kv head (tp > kv heads), else 1.
-
-    Of the grid kinds only: forms: how each pair of layers multiplies, by its sizes (`tensor/grid/choose.py`);
-    save_gathered: keep for backward what forward gathered, instead of gathering it again.
-    """
-
-    kind: str
-    sequence_parallel: bool = False
-    overlap: bool = True
-    kv_copies: int = 1
-    forms: tuple[tuple[tuple[int, int, int, int], tuple[str, str]], ...] = ()
-    save_gathered: bool = True
-
-
-@dataclass(frozen=True)
-class ExpertWay:
-    """kind: none (ep=1: every rank has all experts) | capacity | dropless.
-
-    chunks: parts of a microbatch's groups that go one after the other. group_size: ranks of an inner group of the
-    two-level all-to-all, 1 where there is one level. overlap: start sending, compute what does not wait for it.
-    """
-
-    kind: str = "none"
-    chunks: int = 1
-    group_size: int = 1
-    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,7 +89,7 @@ class Plan:
     mesh: MeshShape
     batch: Batch
     data: DataStrategy
-    tensor: TensorWay
+    tensor: TensorStrategy
     pipeline: PipelineSchedule
     stages: tuple[Stage, ...]
     spec: ModelSpec
@@ -132,7 +104,7 @@ class Plan:
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
-    expert: ExpertWay = ExpertWay()
+    expert: ExpertDispatcher | None = None  # None: every rank has all experts (ep=1)
 
     @cached_property
     def known(self) -> dict[object, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.plan.comparison import Comparison, InsideNode
+from parallelrun.plan.load import tensor_strategy
 from parallelrun.report.figures import bytes_text, digits
 
 COLUMNS = ("received", "of it weights", "weights", "kept", "steps", "M/h over")
@@ -36,7 +37,7 @@ def panel(comparison: Comparison) -> Group:
     deep = [
         Text(f"{row.layout}: besides, {bytes_text(row.figures.once_bytes)} once a step: gradients summed over depth")
         for row in comparison.layouts
-        if row.figures and row.kind == "2.5d"
+        if row.figures and tensor_strategy(row.kind).copies_weights
     ]
     refused = [Text(f"{row.layout}: {row.reason}", "yellow") for row in comparison.layouts if row.reason]
     inside = [Text(inside_node_text(comparison.inside_node, comparison))] if comparison.inside_node else []
@@ -46,7 +47,7 @@ def panel(comparison: Comparison) -> Group:
 def inside_node_text(found: InsideNode, comparison: Comparison) -> str:
     """What small tensor and large data parallelism would receive with the same ranks and samples; is it less?"""
     chosen = comparison.chosen
-    if found.tp == comparison.tp and chosen.kind == "megatron":
+    if found.tp == comparison.tp and tensor_strategy(chosen.kind).is_one_dimensional:
         return f"1d at tp={found.tp} stays inside a node of {found.node}: no smaller tp is compared"
     other = (
         f"1d tp={found.tp} inside a node of {found.node} x dp={found.dp}" if found.tp > 1 else f"dp={found.dp} alone"
@@ -79,7 +80,7 @@ def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Consol
         return
     table = _table(">#", "layout", ">tokens", *(f">{column}" for column in COLUMNS))
     for number, row in points:
-        degree = f" {row['tp']}" if row["chosen"]["kind"] == "megatron" else ""
+        degree = f" {row['tp']}" if tensor_strategy(row["chosen"]["kind"]).is_one_dimensional else ""
         table.add_row(str(number), row["chosen"]["layout"] + degree, f"{row['rows']:,}", *_cells(row["chosen"]))
     console.print(Text("\nlayouts side by side: one layer and one microbatch", "bold"))
     console.print(table)
@@ -99,7 +100,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _break_even_text(row: Mapping[str, Any]) -> str:
-    if row["kind"] == "megatron":
+    if tensor_strategy(row["kind"]).is_one_dimensional:
         return "-"
     if row["break_even"] is None:
         return "never"

@@ -88,7 +88,7 @@ def _head(plan: Plan) -> Text:
         strategies[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
         strategies[1] += " with sequence parallel"
-    if plan.expert.kind != "none":
+    if plan.expert:
         strategies.append(f"expert {plan.expert.kind}")
     if plan.pipeline.virtual_stages > 1:
         strategies[2] += f" ({plan.pipeline.virtual_stages} stages per rank)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.optimizer import Optimizer
 from parallelrun.plan import lr_scale
 from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, data_runtime
 from parallelrun.train.gradients import Gradients
@@ -69,8 +69,7 @@ class Training:
         Where each tensor rank has the whole replica's loss, that is tensor coordinate 0; where a layout splits the
         samples, coordinate 0 of the axes that do not.
         """
-        strategy = registry.load("strategies", f"tensor.{self.plan.tensor.kind}", "plan").Way()
-        split = strategy.loss_axes(self.plan)
+        split = self.plan.tensor.loss_axes(self.plan)
         coordinate = self.mesh.coordinate
         copies = [mesh_dim for mesh_dim in self.plan.mesh.mesh_dims_of("tp") if mesh_dim not in split]
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and not any(
@@ -84,9 +83,15 @@ class Training:
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and coordinate.get("tp", 0) == 0
 
 
+def _parallelize(axis: str, kind: str, network: Network, plan: Plan, mesh: Mesh) -> None:
+    """Let a strategy's `runtime.parallelize` cut parameters and replace layers of a network on meta, in place."""
+    runtime = registry.load("strategies", f"{axis}.{kind}", "runtime")
+    parallelize: Callable[[Network, Plan, Mesh], None] = runtime.parallelize
+    parallelize(network, plan, mesh)
+
+
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """This rank's stages on the meta device, placed by the tensor and expert dispatchers, with recompute and compile
-    applied.
+    """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
 
     One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
     """
@@ -96,9 +101,9 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
-    registry.load("strategies", f"tensor.{plan.tensor.kind}", "runtime").place(network, plan, mesh)
-    if plan.expert.kind != NO_DISPATCHER:
-        registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
+    _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
+    if plan.expert:
+        _parallelize("expert", plan.expert.kind, network, plan, mesh)
     network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
     if config.compile:

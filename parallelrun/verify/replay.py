@@ -70,7 +70,8 @@ class SumRule:
 
 def rule_of(config: Config, plan: Plan) -> Rule:
     """The rule of the plan's data strategy."""
-    return registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
+    rule: Rule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
+    return rule
 
 
 @torch.no_grad()

@@ -10,10 +10,9 @@ from typing import ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan import simulate
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.messages import Exchange, Explanation, Message, Round, ranks_over
 from parallelrun.plan.pipeline_schedule import Action, PipelineSchedule
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
@@ -332,7 +331,7 @@ def boundary_shape(plan: Plan, stage: int) -> tuple[int, ...]:
     The stage's first block may name its input's shape; otherwise it is the tensor strategy's shape between blocks.
     """
     own = plan.spec.block(plan.stages[stage].blocks[0]).input_shape
-    return strategies_of(plan).tensor.boundary_shape(plan) if own is None else (plan.batch.micro_batch, *own)
+    return plan.tensor.boundary_shape(plan) if own is None else (plan.batch.micro_batch, *own)
 
 
 def boundary_bytes(plan: Plan, stage: int) -> int:

@@ -32,7 +32,7 @@ def attends(layer: LayerSpec) -> bool:
 
 def follows_attention(layer: LayerSpec, block: BlockSpec) -> bool:
     """Is the column layer in front of this row layer the one that gives q, k and v?"""
-    before = [x for x in block.layers[: block.layers.index(layer)] if x.layer_role == "columns"]
+    before = [x for x in block.layers[: block.layers.index(layer)] if x.layer_role == "column_parallel"]
     return bool(before) and attends(before[-1])
 
 
@@ -42,7 +42,7 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
     num_rows: positions; heads: of queries; outputs: features of q, k and v together; all of this rank.
     """
     spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    turned = any(layer.layer_role == "position" for layer in spec.layers())
+    turned = any(layer.layer_role == "position_embedding" for layer in spec.layers())
     angles = 0 if turned else 4 * spec.seq * (spec.hidden // spec.heads // 2) * compute
     own = heads * (spec.hidden // spec.heads)  # features of q, and of what attention gives
     if not spec.attention_dropout:

@@ -81,7 +81,7 @@ def test_commands_are_found_in_every_page_that_has_them() -> None:
     assert len(PLANNED) >= 45 and len(OTHERS) >= 4
     assert ["plan", "model=gpt3_175b", "strategy=ptdp", "tp=8", "pp=64", "dp=6"] in PLANNED
     roles = [word for words in PLANNED for word in words if word.startswith("model.roles=")]
-    assert roles and all('"*.[qkv]": columns' in word for word in roles), "docs/own_module.md"
+    assert roles and all('"*.[qkv]": column_parallel' in word for word in roles), "docs/own_module.md"
     assert any(words[0] == "explain" for words in PLANNED)
 
 

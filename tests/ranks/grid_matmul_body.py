@@ -20,14 +20,14 @@ from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.structure import Collective
-from parallelrun.product import Activation, Move, Product
+from parallelrun.product import ActivationLayout, Move, Product
 from parallelrun.strategies.tensor.grid import matmul
 from parallelrun.verify.measure import tensor_errors
 
 GRID, DEEP, CUBE = (
-    Activation(("row",), ("col",)),
-    Activation(("depth", "row"), ("col",)),
-    Activation(("x", "y"), ("z",)),
+    ActivationLayout(("row",), ("col",)),
+    ActivationLayout(("depth", "row"), ("col",)),
+    ActivationLayout(("x", "y"), ("z",)),
 )
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}
 SAMPLES, SEQ, VOCAB = 12, 2, 37
@@ -52,7 +52,7 @@ FORMS: dict[str, Callable[[], Product]] = {
 }
 
 
-def table(outside: Activation, head: Product, scatter: Move) -> Product:
+def table(outside: ActivationLayout, head: Product, scatter: Move) -> Product:
     return products.lookup(outside, head.weight, head.gather_w, scatter)
 
 
@@ -115,7 +115,7 @@ def part(whole: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     return whole.clone()
 
 
-def as_layout(activation: Activation) -> Layout:
+def as_layout(activation: ActivationLayout) -> Layout:
     return Layout((activation.rows, (), activation.features))
 
 

@@ -21,8 +21,8 @@ SHAPE = (2, 3, 24)  # samples, sequence, features
 EPS = 1e-5
 
 
-def whole_norm(kind: str, dtype: torch.dtype, bias: bool) -> single_device.Norm:
-    layer = single_device.Norm(kind, SHAPE[-1], EPS, bias, dtype)
+def whole_norm(kind: str, dtype: torch.dtype, bias: bool) -> single_device.HiddenNorm:
+    layer = single_device.HiddenNorm(kind, SHAPE[-1], EPS, bias, dtype)
     for name, parameter in layer.named_parameters():
         parameter.data = values(f"norm.{name}", tuple(parameter.shape)).to(dtype)
     return layer
@@ -38,7 +38,7 @@ def group_of_all() -> Group:
     return Group("col", tuple(range(world)), dist.get_rank(), dist.group.WORLD)
 
 
-def run(layer: single_device.Norm, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def run(layer: single_device.HiddenNorm, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)

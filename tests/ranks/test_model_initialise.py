@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallelrun import registry
 from parallelrun.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.plan.resolve import resolve
@@ -58,7 +57,6 @@ def values(overrides: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("overrides", PLANS.values(), ids=PLANS)
 def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[str, Any]) -> None:
     plan = tiny_plan(overrides)
-    tensor_strategy = registry.load("strategies", f"tensor.{plan.tensor.kind}", "plan").Way()
     original = dict(plan.spec.tied)
     whole = {name: initialise.logical(spec, SEED) for name, spec in plan.spec.parameters.items()}
     seen = set()
@@ -66,7 +64,7 @@ def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[s
         for name, value in parameters:
             logical = original.get(name, name)
             spec = plan.spec.parameters[logical]
-            layout = plan.data.weight_layout(spec, tensor_strategy.layout(spec, plan), plan)
+            layout = plan.data.weight_layout(spec, plan.tensor.layout(spec, plan), plan)
             ranges = layout.ranges(spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
             expected = whole[logical][tuple(slice(*pair) for pair in ranges)]
             assert torch.equal(value, expected), f"{name} on rank {rank}"

@@ -36,10 +36,10 @@ ROLES = Frozen(
     {
         "embed.tokens": "embedding",
         "layers.*.norm?": "norm",
-        "layers.*.[qkv]": "columns",
-        "layers.*.out": "row",
-        "layers.*.fc1": "columns",
-        "layers.*.fc2": "row",
+        "layers.*.[qkv]": "column_parallel",
+        "layers.*.out": "row_parallel",
+        "layers.*.fc1": "column_parallel",
+        "layers.*.fc2": "row_parallel",
         "head": "head",
     }
 )

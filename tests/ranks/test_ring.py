@@ -12,8 +12,8 @@ from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import train_step
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import run, start
-from tests.ranks.test_data_way_overlap import events
+from tests.ranks.data_body import run, start
+from tests.ranks.test_data_overlap import events
 
 RING = {"strategy.data.kind": "ring"}
 HALVING_DOUBLING = {**RING, "strategy.data.algorithm": "halving_doubling"}

@@ -7,7 +7,7 @@ import pytest
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND, prove_layers
 
-ROLES = ("columns", "row", "embedding", "table", "position", "norm", "head")
+ROLES = ("column_parallel", "row_parallel", "embedding", "table", "position_embedding", "norm", "head")
 SEQUENCE_PARALLEL = "strategy.tensor.sequence_parallel"
 
 
@@ -29,4 +29,6 @@ def test_every_layer_gives_outputs_and_gradients_of_one_device(tp, sequence_para
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 def test_collectives_as_nodes_of_their_own_compute_the_same(sequence_parallel):
     overrides = {"tp": 4, SEQUENCE_PARALLEL: sequence_parallel}
-    assert_equal(run_ranks(4, prove_layers, ("columns", "head"), overrides, "zero_bubble"), ("columns", "head"))
+    assert_equal(
+        run_ranks(4, prove_layers, ("column_parallel", "head"), overrides, "zero_bubble"), ("column_parallel", "head")
+    )

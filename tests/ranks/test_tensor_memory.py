@@ -6,7 +6,6 @@ import pytest
 
 from parallelrun.config.schema import RouterConfig
 from parallelrun.plan.routing_statistics import size
-from parallelrun.strategies.tensor.megatron.plan import Way
 from tests.pool import run_ranks
 from tests.tensor_cases import gpt_plan, held_by_layer, llama, saved_by_block
 
@@ -109,4 +108,4 @@ def test_recomputation_and_sequence_parallel_save_memory():
 
 def predicted(block: str, overrides: dict) -> int:
     _, plan = gpt_plan({**SIZES, **overrides})
-    return Way().saved_bytes(plan.spec.block(block), plan)
+    return plan.tensor.saved_bytes(plan.spec.block(block), plan)

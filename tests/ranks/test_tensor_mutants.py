@@ -95,11 +95,11 @@ def tokens_of_other_shards_not_masked():
 
 
 def positions_of_the_first_slice():
-    layers.Position.forward = single_device.Position.forward
+    layers.Position.forward = single_device.PositionEmbedding.forward
 
 
 def mask_of_the_first_slice():
-    layers.Dropout.forward = single_device.Dropout.forward
+    layers.Dropout.forward = single_device.HashDropout.forward
 
 
 def slices_of_norm_gradients_not_summed():
@@ -115,11 +115,11 @@ def router_gradients_not_summed():
 
 
 def entered_without_summing_gradients():
-    layers.FORMS.pop(single_device.Enter)
+    layers.FORMS.pop(single_device.ExpertInput)
 
 
 def left_without_summing():
-    layers.FORMS.pop(single_device.Leave)
+    layers.FORMS.pop(single_device.ExpertOutput)
 
 
 def auxiliary_loss_of_every_rank():

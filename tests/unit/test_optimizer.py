@@ -20,7 +20,7 @@ def make(shapes: dict[str, tuple[int, ...]] = SHAPES, rows: int | None = None) -
     """Parameters of ones, of which this rank holds the first `rows` rows (None: all)."""
     found = []
     for name, shape in shapes.items():
-        spec = ParameterSpec(name, shape, Initialiser("ones"), "row")
+        spec = ParameterSpec(name, shape, Initialiser("ones"), "row_parallel")
         tensor = torch.ones(shape, dtype=torch.float64)[: shape[0] if rows is None else rows]
         found.append(LocalParameter(name, tensor, spec, Layout.replicated(len(shape))))
     return found

@@ -13,15 +13,15 @@ import pytest
 
 from parallelrun import product as products
 from parallelrun.layout import Layout
-from parallelrun.product import Activation, Move, Product, transfers
+from parallelrun.product import ActivationLayout, Move, Product, transfers
 
 Place = dict[str, int]
 Blocks = dict[tuple[int, ...], np.ndarray]
 
 GRID, DEEP, CUBE = (
-    Activation(("row",), ("col",)),
-    Activation(("depth", "row"), ("col",)),
-    Activation(("x", "y"), ("z",)),
+    ActivationLayout(("row",), ("col",)),
+    ActivationLayout(("depth", "row"), ("col",)),
+    ActivationLayout(("x", "y"), ("z",)),
 )
 SQUARE, OBLONG, TWO_DEEP, EIGHT = (
     {"row": 2, "col": 2},
@@ -103,7 +103,7 @@ def play(product: Product, ranks: Ranks, x: np.ndarray, w: np.ndarray, dy: np.nd
     return y, dx, dw
 
 
-def as_layout(activation: Activation) -> Layout:
+def as_layout(activation: ActivationLayout) -> Layout:
     return Layout((activation.rows, activation.features))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallelrun.models.layers import Position
+from parallelrun.models.layers import PositionEmbedding
 
 
 class Embed(nn.Module):
@@ -75,7 +75,7 @@ def _numbered(x: Tensor) -> Tensor:
 def build_sliceable(vocab: int, seq: int, hidden: int, dropout: float = 0.0, flaw: str = "") -> nn.Module:
     """Fit for sequence parallel: positions by a role layer. flaw: what a slice must not do, in a layer of this name."""
     net = Net(vocab, hidden, seq, 2, dropout, False)
-    net.embed.place = Position(seq, hidden, torch.float32)
+    net.embed.place = PositionEmbedding(seq, hidden, torch.float32)
     nn.init.normal_(net.embed.place.weight)
     for name, module in net.named_modules():
         if flaw and name == flaw:

@@ -13,7 +13,7 @@ from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 
 from . import buckets

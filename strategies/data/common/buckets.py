@@ -15,7 +15,7 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import SYNC, Collective, Plan
 from parallelrun.precision import BYTES
 

@@ -20,7 +20,7 @@ from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 

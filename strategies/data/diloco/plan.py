@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from parallelrun.errors import Problem
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
 
-from parallelrun import registry
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm, FlattenedDims, MeshDims
-from parallelrun.plan.load import splits_backward
+from parallelrun.plan.load import splits_backward, tensor_strategy
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request, TensorWayPlan
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
@@ -212,8 +211,7 @@ def _check_empty_vocabulary_shard(request: Request) -> list[Problem]:
 
 def _smallest_part(request: Request) -> int:
     """Rows of the vocabulary on the tensor rank that holds fewest."""
-    strategy: TensorWayPlan = registry.load("strategies", f"tensor.{request.config.strategy.tensor.kind}", "plan").Way()
-    parts = strategy.vocabulary_parts(request)
+    parts = tensor_strategy(request.config.strategy.tensor.kind).vocab_degrees(request)
     sizes = {str(axis): degree for axis, degree in enumerate(parts)}
     last = {axis: degree - 1 for axis, degree in sizes.items()}
     return Layout((tuple(sizes),)).local_shape((request.spec.vocab,), sizes, last)[0]

@@ -22,7 +22,7 @@ TIED = "tied"
 # Weights of these roles are rounded to the compute dtype wherever they are used, so they may travel in it. Others (an
 # embedding sums many rows' gradients in its own dtype; a user's layers cast nothing) travel as stored: results must be
 # those of every other data strategy.
-ROUNDED_ROLES = ("columns", "row", "norm", "head", "expert")
+ROUNDED_ROLES = ("column_parallel", "row_parallel", "norm", "head", "expert")
 
 
 @dataclass(frozen=True)

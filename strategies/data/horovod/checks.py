@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallelrun.errors import Problem
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
 
 ADASUM = "adasum"

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 
 from ..common import buckets

@@ -13,7 +13,7 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import counted, one_of

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import isqrt, prod
 
 from parallelrun.plan.structure import Plan
-from parallelrun.product import Activation, Sizes
+from parallelrun.product import ActivationLayout, Sizes
 
 AXIS = "tp"
 _GRID = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
@@ -67,10 +67,10 @@ def mesh_dims(kind: str, tp: int, grid: Grid | None, depth: int | None) -> MeshD
     return tuple(sizes.items()), ((AXIS, tuple(sizes)),)
 
 
-def between_blocks(sizes: Sizes) -> Activation:
+def between_blocks(sizes: Sizes) -> ActivationLayout:
     """How activations lie between blocks: samples over the rows axes, features over the last axis."""
     *rows, features = sizes
-    return Activation(tuple(rows), (features,))
+    return ActivationLayout(tuple(rows), (features,))
 
 
 def tensor_sizes(plan: Plan) -> dict[str, int]:
@@ -78,7 +78,7 @@ def tensor_sizes(plan: Plan) -> dict[str, int]:
     return {axis: plan.mesh.size(axis) for axis in plan.mesh.mesh_dims_of(AXIS)}
 
 
-def outside(plan: Plan) -> Activation:
+def outside(plan: Plan) -> ActivationLayout:
     """How activations lie between blocks in this plan."""
     return between_blocks(tensor_sizes(plan))
 

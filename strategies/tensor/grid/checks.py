@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm, prod
 
+from parallelrun import definitions
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.load import splits_backward
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 
@@ -20,8 +21,15 @@ from .. import roles
 from . import axes, choose, shapes
 from .choose import Misfit
 
-ROLES = ("columns", "row", "linear", "embedding", "position", "norm", "head")  # of layers that may have parameters
-LESSON = "matmul"  # it shows uneven parts on purpose
+ROLES = (
+    "column_parallel",
+    "row_parallel",
+    "linear",
+    "embedding",
+    "position_embedding",
+    "norm",
+    "head",
+)  # of layers that may have parameters
 
 
 def asked_form(request: Request) -> str:
@@ -50,7 +58,7 @@ def choice(request: Request) -> choose.Choice:
 
 def sample_parts(request: Request) -> int:
     """Into how many parts the samples of a microbatch are cut: the axes of rows, at their most, in any layer."""
-    if request.config.model.name == LESSON or shapes.arranged(request) is None:
+    if definitions.model(request.config).is_lesson or shapes.arranged(request) is None:
         return 1
     asked = choice(replace(request, batch=None))
     lies = axes.between_blocks(asked.sizes)
@@ -64,7 +72,7 @@ def sample_parts(request: Request) -> int:
 def check(request: Request) -> list[Problem]:
     """All violations."""
     problems = _together(request) + _summa(request)
-    lesson = request.config.model.name == LESSON
+    lesson = definitions.model(request.config).is_lesson
     if request.tp > 1 and request.spec.experts:
         return [*problems, _experts(request)]
     if request.tp > 1 and not lesson:
@@ -126,13 +134,15 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
 
     for layer in spec.layers():
         if layer.parameters and layer.layer_role not in ROLES:
-            role = next(iter(layer.possible_roles), "columns")
+            role = next(iter(layer.possible_roles), "column_parallel")
             return refuse(layer.name, role, f"has no layer role, and {where} splits what every layer reads")
     for pair in spec.pairs:
         reader = next((layer for layer in pair.inside if layer.parameters), None)
         if reader:
             opener = pair.columns[0].name
-            return refuse(reader.name, "row", f"reads what {opener} has split over {where}: only a row layer can")
+            return refuse(
+                reader.name, "row_parallel", f"reads what {opener} has split over {where}: only a row layer can"
+            )
     last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
     if not last or last[-1].layer_role != "head":
         name = last[-1].name if last else spec.blocks[-1].name

@@ -12,11 +12,11 @@ from math import gcd, lcm
 
 from parallelrun import product as products
 from parallelrun.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
-from parallelrun.product import Activation, Product, Sizes, transfers
+from parallelrun.product import ActivationLayout, Product, Sizes, transfers
 
 from .axes import between_blocks, degree
 
-MAKE: dict[str, Callable[[Activation], Product]] = {
+MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
     "stationary_y": products.stationary_y,
     "stationary_x": products.stationary_x,
     "stationary_w": products.stationary_w,
@@ -65,7 +65,7 @@ def key_of(pair: Pair) -> Key:
     return (*first, row.in_features, row.out_features) if row else (*first, 0, 0)
 
 
-def pair_products(forms: Forms, outside: Activation) -> tuple[Product, Product]:
+def pair_products(forms: Forms, outside: ActivationLayout) -> tuple[Product, Product]:
     """(product of the column layers, of the row layer); for the half that is missing, that of the other."""
     first = MAKE[forms[0] or forms[1]](outside)
     return first, MAKE[forms[1]](first.y if forms[0] else outside) if forms[1] else first

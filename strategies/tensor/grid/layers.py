@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
-from parallelrun.product import Activation, Product
+from parallelrun.product import ActivationLayout, Product
 
 from . import matmul
 from .parts import Part, part_of
@@ -27,9 +27,9 @@ class Trail:
     one dropout may serve both inside and behind a pair.
     """
 
-    def __init__(self, between_blocks: Activation, mesh: Mesh):
+    def __init__(self, between_blocks: ActivationLayout, mesh: Mesh):
         self._between_blocks, self._mesh = between_blocks, mesh
-        self._known: dict[Activation, tuple[Part, Part]] = {}
+        self._known: dict[ActivationLayout, tuple[Part, Part]] = {}
         self.lies = between_blocks
 
     def restart(self, *_: Any) -> None:
@@ -71,30 +71,30 @@ class Multiplier:
         return matmul.look_up(tokens, table, self.product, self.mesh, self.span, self.vocab)
 
 
-class Columns(single_device.Columns):
+class Columns(single_device.ColumnLinear):
     """All outputs in one product: what they read is moved once."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: single_device.Columns, multiply: Multiplier):
+    def __init__(self, source: single_device.ColumnLinear, multiply: Multiplier):
         parts = {name: source.get_submodule(name) for name in source.outputs}
         sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
         with torch.device("meta"):
             super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
         self.multiply = multiply
         for name, part in parts.items():
-            self.hold(name, part)
+            self.set_weights(name, part)
 
     def forward(self, x: Tensor) -> Any:
-        return self.give(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
+        return self.returned(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
 
 
-class Row(single_device.Row):
+class Row(single_device.RowLinear):
     """A layer of one output, of role `row` or `linear`."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: single_device.Row | single_device.Linear, multiply: Multiplier):
+    def __init__(self, source: single_device.RowLinear | single_device.UnsplitLinear, multiply: Multiplier):
         with torch.device("meta"):
             super().__init__(source.in_features, source.out_features, source.bias is not None, source.compute_dtype)
         self.multiply, self.weight, self.bias = multiply, source.weight, source.bias
@@ -103,12 +103,12 @@ class Row(single_device.Row):
         return self.multiply(x.to(self.compute_dtype), (self.weight, self.bias))[0]
 
 
-class Head(single_device.Head):
+class Head(single_device.VocabHead):
     """Logits of this rank's samples and part of the vocabulary: `GridLoss` reads them so."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: single_device.Head, multiply: Multiplier):
+    def __init__(self, source: single_device.VocabHead, multiply: Multiplier):
         with torch.device("meta"):
             super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
         self.multiply, self.weight = multiply, source.weight
@@ -117,12 +117,12 @@ class Head(single_device.Head):
         return self.multiply(x.to(self.compute_dtype), (self.weight, None))[0]
 
 
-class Embedding(single_device.Embedding):
+class Embedding(single_device.TokenEmbedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: single_device.Embedding, multiply: Multiplier, rows: Part):
+    def __init__(self, source: single_device.TokenEmbedding, multiply: Multiplier, rows: Part):
         with torch.device("meta"):
             super().__init__(source.vocab, source.hidden, source.compute_dtype)
         self.multiply, self.rows, self.weight = multiply, rows, source.weight
@@ -131,10 +131,10 @@ class Embedding(single_device.Embedding):
         return self.multiply.look_up(self.rows.of(tokens), self.weight)
 
 
-class Dropout(single_device.Dropout):
+class Dropout(single_device.HashDropout):
     """The mask of the whole, at this rank's samples and features."""
 
-    def __init__(self, source: single_device.Dropout, trail: Trail):
+    def __init__(self, source: single_device.HashDropout, trail: Trail):
         super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
         self.trail = trail
 

@@ -24,7 +24,7 @@ def _layout(parameter: ParameterSpec, plan: Plan) -> Layout:
     product = product_of(plan.spec.layer_of[parameter.name], plan)
     if product is not None:
         return product.weight_layout if len(parameter.shape) == 2 else product.bias_layout
-    if parameter.layer_role in ("norm", "position"):
+    if parameter.layer_role in ("norm", "position_embedding"):
         lies = outside(plan)
         return Layout((*((),) * (len(parameter.shape) - 1), lies.features), lies.rows)
     return Layout.replicated(len(parameter.shape))

@@ -19,10 +19,10 @@ from __future__ import annotations
 from math import prod
 
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
-from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import Pass
 from parallelrun.precision import BYTES
-from parallelrun.product import Activation, Product, num_panels, transfers
+from parallelrun.product import ActivationLayout, Product, num_panels, transfers
 
 from ..keeping import (
     INDEX,
@@ -73,9 +73,14 @@ def _passes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
     reads = _elements(product.y, layer.out_features, plan) * compute
     gives = _elements(product.x, layer.in_features, plan) * compute
     first = Pass(
-        kept, beside if layer.layer_role == "row" else beside + reads, gives, _moved(layer, product, plan), own, reads
+        kept,
+        beside if layer.layer_role == "row_parallel" else beside + reads,
+        gives,
+        _moved(layer, product, plan),
+        own,
+        reads,
     )
-    if layer.layer_role != "columns":
+    if layer.layer_role != "column_parallel":
         return (first,)
     if attends(layer):
         return first, Pass(0, beside + reads // 3, reads)
@@ -116,7 +121,7 @@ def _logits(plan: Plan) -> int:
     return prod(product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)) if product else targets * plan.spec.vocab
 
 
-def _elements(activation: Activation, features: int, plan: Plan) -> int:
+def _elements(activation: ActivationLayout, features: int, plan: Plan) -> int:
     return prod(activation.local(rows(plan), features, plan.mesh.sizes))
 
 
@@ -156,8 +161,8 @@ def _input(layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> 
     compute = BYTES[plan.precision.compute]
     gathered = _gathered(layer, product, plan).get("x", 0) * compute
     own = _elements(product.x, layer.in_features, plan) * compute
-    attended = layer.layer_role == "row" and follows_attention(layer, block)
-    activated = layer.layer_role == "row" and not attended
+    attended = layer.layer_role == "row_parallel" and follows_attention(layer, block)
+    activated = layer.layer_role == "row_parallel" and not attended
     if gathered:  # torch's attention keeps its result for itself, unless the row layer has read a copy; relu always
         kept = attended and not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
         kept |= activated and plan.spec.activation == "relu"
@@ -179,7 +184,7 @@ def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:
 
 def _behind(layer: LayerSpec, product: Product, plan: Plan) -> int:
     """What stands between a column and a row layer, or behind a linear one: it reads this layer's output."""
-    if layer.layer_role in ("head", "row"):
+    if layer.layer_role in ("head", "row_parallel"):
         return 0
     num_rows, outputs = product.y.local(rows(plan), layer.out_features, plan.mesh.sizes)
     if attends(layer):
@@ -199,7 +204,7 @@ def _share_storage(layer: LayerSpec, product: Product, plan: Plan) -> bool:
 
 def _turned(layer: LayerSpec, plan: Plan) -> int:
     """Features of q and k where rotary positions turn them into other tensors: v's view keeps them all the same."""
-    if any(x.layer_role == "position" for x in plan.spec.layers()):
+    if any(x.layer_role == "position_embedding" for x in plan.spec.layers()):
         return 0
     return sum(parameter.shape[0] for parameter in layer.parameters[:-1] if len(parameter.shape) == 2)
 

@@ -84,13 +84,13 @@ def standardise(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
     return (_Scale if kind == "rmsnorm" else _Standardise).apply(x, group, eps)
 
 
-class Norm(single_device.Norm):
+class Norm(single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: single_device.Norm, group: Group):
+    def __init__(self, source: single_device.HiddenNorm, group: Group):
         has_bias = source.bias is not None
         with torch.device("meta"):
             super().__init__(source.kind, source.hidden, source.eps, has_bias, source.compute_dtype)

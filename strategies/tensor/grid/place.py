@@ -10,7 +10,7 @@ from parallelrun.model_spec import LayerSpec
 from parallelrun.models import layers as single_device
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.product import Activation, Product
+from parallelrun.product import ActivationLayout, Product
 
 from ..placing import cut_parameters, put, splits_vocabulary
 from . import layers, layouts, matmul
@@ -21,7 +21,7 @@ from .parts import part_of
 from .products import head, lies, product_of
 
 
-def place(network: Network, plan: Plan, mesh: Mesh) -> None:
+def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     """Cut every parameter of `network` by its Layout and replace its role layers and its loss, in place.
 
     Names stay. A tied weight stays one Parameter. Nothing is done at tp=1.
@@ -51,11 +51,11 @@ def _replacement(
     product = product_of(spec, plan)
     if product is not None:
         return _multiplying(layer, product, trail, plan, mesh)
-    if isinstance(layer, single_device.Norm):
+    if isinstance(layer, single_device.HiddenNorm):
         (axis,) = lies(spec, plan).features
         group = mesh.group(axis)
         return Norm(layer, group) if group.size > 1 else layer
-    if isinstance(layer, single_device.Dropout):
+    if isinstance(layer, single_device.HashDropout):
         return layers.Dropout(layer, trail)
     return layer
 
@@ -64,13 +64,15 @@ def _multiplying(
     layer: single_device.RoleLayer, product: Product, trail: layers.Trail, plan: Plan, mesh: Mesh
 ) -> nn.Module:
     span = matmul.span_of(plan)
-    if isinstance(layer, single_device.Columns):
+    if isinstance(layer, single_device.ColumnLinear):
         return layers.Columns(layer, layers.Multiplier(product, mesh, span, trail))
-    if isinstance(layer, (single_device.Row, single_device.Linear)):
+    if isinstance(layer, (single_device.RowLinear, single_device.UnsplitLinear)):
         return layers.Row(layer, layers.Multiplier(product, mesh, span, trail))
-    assert isinstance(layer, (single_device.Head, single_device.Embedding)), f"{layer.layer_role} does not multiply"
+    assert isinstance(layer, (single_device.VocabHead, single_device.TokenEmbedding)), (
+        f"{layer.layer_role} does not multiply"
+    )
     multiply = layers.Multiplier(product, mesh, span, trail, layer.vocab)
-    if isinstance(layer, single_device.Head):
+    if isinstance(layer, single_device.VocabHead):
         return layers.Head(layer, multiply)
     return layers.Embedding(layer, multiply, part_of(product.x.rows, mesh))
 
@@ -84,7 +86,7 @@ def _loss(loss: single_device.TokenLoss, plan: Plan, mesh: Mesh) -> GridLoss:
     return GridLoss(loss.label_smoothing, mesh.group(axis), start, vocab, part_of(logits.rows, mesh))
 
 
-def _cut_input(block: nn.Module, lies: Activation, mesh: Mesh) -> None:
+def _cut_input(block: nn.Module, lies: ActivationLayout, mesh: Mesh) -> None:
     """A model on features reads the microbatch whole; its first block gets this rank's samples and features of it."""
     rows, features = part_of(lies.rows, mesh), part_of(lies.features, mesh)
 

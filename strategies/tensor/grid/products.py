@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallelrun import product as products
 from parallelrun.model_spec import LayerSpec, Pair
 from parallelrun.plan.structure import Plan
-from parallelrun.product import Activation, Move, Product
+from parallelrun.product import ActivationLayout, Move, Product
 
 from .axes import outside
 from .choose import key_of, pair_products
@@ -14,9 +14,9 @@ from .choose import key_of, pair_products
 def product_of(layer: LayerSpec, plan: Plan) -> Product | None:
     """The product of a columns, row, linear, head or embedding layer (a lookup); None for any other."""
     lies_outside = outside(plan)
-    if layer.layer_role in ("columns", "row"):
+    if layer.layer_role in ("column_parallel", "row_parallel"):
         columns, row = of_pair(plan.spec.pair_of[layer.name], plan)
-        return columns if layer.layer_role == "columns" else row
+        return columns if layer.layer_role == "column_parallel" else row
     if layer.layer_role == "linear":
         return products.stationary_y(lies_outside)
     if layer.layer_role == "head":
@@ -33,19 +33,19 @@ def of_pair(pair: Pair, plan: Plan) -> tuple[Product, Product]:
     return pair_products(forms, outside(plan))
 
 
-def head(kind: str, lies_outside: Activation) -> Product:
+def head(kind: str, lies_outside: ActivationLayout) -> Product:
     """Hidden states -> logits, split over the vocabulary."""
     return products.cube(lies_outside) if kind == "3d" else products.stationary_y(lies_outside)
 
 
-def table(kind: str, lies_outside: Activation) -> Product:
+def table(kind: str, lies_outside: ActivationLayout) -> Product:
     """Token ids -> hidden states, from a table that lies as the head's weight does."""
     weight = head(kind, lies_outside)
     scatter = Move("rows", lies_outside.rows[-1]) if kind == "3d" else Move("features", lies_outside.features[-1])
     return products.lookup(lies_outside, weight.weight, weight.gather_w, scatter)
 
 
-def lies(layer: LayerSpec, plan: Plan) -> Activation:
+def lies(layer: LayerSpec, plan: Plan) -> ActivationLayout:
     """How the input of a position, norm, dropout or attention layer lies: as inside its pair, else as between blocks.
 
     Of a layer that multiplies: how its product reads it.

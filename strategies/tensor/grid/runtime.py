@@ -1,7 +1,7 @@
-"""What the grid tensor strategies do: `place` swaps role layers for their forms on the grid."""
+"""What the grid tensor strategies do: `parallelize` swaps role layers for their forms on the grid."""
 
 from __future__ import annotations
 
-from .place import place
+from .place import parallelize
 
-__all__ = ["place"]
+__all__ = ["parallelize"]

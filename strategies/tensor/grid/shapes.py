@@ -9,7 +9,7 @@ from math import isqrt
 from typing import Any
 
 from parallelrun.errors import Problem
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
 from . import axes

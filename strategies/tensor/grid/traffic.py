@@ -102,7 +102,7 @@ def _again(block: BlockSpec, forward: list[Call], plan: Plan) -> list[Call]:
     if plan.recompute != "full" or not block.is_recomputed or not trains:
         return []
     last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
-    scatters = last.layer_role == "row" and any(m.operand == "y" for m in moves(last, plan))
+    scatters = last.layer_role == "row_parallel" and any(m.operand == "y" for m in moves(last, plan))
     return forward[:-1] if scatters and not overlaps(plan) else forward
 
 

@@ -16,8 +16,8 @@ R h: what passes between layers; r h its slice under sequence parallel; f, q: fe
 from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import Pass
 from parallelrun.precision import BYTES
 
 from ..keeping import activates_again, attends, follows_attention
@@ -33,12 +33,12 @@ def of_layer(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int) -> tuple
     between = _local_rows(plan) * plan.spec.hidden * compute
     beside = between if block.kind in RESIDUAL_KINDS else 0
     own = weight_gradients(layer, plan)
-    if layer.layer_role == "row":
+    if layer.layer_role == "row_parallel":
         inside = rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
         gathered = rows(plan) * plan.spec.hidden * compute if plan.tensor.sequence_parallel else 0
         again = inside if not follows_attention(layer, block) and activates_again(block, plan) else 0
         return (Pass(kept, beside + gathered, inside, again, sum(own), gathered or between),)
-    if layer.layer_role in ("columns", "head", "linear"):
+    if layer.layer_role in ("column_parallel", "head", "linear"):
         return _columns(layer, block, plan, kept, between, beside)
     if layer.layer_role == "norm":
         return (Pass(kept, beside + between, between, 0, sum(own), between),)
@@ -53,7 +53,7 @@ def _columns(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int, between:
     scratch = 0
     if plan.tensor.sequence_parallel:
         scratch = whole + on_cpu(plan, whole) + (2 * whole if overlapped else whole)
-    if plan.recompute == "selective" and block.is_recomputed and layer.layer_role == "columns":
+    if plan.recompute == "selective" and block.is_recomputed and layer.layer_role == "column_parallel":
         scratch += between
     product = Pass(kept, beside + outputs, between, scratch, sum(weight_gradients(layer, plan)), outputs)
     if layer.layer_role in ("head", "linear"):

@@ -37,7 +37,7 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel:
         return own
-    counted = any(layer.layer_role == "columns" for layer in _behind(block))  # a shared expert reads it too
+    counted = any(layer.layer_role == "column_parallel" for layer in _behind(block))  # a shared expert reads it too
     again = plan.recompute == "selective" and block.is_recomputed
     return 0 if counted or again else own
 

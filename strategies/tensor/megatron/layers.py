@@ -25,28 +25,28 @@ class Span:
     overlap: bool
 
 
-class Columns(single_device.Columns):
+class Columns(single_device.ColumnLinear):
     """Local rows of every output: one f for all of them, no communication forward unless sequence parallel."""
 
-    def __init__(self, source: single_device.Columns, span: Span):
+    def __init__(self, source: single_device.ColumnLinear, span: Span):
         parts = {name: source.get_submodule(name) for name in source.outputs}
         sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
         with torch.device("meta"):
             super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
         self.span = span
         for name, part in parts.items():
-            self.hold(name, part)
+            self.set_weights(name, part)
 
     def forward(self, x: Tensor) -> Any:
         parts: list[Any] = [getattr(self, name) if name else self for name in self.outputs]
         weights = [(part.weight, part.bias) for part in parts]
-        return self.give(_columns(x.to(self.compute_dtype), weights, self.span))
+        return self.returned(_columns(x.to(self.compute_dtype), weights, self.span))
 
 
-class Row(single_device.Row):
+class Row(single_device.RowLinear):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
-    def __init__(self, source: single_device.Row, span: Span):
+    def __init__(self, source: single_device.RowLinear, span: Span):
         with torch.device("meta"):
             super().__init__(source.weight.size(1), source.out_features, source.bias is not None, source.compute_dtype)
         self.span, self.weight, self.bias = span, source.weight, source.bias
@@ -57,10 +57,10 @@ class Row(single_device.Row):
         return out if self.bias is None else out + self.bias.to(self.compute_dtype)
 
 
-class Embedding(single_device.Embedding):
+class Embedding(single_device.TokenEmbedding):
     """Local rows of the vocabulary, zeros for the others, then g. `start`: the global id of the first local row."""
 
-    def __init__(self, source: single_device.Embedding, span: Span, start: int):
+    def __init__(self, source: single_device.TokenEmbedding, span: Span, start: int):
         with torch.device("meta"):
             super().__init__(source.weight.size(0), source.hidden, source.compute_dtype)
         self.span, self.start, self.weight = span, start, source.weight
@@ -78,10 +78,10 @@ class Embedding(single_device.Embedding):
         return rows.to(self.compute_dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-class Position(single_device.Position):
+class Position(single_device.PositionEmbedding):
     """Whole table; under sequence parallel each rank adds the positions of its own slice."""
 
-    def __init__(self, source: single_device.Position, span: Span):
+    def __init__(self, source: single_device.PositionEmbedding, span: Span):
         with torch.device("meta"):
             super().__init__(source.seq, source.hidden, source.compute_dtype)
         self.span, self.weight = span, source.weight
@@ -91,10 +91,10 @@ class Position(single_device.Position):
         return x + self.weight[start : start + x.size(1)].to(self.compute_dtype)
 
 
-class Head(single_device.Head):
+class Head(single_device.VocabHead):
     """Local rows of the vocabulary: logits stay split, `VocabParallelLoss` reads them so."""
 
-    def __init__(self, source: single_device.Head, span: Span):
+    def __init__(self, source: single_device.VocabHead, span: Span):
         with torch.device("meta"):
             super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
         self.span, self.weight = span, source.weight
@@ -103,10 +103,10 @@ class Head(single_device.Head):
         return _columns(x.to(self.compute_dtype), [(self.weight, None)], self.span)[0]
 
 
-class Enter(single_device.Enter):
+class Enter(single_device.ExpertInput):
     """f as a node of its own: the router and the experts behind it read the whole sequence."""
 
-    def __init__(self, source: single_device.Enter, span: Span):
+    def __init__(self, source: single_device.ExpertInput, span: Span):
         super().__init__(source.compute_dtype)
         self.span = span
 
@@ -114,10 +114,10 @@ class Enter(single_device.Enter):
         return operators.enter(super().forward(x), self.span.group, self.span.sequence_parallel)
 
 
-class Leave(single_device.Leave):
+class Leave(single_device.ExpertOutput):
     """g: every rank has what its slices of the experts give."""
 
-    def __init__(self, source: single_device.Leave, span: Span):
+    def __init__(self, source: single_device.ExpertOutput, span: Span):
         super().__init__(source.compute_dtype)
         self.span = span
 
@@ -128,10 +128,10 @@ class Leave(single_device.Leave):
         return super().forward(operators.leave(x, self.span.group, False), num_samples)
 
 
-class Dropout(single_device.Dropout):
+class Dropout(single_device.HashDropout):
     """The same mask as on one device: told where the slice that arrives begins, by what of it is missing."""
 
-    def __init__(self, source: single_device.Dropout, span: Span):
+    def __init__(self, source: single_device.HashDropout, span: Span):
         super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
         self.span = span
 
@@ -160,12 +160,12 @@ def _columns(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], span: Span)
 
 
 FORMS: dict[type, Any] = {
-    single_device.Columns: Columns,
-    single_device.Row: Row,
-    single_device.Position: Position,
-    single_device.Head: Head,
-    single_device.Enter: Enter,
-    single_device.Leave: Leave,
-    single_device.Dropout: Dropout,
+    single_device.ColumnLinear: Columns,
+    single_device.RowLinear: Row,
+    single_device.PositionEmbedding: Position,
+    single_device.VocabHead: Head,
+    single_device.ExpertInput: Enter,
+    single_device.ExpertOutput: Leave,
+    single_device.HashDropout: Dropout,
     single_device.AttentionProduct: AttentionProduct,
 }

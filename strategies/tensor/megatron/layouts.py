@@ -20,9 +20,9 @@ def layout(parameter: ParameterSpec, plan: Plan) -> Layout:
     """
     whole = Layout.replicated(len(parameter.shape))
     axes = plan.mesh.mesh_dims_of(AXIS)
-    if parameter.layer_role == "row" and len(parameter.shape) == 2:
+    if parameter.layer_role == "row_parallel" and len(parameter.shape) == 2:
         return Layout(((), axes))
-    if parameter.layer_role in ("columns", "embedding", "head"):
+    if parameter.layer_role in ("column_parallel", "embedding", "head"):
         if plan.mesh.size(COPY_AXIS) > 1 and parameter.heads == plan.mesh.size(KV_AXIS):
             return Layout(((KV_AXIS,), *whole.dims[1:]), (COPY_AXIS,))
         return Layout((axes, *whole.dims[1:]))

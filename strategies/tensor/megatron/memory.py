@@ -23,8 +23,8 @@ from __future__ import annotations
 from math import prod
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.plan.strategy import Pass
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import Pass
 from parallelrun.precision import BYTES
 
 from ..keeping import (
@@ -79,11 +79,11 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if layer.layer_role == "norm":
         again = plan.recompute == "selective" and block.is_recomputed
         return norm_bytes(_local_rows(plan), layer, plan, again)
-    if layer.layer_role in ("columns", "head"):
+    if layer.layer_role in ("column_parallel", "head"):
         return _columns_input(layer, block, plan) + _behind(layer, plan)
     if layer.layer_role == "linear":  # its input, and its output as the activation's input
         return _local_rows(plan) * (layer.in_features + layer.out_features) * compute
-    if layer.layer_role == "row":
+    if layer.layer_role == "row_parallel":
         dropped = not follows_attention(layer, block) and activates_again(block, plan)
         return 0 if dropped else rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
     if layer.layer_role == "router":

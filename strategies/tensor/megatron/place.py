@@ -13,7 +13,7 @@ from . import layers, layouts
 from .traffic import overlaps
 
 
-def place(network: Network, plan: Plan, mesh: Mesh) -> None:
+def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     """Cut every parameter of `network` by its Layout and replace its role layers and its loss, in place.
 
     Names stay. A tied weight stays one Parameter. Nothing is done at tp=1.
@@ -33,7 +33,7 @@ def place(network: Network, plan: Plan, mesh: Mesh) -> None:
 
 def _replacement(layer: single_device.RoleLayer, span: layers.Span, plan: Plan, mesh: Mesh) -> single_device.RoleLayer:
     """The layer's form on this rank; itself where it works the same on a part (norms)."""
-    if isinstance(layer, single_device.Embedding):
+    if isinstance(layer, single_device.TokenEmbedding):
         return layers.Embedding(layer, span, layouts.row_range(layer.vocab, plan, mesh.coordinate)[0])
     for role, form in layers.FORMS.items():
         if isinstance(layer, role):

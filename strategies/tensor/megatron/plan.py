@@ -5,27 +5,42 @@ Source: Shoeybi et al. 2019 (columns then rows, split vocabulary), Korthikanti e
 
 from __future__ import annotations
 
-from parallelrun.config.schema import Config
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.strategy import Pass, Request
-from parallelrun.plan.structure import Collective, Equivalence, Plan, TensorWay
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, Pass, TensorStrategy
 from parallelrun.wording import divisors, either, nearest
 
 from .. import explaining, roles
 from . import layouts, memory, traffic
 from .layouts import AXIS, COPY_AXIS, KV_AXIS
 
-SPLIT_ROLES = ("columns", "row", "embedding", "head")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SPLIT_ROLES = ("column_parallel", "row_parallel", "embedding", "head")
 
 
-class Way:
-    """The TensorWayPlan of kind `megatron` (layout 1d)."""
+@dataclass(frozen=True)
+class Megatron1D(TensorStrategy):
+    """Column-parallel layers followed by row-parallel ones, over one axis (layout 1d)."""
 
-    def check(self, request: Request) -> list[Problem]:
+    kind: ClassVar[str] = "megatron"
+    layout_name: ClassVar[str] = "1d"
+    reads: ClassVar[tuple[str, ...]] = ("sequence_parallel", "overlap")
+    is_one_dimensional: ClassVar[bool] = True
+    splits_images: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
         """Heads, kv heads, widths and, under sequence parallel, the sequence must divide; the vocabulary need not."""
         if request.tp == 1:
             return []
@@ -42,53 +57,51 @@ class Way:
             problems.append(Problem(what, "tp", fix + sizes, kind="arithmetic"))
         return problems
 
-    def sample_parts(self, request: Request) -> int:
-        """One: every rank works on all samples."""
-        return 1
-
-    def mesh_dims(
-        self, request: Request
-    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        """One axis `tp`; made of kv heads and their copies where there are more ranks than kv heads."""
-        kv_heads = request.spec.kv_heads
-        if not 0 < kv_heads < request.tp:
-            return ((AXIS, request.tp),), ()
-        return ((KV_AXIS, kv_heads), (COPY_AXIS, request.tp // kv_heads)), ((AXIS, (KV_AXIS, COPY_AXIS)),)
-
-    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """See `layouts`."""
-        return layouts.layout(parameter, plan)
-
-    def resolve(self, request: Request) -> TensorWay:
-        """Nothing to choose; sequence parallel needs something to cut."""
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        """Sequence parallel needs several ranks to split the sequence over."""
         asked, kv_heads = request.config.strategy.tensor, request.spec.kv_heads
-        return TensorWay(
-            kind=asked.kind,
+        return cls(
             sequence_parallel=asked.sequence_parallel and request.tp > 1,
             overlap=asked.overlap,
             kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
         )
 
-    def vocabulary_parts(self, request: Request) -> tuple[int, ...]:
-        """All of tp."""
-        return tuple(degree for _, degree in self.mesh_dims(request)[0])
+    @classmethod
+    def mesh_dims(cls, request: Request) -> MeshDims:
+        """One mesh dim, `tp`; with more ranks than kv heads, one for the kv heads and one for their copies."""
+        kv_heads = request.spec.kv_heads
+        if not 0 < kv_heads < request.tp:
+            return ((AXIS, request.tp),), ()
+        return ((KV_AXIS, kv_heads), (COPY_AXIS, request.tp // kv_heads)), ((AXIS, (KV_AXIS, COPY_AXIS)),)
 
-    def filled(self, request: Request) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
+    @classmethod
+    def vocab_degrees(cls, request: Request) -> tuple[int, ...]:
+        """All of tp."""
+        return tuple(degree for _, degree in cls.mesh_dims(request)[0])
+
+    @classmethod
+    def layout_choices(cls, tp: int) -> list[LayoutChoice]:
+        """Without and with sequence parallelism."""
+        sequence = TensorStrategyConfig(cls.kind, sequence_parallel=True)
+        return [LayoutChoice("1d", TensorStrategyConfig(cls.kind)), LayoutChoice("1d sequence", sequence, "1d")]
+
+    def label(self, plan: Plan) -> str:
+        """`1d` or `1d sequence`."""
+        return "1d sequence" if self.sequence_parallel else "1d"
+
+    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
+        """See `layouts`."""
+        return layouts.layout(parameter, plan)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
-        """What passes between blocks for one microbatch: the slice of the sequence under sequence parallel."""
+        """Under sequence parallelism only a slice of the sequence."""
         first, *rest = plan.spec.boundary_shape
-        parts = plan.mesh.size(AXIS) if plan.tensor.sequence_parallel else 1
+        parts = plan.mesh.size(AXIS) if self.sequence_parallel else 1
         return (plan.batch.micro_batch, first // parts, *rest)
 
-    def loss_axes(self, plan: Plan) -> tuple[str, ...]:
-        """None: every rank computes the loss of all samples."""
-        return ()
-
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """Bytes one microbatch of `block` keeps for backward on the rank that keeps most. See `memory`."""
+        """Of the rank that saves most. See `memory`."""
         return memory.saved_bytes(block, plan)
 
     def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
@@ -96,11 +109,11 @@ class Way:
         return memory.passes(block, plan)
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        """Calls and payload of the forward and backward passes of all microbatches. See `traffic`."""
+        """See `traffic`."""
         return traffic.collectives(blocks, plan)
 
     def explain(self, plan: Plan) -> Explanation:
-        """The collectives of every block, for `parallelrun explain`."""
+        """The collectives of every block."""
         text = (
             "Layers come in pairs. A column parallel layer splits its outputs over the ranks and sends nothing in "
             "forward; the row parallel layer behind it splits its inputs, and its partial sums are added up. Backward "
@@ -109,28 +122,38 @@ class Way:
         )
         return explaining.explanation(plan, text, "Shoeybi et al. 2019; Korthikanti et al. 2022", traffic.steps)
 
-    def equivalence(self, plan: Plan) -> Equivalence:
-        """The same function and the same gradients as on one device."""
-        return Equivalence("exact")
-
 
 def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     """There must be something to split, and nothing with weights may stand where activations are split."""
     layers = list(spec.layers())
     if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
         named = next((layer for layer in layers if layer.parameters), None)
-        name = roles.could_be(spec, "columns") or (named.name if named else spec.name)
+        name = roles.could_be(spec, "column_parallel") or (named.name if named else spec.name)
         what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
-        fix = f"{roles.suggestion(config, name, 'columns')} or tp=1" if roles.could_be(spec, "columns") else "tp=1"
+        fix = (
+            f"{roles.suggestion(config, name, 'column_parallel')} or tp=1"
+            if roles.could_be(spec, "column_parallel")
+            else "tp=1"
+        )
         return [Problem(what, "model.roles", fix, kind="undefined")]
     open_columns: LayerSpec | None = None
     for layer in layers:
-        beside = layer.layer_role == "columns"  # q, k and v of a user's module read the same input
-        if open_columns and layer.parameters and layer.layer_role != "row" and not beside:
+        beside = layer.layer_role == "column_parallel"  # q, k and v of a user's module read the same input
+        if open_columns and layer.parameters and layer.layer_role != "row_parallel" and not beside:
             what = f"layer {layer.name} reads what {open_columns.name} has split over tp={tp}: only a row layer can"
-            fix = f"{roles.suggestion(config, layer.name, 'row')} or tp=1" if roles.fits(layer, "row") else "tp=1"
+            fix = (
+                f"{roles.suggestion(config, layer.name, 'row_parallel')} or tp=1"
+                if roles.fits(layer, "row_parallel")
+                else "tp=1"
+            )
             return [Problem(what, "model.roles", fix, kind="undefined")]
-        open_columns = layer if layer.layer_role == "columns" else None if layer.layer_role == "row" else open_columns
+        open_columns = (
+            layer
+            if layer.layer_role == "column_parallel"
+            else None
+            if layer.layer_role == "row_parallel"
+            else open_columns
+        )
     return []
 
 
@@ -165,7 +188,7 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
     for key, size in _expert_widths(spec):
         if size % tp and size != spec.ffn:
             found.append((key, size, f"{key}={size} does not divide by tp={tp}: it cuts the inside of every expert"))
-    if not spec.heads and any(layer.layer_role == "row" for layer in spec.layers()):
+    if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
         for layer in spec.layers():
             misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
             found += [
@@ -186,9 +209,9 @@ def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:
 
 def _widths(layer: LayerSpec) -> list[int]:
     """The sizes of a layer that are cut evenly."""
-    if layer.layer_role == "row":
+    if layer.layer_role == "row_parallel":
         return [layer.in_features]
-    if layer.layer_role == "columns":
+    if layer.layer_role == "column_parallel":
         return [parameter.shape[0] for parameter in layer.parameters]
     return []
 

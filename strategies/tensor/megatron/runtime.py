@@ -1,7 +1,7 @@
-"""What Megatron's tensor strategy does: `place` swaps role layers for their tensor-parallel forms."""
+"""What Megatron's tensor strategy does: `parallelize` swaps role layers for their tensor-parallel forms."""
 
 from __future__ import annotations
 
-from .place import place
+from .place import parallelize
 
-__all__ = ["place"]
+__all__ = ["parallelize"]

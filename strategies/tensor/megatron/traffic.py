@@ -24,8 +24,8 @@ from parallelrun.precision import BYTES
 
 from ..explaining import Step, title
 
-WHOLE = ("columns", "head", "enter")  # roles of layers that read whole rows
-SUMMED = ("row", "embedding", "leave")  # roles of layers that give a sum over ranks
+WHOLE = ("column_parallel", "head", "expert_input")  # roles of layers that read whole rows
+SUMMED = ("row_parallel", "embedding", "expert_output")  # roles of layers that give a sum over ranks
 Call = tuple[str, str, int]  # operation, purpose, payload bytes
 
 
@@ -84,7 +84,9 @@ def _backward(layer: LayerSpec, plan: Plan) -> list[Call]:
         return []  # the model's own input has no gradient
     if not sequence_parallel:
         return [_activation("all_reduce", layer.in_features, plan)]
-    overlapped = overlaps(plan) and layer.layer_role != "enter"  # the router and the gather behind it are no such node
+    overlapped = (
+        overlaps(plan) and layer.layer_role != "expert_input"
+    )  # the router and the gather behind it are no such node
     again = [_activation("all_gather", layer.in_features, plan)] if overlapped else []
     return [*again, _activation("reduce_scatter", layer.in_features, plan)]
 

@@ -117,9 +117,12 @@ def test_unquoted_takes_off_one_pair():
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ('{"*.[qkv]": columns, "*.out": row}', {"*.[qkv]": "columns", "*.out": "row"}),
-        ("{*.[qkv]:columns}", {"*.[qkv]": "columns"}),
-        ("{'a b': x, layers.*.fc1: columns}", {"a b": "x", "layers.*.fc1": "columns"}),
+        (
+            '{"*.[qkv]": column_parallel, "*.out": row_parallel}',
+            {"*.[qkv]": "column_parallel", "*.out": "row_parallel"},
+        ),
+        ("{*.[qkv]:column_parallel}", {"*.[qkv]": "column_parallel"}),
+        ("{'a b': x, layers.*.fc1: column_parallel}", {"a b": "x", "layers.*.fc1": "column_parallel"}),
         ("{a: 1, b: [1,2], c: {d: e}}", {"a": 1, "b": [1, 2], "c": {"d": "e"}}),
         ("{}", {}),
     ],

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallelrun import data, registry
+from parallelrun import definitions
 from parallelrun.data import cifar10, mnist, open_dataset
-from parallelrun.data.dataset import Dataset, collate
-from parallelrun.data.images import Look, resize, shifted
+from parallelrun.data.images import ImageView, resize, shifted
 from parallelrun.data.order import Sampler
+from parallelrun.definitions import Dataset
 from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.mesh import Mesh
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.reader import Reader
-from tests.plans import tiny_config
+from tests.plans import collate, tiny_config
 from tests.vision import RESNET
 
 
@@ -34,8 +34,8 @@ def opened(**overrides: Any) -> Dataset:
         "dataset.val_fraction": 0.2,
     }
     config = tiny_config({**changes, **{key.replace("__", "."): value for key, value in overrides.items()}})
-    classes = registry.load("datasets", config.dataset.name).vocab_size(config)
-    spec = registry.load("models", config.model.name, "spec").make(config, classes)
+    classes = definitions.dataset(config).vocab_size(config)
+    spec = definitions.model(config).make(config, classes)
     return open_dataset(config, spec)
 
 
@@ -203,8 +203,8 @@ def test_an_image_folder_may_bring_its_own_splits(image_folder: Path) -> None:
 def notes(dataset: Dataset, **overrides: Any) -> list[str]:
     config = tiny_config({**RESNET, **{key.replace("__", "."): value for key, value in overrides.items()}})
     classes = dataset.vocab
-    spec = registry.load("models", config.model.name, "spec").make(config, classes)
-    return data.notes(config, spec, dataset)
+    spec = definitions.model(config).make(config, classes)
+    return definitions.dataset(config).notes(config, spec, dataset)
 
 
 def test_images_that_are_enlarged_are_said_with_the_size_that_avoids_it(image_folder: Path) -> None:
@@ -253,7 +253,7 @@ def test_synthetic_images_can_be_learnt_from_one_look_at_each_class() -> None:
     assert (guesses == val_labels).mean() > 0.9
 
 
-LOOK = Look((1, 6, 6), ((0.0,), (1.0,)), seed=1, flip=True, crop=2)
+LOOK = ImageView((1, 6, 6), ((0.0,), (1.0,)), seed=1, flip=True, crop=2)
 PICTURE = np.arange(1, 37, dtype=np.float32).reshape(1, 6, 6)
 
 
@@ -268,7 +268,7 @@ def test_augmentation_mirrors_half_and_shifts_evenly() -> None:
 
 def test_augmentation_follows_from_seed_and_sample_number() -> None:
     assert np.array_equal(LOOK.show(PICTURE, 5), LOOK.show(PICTURE, 5))
-    other = Look((1, 6, 6), ((0.0,), (1.0,)), seed=2, flip=True, crop=2)
+    other = ImageView((1, 6, 6), ((0.0,), (1.0,)), seed=2, flip=True, crop=2)
     assert any(not np.array_equal(LOOK.show(PICTURE, n), other.show(PICTURE, n)) for n in range(8))
     assert np.array_equal(LOOK.show(PICTURE), PICTURE)
 

@@ -9,7 +9,7 @@ import pytest
 
 from parallelrun.config.schema import Config
 from parallelrun.data import megatron, open_dataset
-from parallelrun.data.indexed import element_type, open_indexed, write_indexed
+from parallelrun.data.megatron import element_type, open_indexed, write_indexed
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.model_spec import ModelSpec
 
@@ -193,21 +193,21 @@ def test_a_token_too_large_for_the_type_leaves_no_files(tmp_path):
 
 class TestVocabSize:
     def test_the_largest_token_decides(self, example):
-        assert megatron.vocab_size(config(example)) == 9
+        assert megatron.DATASET.vocab_size(config(example)) == 9
 
     def test_a_given_vocab_wins_and_needs_no_file(self, tmp_path):
-        assert megatron.vocab_size(config(tmp_path / "nosuch", vocab=77)) == 77
+        assert megatron.DATASET.vocab_size(config(tmp_path / "nosuch", vocab=77)) == 77
 
     def test_the_note_of_tokenize_decides(self, example):
         megatron.note_path(example).write_text('{"vocab": 257}')
-        assert megatron.vocab_size(config(example)) == 257
+        assert megatron.DATASET.vocab_size(config(example)) == 257
 
     @pytest.mark.parametrize("note", ["", "[]", '{"vocab": "many"}', "{"])
     def test_a_foreign_note_is_passed_over(self, example, note):
         megatron.note_path(example).write_text(note)
-        assert megatron.vocab_size(config(example)) == 9
+        assert megatron.DATASET.vocab_size(config(example)) == 9
 
     def test_a_huge_file_is_not_read_through(self, example, monkeypatch):
         monkeypatch.setattr(megatron, "SCAN_BYTES", 4)
         with pytest.raises(EnvironmentProblem, match="too large to look"):
-            megatron.vocab_size(config(example))
+            megatron.DATASET.vocab_size(config(example))

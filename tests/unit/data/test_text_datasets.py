@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from parallelrun.config.schema import Config
-from parallelrun.data import collate, open_dataset, pystdlib, synthetic, text
-from parallelrun.data.dataset import TokenStream, TokenWindows, held_out
+from parallelrun.data import open_dataset, pystdlib, synthetic, text
+from parallelrun.data.tokens import TokenStream, TokenWindows, held_out
 from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.model_spec import ModelSpec
+from tests.plans import collate
 
 SEQ = 8
 
@@ -192,7 +193,7 @@ class TestTextProblems:
         def refuse(path, name, max_bytes=None):
             raise PermissionError(13, "Permission denied", str(path))
 
-        monkeypatch.setattr(text.byte_files, "read_file", refuse)
+        monkeypatch.setattr(text.files, "read_file", refuse)
         path = write(tmp_path / "a.txt", 3000)
         assert f"cannot read {path}: Permission denied" in self.problem(config(path=path))
 
@@ -203,7 +204,7 @@ class TestTextProblems:
 class TestPystdlib:
     def test_it_is_source_text_with_both_splits(self):
         dataset = open_dataset(config("pystdlib"), spec(seq=64))
-        assert dataset.vocab == pystdlib.vocab_size(Config()) == 256
+        assert dataset.vocab == pystdlib.DATASET.vocab_size(Config()) == 256
         assert len(dataset.train) > 50_000 and 0.01 < len(dataset.val) / len(dataset.train) < 0.15
         sample = bytes(dataset.train.sample(5000)[0].astype(np.uint8))
         assert sample.isascii() or sample.decode("utf-8", errors="ignore")
@@ -285,11 +286,11 @@ class TestSynthetic:
 
     def test_vocab_size(self):
         settings = Config()
-        assert synthetic.vocab_size(settings) == 256
+        assert synthetic.DATASET.vocab_size(settings) == 256
         settings.model.vocab = 50
-        assert synthetic.vocab_size(settings) == 50
+        assert synthetic.DATASET.vocab_size(settings) == 50
         settings.dataset.vocab = 20
-        assert synthetic.vocab_size(settings) == 20
+        assert synthetic.DATASET.vocab_size(settings) == 20
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])

@@ -11,7 +11,7 @@ import pytest
 
 from parallelrun.config.schema import Config
 from parallelrun.data import megatron, open_dataset
-from parallelrun.data.indexed import open_indexed
+from parallelrun.data.megatron import open_indexed
 from parallelrun.data.tokenize import main
 from parallelrun.model_spec import ModelSpec
 
@@ -43,7 +43,7 @@ def test_an_end_of_document_token_is_appended_on_demand(texts, tmp_path):
     assert read(tmp_path / "out")[0] == [[*b"two", 256]]
     settings = Config()
     settings.dataset.path = str(tmp_path / "out")
-    assert megatron.vocab_size(settings) == 257
+    assert megatron.DATASET.vocab_size(settings) == 257
 
 
 def test_lines_of_jsonl_are_documents(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.models import dropout
-from parallelrun.models.layers import AttentionProduct, Dropout
+from parallelrun.models.layers import AttentionProduct, HashDropout
 
 RATE = 0.1
 F64 = torch.float64
@@ -115,7 +115,7 @@ def test_any_slice_sees_the_same_slice_of_the_mask(data: st.DataObject) -> None:
 
 def test_a_layer_on_a_slice_drops_what_the_whole_layer_drops_there() -> None:
     x, ids = torch.ones(3, 8, 16, dtype=F64), torch.tensor([7, 1, 40])
-    layer = Dropout(0.3, 11, "layers.0.mlp.dropout", 16, F64)
+    layer = HashDropout(0.3, 11, "layers.0.mlp.dropout", 16, F64)
     with dropout.scope(ids):
         whole = layer(x)
         layer.sequence_offset, layer.hidden_offset = 4, 8
@@ -149,12 +149,12 @@ def test_explicit_attention_without_drops_is_the_fused_one_grouped_heads_too() -
 
 
 def test_without_samples_in_scope_it_says_what_to_do() -> None:
-    layer = Dropout(0.3, 11, "embedding.dropout", 16, F64)
+    layer = HashDropout(0.3, 11, "embedding.dropout", 16, F64)
     with pytest.raises(ValueError, match=r"embedding\.dropout needs sample ids"):
         layer(torch.ones(1, 2, 16))
     assert torch.equal(layer.eval()(torch.ones(1, 2, 16)), torch.ones(1, 2, 16))
     with pytest.raises(ValueError, match="below 1"):
-        Dropout(1.0, 11, "embedding.dropout", 16, F64)
+        HashDropout(1.0, 11, "embedding.dropout", 16, F64)
 
 
 def test_scopes_nest_and_end() -> None:

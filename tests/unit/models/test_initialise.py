@@ -18,7 +18,7 @@ from parallelrun.models.gpt import network
 from parallelrun.precision import TABLE
 from tests.plans import tiny_plan
 
-WEIGHT = ParameterSpec("layers.0.mlp.up.up.weight", (37, 12), Initialiser("normal", 0.5), "columns")
+WEIGHT = ParameterSpec("layers.0.mlp.up.up.weight", (37, 12), Initialiser("normal", 0.5), "column_parallel")
 SIZES = {"tp": 2, "dp": 3}
 LAYOUTS = [
     Layout(((), ())),

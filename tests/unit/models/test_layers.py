@@ -19,7 +19,7 @@ def filled(layer: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def test_columns_gives_its_outputs_in_order_from_separate_weights() -> None:
-    layer = filled(layers.Columns(6, {"q": 8, "k": 4}, True, F64).double())
+    layer = filled(layers.ColumnLinear(6, {"q": 8, "k": 4}, True, F64).double())
     assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
         "q.weight": (8, 6),
         "q.bias": (8,),
@@ -33,7 +33,7 @@ def test_columns_gives_its_outputs_in_order_from_separate_weights() -> None:
 
 
 def test_columns_with_one_unnamed_output_is_a_linear_layer() -> None:
-    layer = filled(layers.Columns(6, {"": 8}, True, F32))
+    layer = filled(layers.ColumnLinear(6, {"": 8}, True, F32))
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     x = torch.randn(2, 6)
     torch.testing.assert_close(layer(x), functional.linear(x, layer.weight, layer.bias))
@@ -42,12 +42,12 @@ def test_columns_with_one_unnamed_output_is_a_linear_layer() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: layers.Columns(6, {"": 6}, True, BF16),
-        lambda: layers.Row(6, 6, True, BF16),
-        lambda: layers.Norm("layernorm", 6, 1e-5, True, BF16),
-        lambda: layers.Norm("rmsnorm", 6, 1e-5, False, BF16),
-        lambda: layers.Head(6, 6, BF16),
-        lambda: layers.Position(6, 6, BF16),
+        lambda: layers.ColumnLinear(6, {"": 6}, True, BF16),
+        lambda: layers.RowLinear(6, 6, True, BF16),
+        lambda: layers.HiddenNorm("layernorm", 6, 1e-5, True, BF16),
+        lambda: layers.HiddenNorm("rmsnorm", 6, 1e-5, False, BF16),
+        lambda: layers.VocabHead(6, 6, BF16),
+        lambda: layers.PositionEmbedding(6, 6, BF16),
     ],
 )
 def test_weights_are_stored_wide_and_rounded_where_used(make) -> None:
@@ -91,15 +91,15 @@ def test_label_smoothing_gives_every_token_its_share() -> None:
 
 
 def test_a_tied_head_reads_the_embeddings_own_parameter() -> None:
-    embedding = filled(layers.Embedding(10, 4, F32))
-    head = layers.Head(4, 10, F32, tied=embedding)
+    embedding = filled(layers.TokenEmbedding(10, 4, F32))
+    head = layers.VocabHead(4, 10, F32, tied=embedding)
     assert head.weight is embedding.weight
     out = head(embedding(torch.tensor([[3]])))
     torch.testing.assert_close(out[0, 0], embedding.weight @ embedding.weight[3])
 
 
 def test_learned_positions_start_at_the_sequence_seen() -> None:
-    layer = filled(layers.Position(8, 4, F32))
+    layer = filled(layers.PositionEmbedding(8, 4, F32))
     torch.testing.assert_close(layer(torch.zeros(2, 5, 4))[1], layer.weight[:5])
 
 

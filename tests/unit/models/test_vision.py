@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallelrun import registry
+from parallelrun import definitions, registry
 from parallelrun.config import presets
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
@@ -33,7 +33,7 @@ def preset(name: str, dataset: str = "synthetic", image: int | None = None) -> C
 
 
 def spec_of(config: Config, classes: int = 10) -> ModelSpec:
-    return registry.load("models", config.model.name, "spec").make(config, config.model.vocab or classes)
+    return definitions.model(config).make(config, config.model.vocab or classes)
 
 
 def build(config: Config, spec: ModelSpec, precision: str = "fp64") -> Network:
@@ -175,5 +175,5 @@ def test_classes_must_be_known() -> None:
 def test_most_of_vgg_is_in_two_layers() -> None:
     """What made VGG the worst case of every comparison of parameter servers."""
     spec = spec_of(preset("vgg16"))
-    linear = sum(prod(p.shape) for p in spec.parameters.values() if p.layer_role in ("columns", "row"))
+    linear = sum(prod(p.shape) for p in spec.parameters.values() if p.layer_role in ("column_parallel", "row_parallel"))
     assert linear / spec.num_parameters == pytest.approx(0.864, abs=0.001)

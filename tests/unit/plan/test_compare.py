@@ -15,8 +15,8 @@ from parallelrun.plan import prediction
 from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison, Row
 from parallelrun.plan.document import document
-from parallelrun.plan.resolve import resolve, strategies_of
-from parallelrun.product import Activation, Product, transfers
+from parallelrun.plan.resolve import resolve
+from parallelrun.product import ActivationLayout, Product, transfers
 from parallelrun.report.layouts import panel, sweep_row, sweep_table
 from tests.plans import tiny_config
 
@@ -51,7 +51,7 @@ def test_break_evens_are_those_of_the_reference(tp, layout, expected):
 
 def test_the_reference_s_lean_figure_is_that_of_its_own_forms():
     """It multiplies the attention's output stationary-Y: 2.8. Stationary-X moves less there: 18/7, as above."""
-    grid, sizes = Activation(("row",), ("col",)), {"row": 2, "col": 2}
+    grid, sizes = ActivationLayout(("row",), ("col",)), {"row": 2, "col": 2}
     y, x = products.stationary_y(grid), products.stationary_x(grid)
     assert lean_break_even([y, y, y, x], sizes) == pytest.approx(2.77, abs=0.01)
     assert lean_break_even([y, x, y, x], sizes) == pytest.approx(18 / 7)
@@ -121,7 +121,7 @@ def test_the_plan_s_own_layout_is_marked_and_has_the_figures_that_the_plan_predi
     plan = resolve(config)
     found = compare(plan, config)
     assert [row.layout for row in found.layouts if row.chosen] == [name]
-    strategy, block = strategies_of(plan).tensor, plan.spec.block("layers.1")
+    strategy, block = plan.tensor, plan.spec.block("layers.1")
     rows = strategy.collectives((block,), plan)
     sent = sum(prediction.wire_bytes(row, prediction.group_size(plan, row.axis)) for row in rows)
     figures = found.chosen.figures

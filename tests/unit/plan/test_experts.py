@@ -21,13 +21,13 @@ from parallelrun.plan.document import document
 from parallelrun.plan.expert_axes import replica_axis, split
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.parameters import held_parameters, module_layout, owns
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.suggest import pairs
 from parallelrun.report.plan import show
 from parallelrun.verify.single_device import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MOE = {"model.experts": 8, "model.expert_period": 2}
 LIMITED = {**MOE, "model.router.kind": "gshard", "model.router.capacity_factor": 1.25}
 PRESETS = ("gshard", "switch", "expert_choice", "dropless", "aux_free")
@@ -89,11 +89,11 @@ class TestDegrees:
 
     def test_an_explicit_ep_beats_the_preset(self):
         assert tiny_plan(preset("gshard", dp=4, ep=2)).mesh.size("ep") == 2
-        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert.kind == "none"
+        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert is None
 
     def test_other_presets_leave_experts_at_home(self):
         plan = tiny_plan({**MOE, "dp": 4})
-        assert plan.mesh.size("ep") == 1 and plan.expert.kind == "none" and strategies_of(plan).expert is None
+        assert plan.mesh.size("ep") == 1 and plan.expert is None
         assert plan.mesh == tiny_plan(dp=4).mesh
 
     def test_a_model_without_experts_has_nothing_to_spread(self):
@@ -397,7 +397,7 @@ class TestLayouts:
     def test_experts_follow_the_tensor_way_at_ep_1(self):
         plan = tiny_plan({**MOE, "dp": 2, "tp": 2})
         for spec in plan.spec.parameters.values():
-            assert module_layout(spec, plan) == strategies_of(plan).tensor.layout(spec, plan)
+            assert module_layout(spec, plan) == plan.tensor.layout(spec, plan)
             assert replica_axis(module_layout(spec, plan), plan) == "dp"
 
 
@@ -451,7 +451,7 @@ class TestFrozen:
         config = tiny_config(preset("gshard", **{"dp": 4, "ep": 2, "strategy.expert.chunks": 2}))
         plan = resolve(config)
         alone, reference = single_device(config, plan)
-        assert reference.world == 1 and reference.spec == plan.spec and reference.expert.kind == "none"
+        assert reference.world == 1 and reference.spec == plan.spec and reference.expert is None
         assert resolve(load_frozen(freeze(alone, reference))).spec.router == plan.spec.router
 
 
@@ -497,7 +497,7 @@ import io, sys, time
 from rich.console import Console
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.plan import show
-from tests.unit.test_config_presets import composed
+from tests.unit.config.test_presets import composed
 for line in {LARGE!r}:
     found = composed(*line.split())
     begin = time.process_time()

@@ -11,7 +11,6 @@ from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.hosts import ranks_in_node, rate_gb_s, stays_in_node
 from parallelrun.plan.structure import Collective, Memory
-from parallelrun.strategies.tensor.megatron.plan import Way as Megatron
 from tests.plans import tiny_plan
 
 PLANS = [
@@ -196,7 +195,7 @@ def test_gpipe_keeps_every_microbatch_and_1f1b_at_most_pp():
     few, many = {"pp": 2, "global_batch": 8, "microbatches": 4}, {"pp": 2, "global_batch": 16, "microbatches": 8}
     for schedule, more in (("gpipe", 4), ("1f1b", 0)):
         plan = tiny_plan({**few, "schedule": schedule})
-        kept = sum(Megatron().saved_bytes(plan.spec.block(name), plan) for name in plan.stages[0].blocks)
+        kept = sum(plan.tensor.saved_bytes(plan.spec.block(name), plan) for name in plan.stages[0].blocks)
         small = prediction.memory(plan, 0).activations
         large = prediction.memory(tiny_plan({**many, "schedule": schedule}), 0).activations
         assert small > 2 * kept > 0 and large == small + more * kept

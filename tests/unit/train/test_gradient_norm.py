@@ -20,7 +20,7 @@ def parameter(gradient: torch.Tensor, shared: bool = False) -> LocalParameter:
     shape = tuple(gradient.shape)
     tensor = torch.zeros_like(gradient)
     tensor.grad = gradient
-    spec = ParameterSpec("weight", shape, Initialiser("zeros"), "row")
+    spec = ParameterSpec("weight", shape, Initialiser("zeros"), "row_parallel")
     return LocalParameter("weight", tensor, spec, Layout.replicated(len(shape)), shared)
 
 

@@ -10,7 +10,7 @@ from math import gcd
 
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors, either, nearest, one_of
 

@@ -11,7 +11,7 @@ from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.expert_axes import DP, EXPERT
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 
 from .. import buckets

@@ -13,7 +13,7 @@ from math import prod
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 from parallelrun.precision import BYTES
 

@@ -8,7 +8,6 @@ import pytest
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan.prediction import memory
-from parallelrun.plan.resolve import load_strategy
 from tests.plans import tiny_plan
 
 FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}
@@ -98,7 +97,7 @@ def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once()
     for overrides, is_sharded in [*cases, ({"pp": 2, "microbatches": 4}, True), (zero_bubble, False)]:
         plan = tiny_plan({**FSDP, "dp": 2, **overrides})
         spec = plan.spec.parameters["layers.0.mlp.up.up.weight"]
-        layout = load_strategy("tensor", "megatron").layout(spec, plan)
+        layout = plan.tensor.layout(spec, plan)
         assert ("dp" in plan.data.gradient_layout(spec, layout, plan).axes) == is_sharded, overrides
 
 

@@ -15,12 +15,12 @@ from parallelrun.errors import EXIT_CONFIG, ConfigError
 from parallelrun.layout import Layout
 from parallelrun.model_spec import LayerSpec
 from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.request import Request
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.shorthands import fold
-from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
-from parallelrun.product import Activation
+from parallelrun.product import ActivationLayout
 from parallelrun.strategies.tensor.grid import axes, choose
 from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
 from tests.matrix import examples
@@ -47,7 +47,7 @@ def only_problem(overrides, /, **more):
 
 
 def layout_of(plan: Plan, name: str) -> Layout:
-    return strategies_of(plan).tensor.layout(plan.spec.parameters[name], plan)
+    return plan.tensor.layout(plan.spec.parameters[name], plan)
 
 
 def layer(plan: Plan, name: str):
@@ -303,7 +303,7 @@ def refused_roles(roles: dict[str, str]) -> str:
     request = Request(
         fold(tiny_config(layout="2d"), frozenset())[0], replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
     )
-    (problem,) = strategies_of(plan).tensor.check(request)
+    (problem,) = plan.tensor.check(request)
     assert problem.kind == "undefined" and problem.where == "model.roles" and problem.suggestion == "tp=1"
     return problem.what
 
@@ -313,7 +313,7 @@ def test_a_layer_that_does_not_know_its_place_is_named():
     assert "layers.0.attention.out reads what layers.0.attention.qkv has split" in refused_roles(
         {"layers.0.attention.out": "linear"}
     )
-    assert "head.head gives the logits" in refused_roles({"head.head": "columns"})
+    assert "head.head gives the logits" in refused_roles({"head.head": "column_parallel"})
 
 
 # Forms
@@ -345,7 +345,7 @@ def test_no_weight_moves_where_weights_are_larger_than_activations():
     plan = tiny_plan({"layout": "2d", "tp": 4, "model.seq": 1, "model.hidden": 64, "global_batch": 2})
     assert set(dict(plan.tensor.forms).values()) == {("stationary_w", "stationary_w")}
     inside = product_of(layer(plan, "layers.0.mlp.up"), plan).y
-    assert inside == Activation(("col",), ("row",))
+    assert inside == ActivationLayout(("col",), ("row",))
     assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == axes.outside(plan)
 
 
@@ -377,9 +377,9 @@ def test_only_pairs_that_divide_swap_the_axes():
 @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
 def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
     plan = tiny_plan({**CELLS[cell], "model.vocab": 41, "dp": 2, "global_batch": 72, "strategy.data.kind": data})
-    strategies, places = strategies_of(plan), [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
+    places = [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
     for parameter in plan.spec.parameters.values():
-        layout = strategies.tensor.layout(parameter, plan)
+        layout = plan.tensor.layout(parameter, plan)
         found = [lies(parameter, layout, plan) for lies in (plan.data.weight_layout, plan.data.state_layout)]
         for lies_so in (layout, *found):
             cover(parameter.shape, lies_so, plan.mesh, places)
@@ -391,7 +391,7 @@ def test_matrices_are_split_over_all_axes_but_the_depth(cell):
     tensor_axes = [axis for axis in axes.tensor_sizes(plan) if axis != "depth"]
     for parameter in plan.spec.parameters.values():
         layout = layout_of(plan, parameter.name)
-        if len(parameter.shape) == 2 and parameter.layer_role != "position":
+        if len(parameter.shape) == 2 and parameter.layer_role != "position_embedding":
             assert sorted(layout.axes) == sorted(tensor_axes)
         assert set(layout.partial) <= set(axes.tensor_sizes(plan)) - set(layout.axes)
 
@@ -448,8 +448,8 @@ def test_boundaries_and_losses_are_those_of_a_rank():
         ("2.5d 8", (2, 8, 8), ("depth", "row")), ("3d 8", (2, 8, 8), ("x", "z")),
     ):  # fmt: skip
         plan = tiny_plan(CELLS[cell])
-        assert strategies_of(plan).tensor.boundary_shape(plan) == shape
-        assert strategies_of(plan).tensor.loss_axes(plan) == loss
+        assert plan.tensor.boundary_shape(plan) == shape
+        assert plan.tensor.loss_axes(plan) == loss
 
 
 def test_layers_inside_a_pair_lie_as_the_pair_does():
@@ -460,7 +460,7 @@ def test_layers_inside_a_pair_lie_as_the_pair_does():
     at = [one.name for one in block.layers].index("layers.0.mlp.down")
     more = replace(block, layers=(*block.layers[:at], drop, *block.layers[at:]))
     spec = replace(plan.spec, blocks=tuple(more if one.name == block.name else one for one in plan.spec.blocks))
-    assert lies(drop, replace(plan, spec=spec)) == Activation(("x", "z"), ("y",))
+    assert lies(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
     assert lies(layer(plan, "layers.0.mlp.dropout"), plan) == axes.outside(plan)
 
 
@@ -544,7 +544,7 @@ def check_plan(plan: Plan) -> None:
     sizes = axes.tensor_sizes(plan)
     assert prod(sizes.values()) == plan.mesh.size("tp")
     places = [dict(zip(sizes, place)) for place in combinations(*(range(n) for n in sizes.values()))]
-    strategy, shape = strategies_of(plan).tensor, plan.spec.boundary_shape
+    strategy, shape = plan.tensor, plan.spec.boundary_shape
     seen = set()
     for parameter in plan.spec.parameters.values():
         layout = strategy.layout(parameter, plan)
@@ -558,7 +558,7 @@ def check_plan(plan: Plan) -> None:
         assert len({part for part, numel in zip(parts, numels) if numel}) == sum(map(bool, numels)) * split // len(
             places
         )
-        if parameter.layer_role in ("columns", "row", "norm"):
+        if parameter.layer_role in ("column_parallel", "row_parallel", "norm"):
             assert set(numels) == {parameter.numel // split}, "only the vocabulary may be uneven"
     assert prod(strategy.boundary_shape(plan)) * len(places) == plan.batch.micro_batch * prod(shape)
     for one in plan.spec.layers():

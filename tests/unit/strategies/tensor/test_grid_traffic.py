@@ -14,7 +14,6 @@ from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import LayerSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.hosts import stays_in_node
-from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Collective, Plan
 from tests.plans import tiny_plan
 
@@ -29,7 +28,7 @@ def sent(overrides: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, int
 
 
 def tensor_rows(plan: Plan) -> list[Collective]:
-    return strategies_of(plan).tensor.collectives(plan.spec.blocks, plan)
+    return plan.tensor.collectives(plan.spec.blocks, plan)
 
 
 def by_key(rows: list[Collective]) -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -167,7 +166,7 @@ def test_what_is_frozen_reduces_no_gradient_and_nothing_goes_back_through_what_c
 def received(plan: Plan, sizes: dict[str, int]) -> int:
     """Bytes of the products of the one transformer layer."""
     short = replace(plan, recompute="none")
-    rows = strategies_of(plan).tensor.collectives((plan.spec.block("layers.0"),), short)
+    rows = plan.tensor.collectives((plan.spec.block("layers.0"),), short)
     return sum(prediction.wire_bytes(row, sizes[row.axis]) for row in rows if row.purpose != "norm")
 
 

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.tensor.megatron.plan import Way
+from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 from tests.plans import tiny_config, tiny_plan
 
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
-WAY = Way()
 
 
 def refused(**overrides) -> str:
@@ -72,9 +71,9 @@ def test_every_degree_that_is_suggested_is_legal(tp, head_groups, kv_heads, ffn,
     overrides |= {"model.hidden": head_groups * kv_heads * 2, "strategy.tensor.sequence_parallel": sequence_parallel}
     spec = tiny_plan({**overrides, "strategy.tensor.sequence_parallel": False}).spec
     config = tiny_config(overrides)
-    for problem in WAY.check(Request(config, spec, 1, 1, tp, 1, None)):
+    for problem in Megatron1D.check(Request(config, spec, 1, 1, tp, 1, None)):
         for degree in map(int, re.findall(r"\btp=(\d+)", problem.suggestion)):
-            assert degree != tp and not WAY.check(Request(config, spec, 1, 1, degree, 1, None)), problem
+            assert degree != tp and not Megatron1D.check(Request(config, spec, 1, 1, degree, 1, None)), problem
 
 
 def own_module(*roles: str) -> ModelSpec:
@@ -88,24 +87,24 @@ def own_module(*roles: str) -> ModelSpec:
 
 
 def told_of(spec: ModelSpec) -> list[str]:
-    return [problem.what for problem in WAY.check(Request(tiny_config(), spec, 1, 1, 2, 1, None))]
+    return [problem.what for problem in Megatron1D.check(Request(tiny_config(), spec, 1, 1, 2, 1, None))]
 
 
 def test_a_users_module_without_layer_roles_is_refused_by_the_name_of_its_layer():
     assert told_of(own_module("", "")) == ["layer net.0 has no layer role, so tp=2 has nothing to split"]
-    assert told_of(own_module("columns", "row")) == []
+    assert told_of(own_module("column_parallel", "row_parallel")) == []
 
 
 def test_only_a_row_layer_may_read_what_a_column_layer_has_split():
-    (told,) = told_of(own_module("columns", "", "row"))
+    (told,) = told_of(own_module("column_parallel", "", "row_parallel"))
     assert told.startswith("layer net.1 reads what net.0 has split")
-    assert told_of(own_module("", "columns", "row", "")) == []
+    assert told_of(own_module("", "column_parallel", "row_parallel", "")) == []
 
 
 def test_the_widths_of_a_users_column_and_row_layers_must_divide_and_columns_alone_need_not():
-    request = Request(tiny_config(), own_module("columns", "row"), 1, 1, 3, 1, None)
-    assert "layer net.0: 8 features do not divide by tp=3" in [problem.what for problem in WAY.check(request)]
-    assert WAY.check(replace(request, spec=own_module("columns"))) == []
+    request = Request(tiny_config(), own_module("column_parallel", "row_parallel"), 1, 1, 3, 1, None)
+    assert "layer net.0: 8 features do not divide by tp=3" in [problem.what for problem in Megatron1D.check(request)]
+    assert Megatron1D.check(replace(request, spec=own_module("column_parallel"))) == []
 
 
 # Axes and layouts -----------------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def test_the_ranks_hold_every_element_and_copies_only_where_the_layout_says(tp, 
     overrides = {"tp": tp, "model.kv_heads": kv_heads, "model.vocab": vocab, "dataset.vocab": vocab}
     plan = tiny_plan(overrides | ({**SEQUENCE} if sequence_parallel else {}))
     for parameter in plan.spec.parameters.values():
-        layout = WAY.layout(parameter, plan)
+        layout = plan.tensor.layout(parameter, plan)
         holders: dict[tuple[int, ...], int] = {}
         for rank in range(plan.world):
             ranges = layout.ranges(parameter.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
@@ -135,7 +134,11 @@ def test_the_ranks_hold_every_element_and_copies_only_where_the_layout_says(tp, 
 
 
 def expected_copies(parameter: ParameterSpec, tp: int, kv_heads: int) -> int:
-    if parameter.layer_role == "norm" or parameter.layer_role == "position" or parameter.name.endswith("out.bias"):
+    if (
+        parameter.layer_role == "norm"
+        or parameter.layer_role == "position_embedding"
+        or parameter.name.endswith("out.bias")
+    ):
         return tp
     if parameter.name.endswith("down.bias"):
         return tp
@@ -150,46 +153,47 @@ def test_a_rank_holds_the_kv_head_that_its_query_heads_attend_with(tp, kv_heads)
     q, k = (plan.spec.parameters[f"layers.0.attention.qkv.{name}.weight"] for name in "qk")
     for rank in range(tp):
         coordinate = plan.mesh.coordinate(rank)
-        (first, last), _ = WAY.layout(q, plan).ranges(q.shape, plan.mesh.sizes, coordinate)
-        (start, stop), _ = WAY.layout(k, plan).ranges(k.shape, plan.mesh.sizes, coordinate)
+        (first, last), _ = plan.tensor.layout(q, plan).ranges(q.shape, plan.mesh.sizes, coordinate)
+        (start, stop), _ = plan.tensor.layout(k, plan).ranges(k.shape, plan.mesh.sizes, coordinate)
         attended = {row // head_dim // group for row in range(first, last)}
         assert attended == {row // head_dim for row in range(start, stop)}
 
 
 def test_gradients_of_slices_and_of_copied_heads_are_partial():
     whole, cut = tiny_plan(tp=4, model__kv_heads=2), tiny_plan({"tp": 4, "model.kv_heads": 2, **SEQUENCE})
-    partial = {p.name: WAY.layout(p, cut).partial for p in cut.spec.parameters.values()}
+    partial = {p.name: cut.tensor.layout(p, cut).partial for p in cut.spec.parameters.values()}
     assert partial["layers.0.attention_norm.weight"] == ("tp",)
     assert partial["embedding.position.weight"] == ("tp",)
     assert partial["layers.0.mlp.down.bias"] == ("tp",)
     assert partial["layers.0.attention.qkv.k.weight"] == ("tp_copy",)
     assert partial["layers.0.attention.qkv.q.weight"] == ()
-    only = {p.name for p in whole.spec.parameters.values() if WAY.layout(p, whole).partial}
+    only = {p.name for p in whole.spec.parameters.values() if whole.tensor.layout(p, whole).partial}
     assert only == {name for name in whole.spec.parameters if ".qkv.k." in name or ".qkv.v." in name}
 
 
 def test_between_blocks_pass_slices_under_sequence_parallel():
-    assert WAY.boundary_shape(tiny_plan(tp=2, micro_batch=2)) == (2, 8, 16)
-    assert WAY.boundary_shape(tiny_plan({"tp": 2, "micro_batch": 2, **SEQUENCE})) == (2, 4, 16)
+    for overrides, shape in (({}, (2, 8, 16)), (SEQUENCE, (2, 4, 16))):
+        plan = tiny_plan({"tp": 2, "micro_batch": 2, **overrides})
+        assert plan.tensor.boundary_shape(plan) == shape
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
 def sent(plan: Plan) -> dict[tuple[str, str], Collective]:
-    rows = WAY.collectives(plan.spec.blocks, plan)
+    rows = plan.tensor.collectives(plan.spec.blocks, plan)
     return {(row.operation, row.purpose): row for row in rows}
 
 
 def test_one_rank_sends_nothing():
-    assert WAY.collectives(tiny_plan().spec.blocks, tiny_plan()) == []
+    assert tiny_plan().tensor.collectives(tiny_plan().spec.blocks, tiny_plan()) == []
 
 
 def test_a_layer_sums_activations_twice_forward_and_twice_backward():
     """SC21: a layer all-reduces b s h four times a microbatch, which is 8 b s h (t - 1) / t on the wire."""
     plan = tiny_plan(tp=2, micro_batch=2, precision__name="bf16")
     layer = plan.spec.block("layers.1")
-    (row,) = WAY.collectives((layer,), plan)
+    (row,) = plan.tensor.collectives((layer,), plan)
     bsh = 2 * plan.spec.seq * plan.spec.hidden
     assert row == Collective("tp", "all_reduce", "activations", 4 * 4, 4 * 4 * bsh * 2)
 
@@ -198,9 +202,9 @@ def test_sequence_parallel_moves_as_much_and_gathers_inputs_again():
     plan = tiny_plan({"tp": 2, "micro_batch": 8, **SEQUENCE})
     layer = plan.spec.block("layers.0")
     apart = replace(plan, tensor=replace(plan.tensor, overlap=False))
-    calls = {row.operation: row.calls for row in WAY.collectives((layer,), apart)}
+    calls = {row.operation: row.calls for row in apart.tensor.collectives((layer,), apart)}
     assert calls == {"all_gather": 4, "reduce_scatter": 4}  # 4 all-reduces, each as two halves
-    calls = {row.operation: row.calls for row in WAY.collectives((layer,), plan)}
+    calls = {row.operation: row.calls for row in plan.tensor.collectives((layer,), plan)}
     assert calls == {"all_gather": 6, "reduce_scatter": 4}
 
 
@@ -219,7 +223,7 @@ def test_the_loss_exchanges_three_numbers_a_target_in_the_accurate_dtype():
 @pytest.mark.parametrize(("dropout", "again"), [(0.0, 1), (0.1, 2)])
 def test_recomputation_repeats_the_forward_up_to_the_last_tensor_needed(dropout, again):
     plan = tiny_plan(tp=2, micro_batch=8, recompute="full", dropout=dropout)
-    (row,) = WAY.collectives((plan.spec.block("layers.0"),), plan)
+    (row,) = plan.tensor.collectives((plan.spec.block("layers.0"),), plan)
     assert row.calls == 4 + again
 
 
@@ -232,7 +236,7 @@ def bytes_per_layer(overrides: dict) -> float:
     plan = tiny_plan({**sizes, "model.layers": 2, "strategy.tensor.overlap": True, **overrides})
     block = plan.spec.block("layers.0")
     single = replace(plan, batch=replace(plan.batch, micro_batch=2))
-    rows = WAY.saved_bytes(block, plan) - WAY.saved_bytes(block, single)  # the weights cancel
+    rows = plan.tensor.saved_bytes(block, plan) - single.tensor.saved_bytes(block, single)  # the weights cancel
     return rows / (2 * 512 * 1024)
 
 
@@ -255,7 +259,7 @@ def test_full_recomputation_keeps_two_bytes_an_element():
 def test_what_a_model_without_roles_says_of_itself_is_taken():
     plan = tiny_plan(micro_batch=4)
     block = BlockSpec("own", "module", (LayerSpec("own.net", "", 8, 8),), 0.0, saved_elements=10.0)
-    assert WAY.saved_bytes(block, plan) == 4 * 10 * 4
+    assert plan.tensor.saved_bytes(block, plan) == 4 * 10 * 4
 
 
 def test_the_plan_half_does_not_import_torch():

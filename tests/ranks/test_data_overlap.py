@@ -13,7 +13,7 @@ from parallelrun.optimizer import Optimizer
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import start
+from tests.ranks.data_body import start
 
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.005}
 

@@ -17,7 +17,7 @@ from parallelrun.train.step import finish_gradients, forward_backward
 from parallelrun.verify.measure import BOUNDS, tensor_errors
 from tests.plans import tiny_config
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import SETTING, Outcome, assemble, run, run_with_evaluation, start
+from tests.ranks.data_body import SETTING, Outcome, assemble, run, run_with_evaluation, start
 
 ZERO1 = {"strategy.data.kind": "zero1"}
 ZERO2 = {"strategy.data.kind": "zero2"}
@@ -172,7 +172,7 @@ def average_in_the_root(training: Training) -> None:
 def keep_only_the_last_pass(training: Training) -> None:
     for reducer in training.data._reducers:
         for bucket in reducer.buckets:
-            bucket.reduce = partial(_as_if_first, bucket.reduce)
+            bucket._reduce = partial(_as_if_first, bucket._reduce)
 
 
 def _as_if_first(reduce: Callable[[bool], Callable[[], None]], first: bool) -> Callable[[], None]:
@@ -182,8 +182,8 @@ def _as_if_first(reduce: Callable[[bool], Callable[[], None]], first: bool) -> C
 def reduce_in_the_last_pass_only(training: Training) -> None:
     """What earlier passes have left is let go with the buckets' first reductions."""
     for reducer in training.data._reducers:
-        start = reducer._start_full
-        reducer._start_full = partial(_drop_all_but_the_last, reducer, start)
+        start = reducer._launch_full
+        reducer._launch_full = partial(_drop_all_but_the_last, reducer, start)
 
 
 def _drop_all_but_the_last(reducer: Any, start: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ def gradient_bytes(overrides: dict[str, Any]) -> tuple[int, int, int]:
     training = start({**overrides})
     most = 0
     if overrides["strategy.data.kind"] == "zero2":
-        under_way = training.data._under_way
+        under_way = training.data.pending
         begin = under_way.start
 
         def watched(start: Callable[[], Callable[[], None]]) -> None:
@@ -242,7 +242,7 @@ def gradient_bytes(overrides: dict[str, Any]) -> tuple[int, int, int]:
         storage = parameter.tensor.grad.untyped_storage()
         held[storage.data_ptr()] = storage.nbytes()
     if overrides["strategy.data.kind"] == "zero1":  # its buckets stay
-        for bucket in training.data._reducer.buckets:
+        for bucket in training.data._buckets:
             held[bucket.buffer.data_ptr()] = bucket.buffer.untyped_storage().nbytes()
     return sum(held.values()), sum(w.numel() * w.element_size() for w in weights), most
 

@@ -1,0 +1,200 @@
+"""Token datasets: windows over streams of tokens, and what every dataset shares, the split into train and val."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from parallelrun.config.schema import Config
+from parallelrun.data.arrays import np
+from parallelrun.data.order import derive_key, mix
+from parallelrun.definitions import Dataset
+from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# With fewer documents than this, a split by whole documents would be too coarse: their pieces are split instead.
+FEW_DOCUMENTS = 20
+PIECE_TOKENS = 4096
+
+
+class TokenStream:
+    """Documents read back to back as one stream of tokens, without copying them together.
+
+    sources: 1-D integer arrays (memory maps or arrays in memory). Document d is
+    sources[source_of[d]][starts[d] : starts[d] + lengths[d]].
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[NDArray[Any]],
+        source_of: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ):
+        filled = lengths > 0
+        self.sources = sources
+        self._source_of, self._starts = source_of[filled], starts[filled]
+        self._ends = np.cumsum(lengths[filled])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._ends.size else 0
+
+    def _find(self, token: int) -> tuple[int, int]:
+        """(document, index in its source) of a token of the stream."""
+        document = int(self._ends.searchsorted(token, side="right"))
+        begin = int(self._ends[document - 1]) if document else 0
+        return document, int(self._starts[document]) + token - begin
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """(source number, index inside it) of a token of the stream."""
+        document, offset = self._find(token)
+        return int(self._source_of[document]), offset
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the stream as int64, crossing documents where the range does."""
+        document, first = self._find(start)
+        if stop <= self._ends[document]:  # the common case: inside one document
+            source = self.sources[self._source_of[document]]
+            return np.asarray(source[first : first + stop - start].astype(np.int64))
+        parts = []
+        while start < stop:
+            document, first = self._find(start)
+            count = min(int(self._ends[document]), stop) - start
+            parts.append(self.sources[self._source_of[document]][first : first + count])
+            start += count
+        return np.concatenate(parts, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    """Windows of seq + 1 tokens, one every seq tokens: input = the first seq, target = the next token of each.
+
+    vocab: token ids must be in [0, vocab), else EnvironmentProblem names the sample, the file and the byte offset.
+    files: the name of each source in that message.
+    """
+
+    stream: TokenStream
+    seq: int
+    vocab: int
+    files: tuple[str, ...]
+
+    @cached_property
+    def _may_exceed(self) -> bool:
+        """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
+        bounds = [np.iinfo(source.dtype) for source in self.stream.sources]
+        return any(bound.min < 0 or bound.max >= self.vocab for bound in bounds)
+
+    @cached_property
+    def _length(self) -> int:
+        return max(0, (len(self.stream) - 1) // self.seq)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
+        tokens = self.stream.read(index * self.seq, (index + 1) * self.seq + 1)
+        if self._may_exceed and (tokens.max() >= self.vocab or tokens.min() < 0):
+            self._refuse(index, tokens)
+        return tokens[:-1], tokens[1:]
+
+    def _refuse(self, index: int, tokens: NDArray[np.int64]) -> None:
+        first = int(np.flatnonzero((tokens >= self.vocab) | (tokens < 0))[0])
+        source, offset = self.stream.locate(index * self.seq + first)
+        byte = offset * self.stream.sources[source].itemsize
+        where = f"sample {index} (byte {byte} of {self.files[source]})"
+        what = f"token id {tokens[first]} of {where} is not below the model's vocab {self.vocab}"
+        fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
+        raise EnvironmentProblem(Problem(what, "model.vocab", fix))
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a token dataset before they are split into train and val.
+
+    Document d is sources[source_of[d]][starts[d] : starts[d] + lengths[d]], and keys[d] decides its split. names: of
+    each source, for messages.
+    """
+
+    sources: Sequence[NDArray[Any]]
+    names: tuple[str, ...]
+    source_of: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    keys: NDArray[np.uint64]
+
+    def windows(self, chosen: NDArray[np.bool_], spec: ModelSpec) -> TokenWindows:
+        """Samples over the chosen documents, crossing from one to the next."""
+        stream = TokenStream(self.sources, self.source_of[chosen], self.starts[chosen], self.lengths[chosen])
+        return TokenWindows(stream, spec.seq, spec.vocab, self.names)
+
+    def cut(self, seq: int) -> Documents:
+        """The same tokens as more, smaller documents: pieces of PIECE_TOKENS, or a twentieth of a small document, but
+        never smaller than a window."""
+        rows, keys = [], []
+        for source, start, length, key in zip(self.source_of, self.starts, self.lengths, self.keys):
+            size = max(seq + 1, min(PIECE_TOKENS, int(length) // 20))
+            begins = np.arange(0, length, size, dtype=np.int64)
+            rows.append(np.stack([np.full_like(begins, source), start + begins, np.minimum(size, length - begins)]))
+            keys.append(mix(np.arange(begins.size, dtype=np.uint64)) ^ key)
+        source_of, starts, lengths = np.concatenate(rows, axis=1)
+        return Documents(self.sources, self.names, source_of, starts, lengths, np.concatenate(keys))
+
+    def open(self, name: str, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
+        """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
+
+        Raises ConfigError for a model that reads no tokens, and what `require_samples` raises.
+        """
+        if spec.kind != "tokens":
+            what = f"dataset={name} gives tokens, and model={config.model.name} reads {spec.kind}"
+            raise ConfigError(Problem(what, "dataset", "dataset=synthetic"))
+        documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
+        is_val = held_out(documents.keys, config.dataset.val_fraction)
+        train, val = documents.windows(~is_val, spec), documents.windows(is_val, spec)
+        return require_samples(Dataset(name, vocab, fingerprint, train, val), config, spec, source)
+
+
+def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Which documents belong to `val`: those whose hash is below `fraction`, whatever else the dataset holds.
+
+    With two documents or more neither split is left empty: the one with the smallest (largest) hash is moved. Raises
+    ConfigError unless 0 < fraction < 1.
+    """
+    if not 0 < fraction < 1:
+        what = f"dataset.val_fraction={fraction:g} must lie between 0 and 1: every run is evaluated at its end"
+        raise ConfigError(Problem(what, "dataset.val_fraction", "0.05"))
+    hashes = mix(keys + np.uint64(derive_key(0x76616C)))
+    chosen = hashes < np.uint64(int(fraction * (2**64 - 1)))
+    if hashes.size > 1:
+        if not chosen.any():
+            chosen[np.argmin(hashes)] = True
+        elif chosen.all():
+            chosen[np.argmax(hashes)] = False
+    return chosen
+
+
+def require_samples(dataset: Dataset, config: Config, spec: ModelSpec, source: str) -> Dataset:
+    """The dataset, if `train` fills a global batch and `val` holds a sample; else EnvironmentProblem with the counts.
+
+    source: what was read, with its resolved path and size, for the message. A val split smaller than a global batch is
+    fine: evaluation then reads samples more than once.
+    """
+    unit = f"samples of {spec.seq} tokens" if spec.kind == "tokens" else "samples"
+    local = None if config.local_batch is None else config.local_batch * (config.dp or 1)
+    batch, count = config.global_batch or local or DEFAULT_GLOBAL_BATCH, len(dataset.train)
+    if count < batch:
+        what = f"{source} gives {count} training {unit}, fewer than global_batch={batch}"
+        fix = f"more data, a smaller model.seq, or global_batch of at most {max(1, count)}"
+        raise EnvironmentProblem(Problem(what, "dataset", fix))
+    if len(dataset.val) == 0:
+        what = f"{source} gives no validation {unit} (dataset.val_fraction={config.dataset.val_fraction:g})"
+        fix = "a larger dataset.val_fraction, more data, or a smaller model.seq"
+        raise EnvironmentProblem(Problem(what, "dataset.val_fraction", fix))
+    return dataset

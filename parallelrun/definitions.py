@@ -1,0 +1,112 @@
+"""What a model and a dataset must provide: the base classes of both, and how an instance is found by name. Torch-free.
+
+A model is a package with `spec.py`, which holds `MODEL`, an instance of a subclass of `ModelDefinition`, and
+`network.py`, which holds `build(config, spec, precision)` and needs torch. A dataset is a module that holds `DATASET`,
+an instance of a subclass of `DatasetDefinition`. `docs/` and the entry points of `parallelrun.registry` say how a
+package outside this repository adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from parallelrun import registry
+from parallelrun.config.schema import Config
+from parallelrun.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class ModelDefinition:
+    """A model before it is built. Subclasses override `make` and the attributes that differ.
+
+    sizes: the keys of `model` that must be whole numbers, each with its least legal value. is_lesson: `run(config,
+    plan, device, show)` of the package's `network.py` replaces training; a lesson reads no dataset, and its matrices
+    may be cut unevenly.
+    """
+
+    sizes: ClassVar[Mapping[str, int]] = {}
+    is_lesson: ClassVar[bool] = False
+
+    def make(self, config: Config, vocab: int) -> ModelSpec:
+        """The spec of the model that `config.model` describes, over `vocab` token ids or classes. Raises ConfigError
+        with every violation."""
+        raise NotImplementedError
+
+
+class Split(Protocol):
+    """Samples by index. `sample` is a pure function of the index and may be called from any rank."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(input, target): token ids int64 of shape (seq,) each, or float32 features or an image (channels, height,
+        width) and one int64 class. The loss ignores a target below 0. A split that augments also has
+        `augmented(index, sample_id)`, which training reads instead; one whose samples are files to be decoded has
+        `decodes_files = True`, and training then reads it in worker processes."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened dataset. vocab: number of token ids or classes; fingerprint: sha256 of what the samples are made of.
+
+    has_ignored: some targets are below 0, so that the valid ones must be counted before every step.
+    """
+
+    name: str
+    vocab: int
+    fingerprint: str
+    train: Split
+    val: Split
+    has_ignored: bool = False
+
+
+class DatasetDefinition:
+    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and what else differs.
+
+    reads_path: it reads `dataset.path`. vocab_follows_model: it generates samples over as many token ids or classes as
+    the model has.
+    """
+
+    reads_path: ClassVar[bool] = False
+    vocab_follows_model: ClassVar[bool] = False
+
+    def vocab_size(self, config: Config) -> int | None:
+        """Number of token ids or classes; None if it is not known before the data are read."""
+        raise NotImplementedError
+
+    def image_shape(self, config: Config) -> tuple[int, int | None] | None:
+        """(channels, height and width) of its images, the size None where it differs; None for a dataset of tokens."""
+        return None
+
+    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+        """The dataset as samples for the model. Fast enough to be called before any rank is started.
+
+        Raises EnvironmentProblem for data that are missing, unreadable or too small for one global batch, ConfigError
+        for a model that reads another kind of samples.
+        """
+        raise NotImplementedError
+
+    def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
+        """Sentences that the user should read before a run: images are smaller than what the model reads."""
+        _, size = self.image_shape(config) or (0, None)
+        wanted = spec.sample_shape[-1] if len(spec.sample_shape) == 3 else 0
+        if size is None or size >= wanted:
+            return []
+        sizes = f"{size} x {size} pixels, and model={config.model.preset} reads {wanted} x {wanted}"
+        return [f"the images of dataset={config.dataset.name} have {sizes}: they are enlarged"]
+
+
+def model(config: Config) -> ModelDefinition:
+    """The definition of `config.model.name`. Raises KeyError for an unknown name."""
+    found: ModelDefinition = registry.load("models", config.model.name, "spec").MODEL
+    return found
+
+
+def dataset(config: Config) -> DatasetDefinition:
+    """The definition of `config.dataset.name`. Raises KeyError for an unknown name."""
+    found: DatasetDefinition = registry.load("datasets", config.dataset.name).DATASET
+    return found

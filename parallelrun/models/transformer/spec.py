@@ -1,0 +1,192 @@
+"""Sizes, checks, layer specs and FLOPs of transformer blocks. Torch-free; `modules.py` builds the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from parallelrun.config.schema import ModelConfig
+from parallelrun.errors import Problem
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+
+ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")
+CHOICES = {
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "relu", "swiglu"),
+    "position": ("learned", "rope"),
+}
+TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)
+
+
+def ffn_size(model: ModelConfig) -> int:
+    """Inner width of the MLP: as given, else 4 x hidden."""
+    return model.ffn if model.ffn is not None else 4 * model.hidden
+
+
+def kv_heads(model: ModelConfig) -> int:
+    """Key and value heads: as given, else as many as query heads."""
+    return model.kv_heads if model.kv_heads is not None else model.heads
+
+
+def projections(model: ModelConfig) -> dict[str, int]:
+    """Outputs of the attention's column-parallel layer, by name: q over all heads, k and v over the kv heads."""
+    kv_size = kv_heads(model) * (model.hidden // model.heads)
+    return {"q": model.hidden, "k": kv_size, "v": kv_size}
+
+
+def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
+    """Outputs of an MLP's column-parallel layer, by name, for an inner width of `ffn`."""
+    return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
+
+
+def unknown_choices(model: ModelConfig, keys: Iterable[str] = CHOICES) -> list[Problem]:
+    """A problem for each of `keys` whose value is not one of its choices."""
+    return [
+        Problem(
+            f"model.{key}={getattr(model, key)} is unknown",
+            f"model.{key}",
+            " or ".join(f"model.{key}={one}" for one in CHOICES[key]),
+        )
+        for key in keys
+        if getattr(model, key) not in CHOICES[key]
+    ]
+
+
+def check(model: ModelConfig) -> list[Problem]:
+    """Every problem of `model` that no plan could solve, each with the nearest legal value."""
+    problems = unknown_choices(model)
+    sizes = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "seq")}
+    small = too_small(sizes | {"kv_heads": kv_heads(model), "ffn": ffn_size(model)})
+    if small:
+        return problems + small
+    heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
+    if hidden % heads:
+        fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
+        what = f"model.hidden={hidden} does not divide into model.heads={heads}"
+        problems.append(Problem(what, "model.hidden", fix, kind="arithmetic"))
+    elif model.position == "rope" and (hidden // heads) % 2:
+        what = f"rotary positions need an even head size; hidden / heads is {hidden // heads}"
+        problems.append(Problem(what, "model.hidden", f"model.hidden={2 * hidden}", kind="arithmetic"))
+    if heads % grouped:
+        legal = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - grouped))
+        what = f"model.heads={heads} does not divide into model.kv_heads={grouped}"
+        problems.append(Problem(what, "model.kv_heads", f"model.kv_heads={legal}", kind="arithmetic"))
+    return problems
+
+
+def normal(model: ModelConfig) -> Initialiser:
+    """The initialiser of most weights."""
+    return Initialiser("normal", model.init_std)
+
+
+def column_layer(
+    name: str,
+    in_features: int,
+    outputs: dict[str, int],
+    bias: bool,
+    initialiser: Initialiser,
+    heads: dict[str, int] | None = None,
+) -> LayerSpec:
+    """A column-parallel layer: per output a weight (out, in) and, with `bias`, a bias (out)."""
+    role, parameters = "column_parallel", []
+    for output, size in outputs.items():
+        count = heads[output] if heads else None
+        parameters.append(ParameterSpec(f"{name}.{output}.weight", (size, in_features), initialiser, role, count))
+        if bias:
+            parameters.append(ParameterSpec(f"{name}.{output}.bias", (size,), ZEROS, role, count))
+    return LayerSpec(name, role, in_features, sum(outputs.values()), tuple(parameters))
+
+
+def linear_layer(
+    name: str, in_features: int, out_features: int, bias: bool, initialiser: Initialiser, role: str
+) -> LayerSpec:
+    """A layer of role `row_parallel` or `linear`: a weight (out, in) and, with `bias`, a bias (out)."""
+    parameters = [ParameterSpec(f"{name}.weight", (out_features, in_features), initialiser, role)]
+    if bias:
+        parameters.append(ParameterSpec(f"{name}.bias", (out_features,), ZEROS, role))
+    return LayerSpec(name, role, in_features, out_features, tuple(parameters))
+
+
+def norm_layer(name: str, model: ModelConfig) -> LayerSpec:
+    """A norm over hidden. RMSNorm has no bias; LayerNorm has one when the model has biases."""
+    parameters = [ParameterSpec(f"{name}.weight", (model.hidden,), ONES, "norm")]
+    if model.bias and model.norm == "layernorm":
+        parameters.append(ParameterSpec(f"{name}.bias", (model.hidden,), ZEROS, "norm"))
+    return LayerSpec(name, "norm", model.hidden, model.hidden, tuple(parameters))
+
+
+def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:
+    """Dropout of elements of hidden."""
+    return LayerSpec(name, "dropout", model.hidden, model.hidden)
+
+
+def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser) -> tuple[LayerSpec, ...]:
+    """Self-attention: the projections, the output layer and its dropout."""
+    heads = {"q": model.heads, "k": kv_heads(model), "v": kv_heads(model)}
+    hidden = model.hidden
+    return (
+        column_layer(f"{name}.qkv", hidden, projections(model), model.bias, normal(model), heads),
+        linear_layer(f"{name}.out", hidden, hidden, model.bias, out_initialiser, "row_parallel"),
+        dropout_layer(f"{name}.dropout", model),
+    )
+
+
+def mlp_layers(name: str, model: ModelConfig, inner: Initialiser, outer: Initialiser) -> tuple[LayerSpec, ...]:
+    """The MLP: up (and gate), down and dropout. inner, outer: initialisers of the former and of down."""
+    ffn = ffn_size(model)
+    return (
+        column_layer(f"{name}.up", model.hidden, expansions(model, ffn), model.bias, inner),
+        linear_layer(f"{name}.down", ffn, model.hidden, model.bias, outer, "row_parallel"),
+        dropout_layer(f"{name}.dropout", model),
+    )
+
+
+def embedding_layers(model: ModelConfig, vocab: int) -> list[LayerSpec]:
+    """The token embedding and, for learned positions, the position embedding."""
+    hidden, init = model.hidden, normal(model)
+    weight = ParameterSpec("embedding.tokens.weight", (vocab, hidden), init, "embedding")
+    layers = [LayerSpec("embedding.tokens", "embedding", vocab, hidden, (weight,))]
+    if model.position == "learned":
+        positions = ParameterSpec("embedding.position.weight", (model.seq, hidden), init, "position_embedding")
+        layers.append(LayerSpec("embedding.position", "position_embedding", hidden, hidden, (positions,)))
+    return layers
+
+
+def head_layer(model: ModelConfig, vocab: int, tied: bool) -> LayerSpec:
+    """The layer that gives the logits. A tied one has no parameter: it reads the embedding's."""
+    weight = ParameterSpec(TIED[0], (vocab, model.hidden), normal(model), "head")
+    return LayerSpec(
+        "head.head", "head", model.hidden, vocab, () if tied else (weight,), tied=TIED[1] if tied else None
+    )
+
+
+def transformer_flops(layers: Iterable[LayerSpec], model: ModelConfig, expert_products: int = 0) -> float:
+    """Forward FLOPs of a block of those layers, for one sample. expert_products: weights of routers and experts that
+    one token is multiplied by."""
+    roles = ("column_parallel", "row_parallel")
+    products = sum(layer.in_features * layer.out_features for layer in layers if layer.layer_role in roles)
+    # Scores and their product with v, 2 s^2 h each; the causal half is counted too, as SC21 and every MFU figure does.
+    return 2.0 * (products + expert_products) * model.seq + 4.0 * model.seq**2 * model.hidden
+
+
+def transformer_spec(model: ModelConfig, vocab: int, blocks: tuple[BlockSpec, ...], **more: Any) -> ModelSpec:
+    """The spec of a transformer over tokens. more: fields of ModelSpec that differ from model to model."""
+    values: dict[str, Any] = {"ffn": ffn_size(model), **more}
+    return ModelSpec(
+        name=model.preset,
+        kind="tokens",
+        blocks=blocks,
+        sample_shape=(model.seq,),
+        boundary_shape=(model.seq, model.hidden),
+        targets_per_sample=model.seq,
+        vocab=vocab,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=kv_heads(model),
+        seq=model.seq,
+        num_layers=model.layers,
+        activation=model.activation,
+        norm=model.norm,
+        attention_dropout=model.attention_dropout,
+        **values,
+    )

@@ -1,0 +1,156 @@
+"""The base class of tensor-parallel strategies: how layers are split over the tp ranks of a replica. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from parallelrun.config.schema import TensorStrategyConfig
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.model_spec import BlockSpec, ParameterSpec
+from parallelrun.plan.structure import Collective, Equivalence, Plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from parallelrun.plan.messages import Explanation
+    from parallelrun.plan.request import Request
+
+MeshDims = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """A layout that `parallelrun plan` compares with the others. config: its settings. variant_of: the layout that this
+    one varies: where that one is illegal, this one is not listed."""
+
+    name: str
+    config: TensorStrategyConfig
+    variant_of: str = ""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer's part of a block's backward pass: bytes on a rank for one microbatch.
+
+    kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
+    and gives, and those that wait for an earlier layer meanwhile. scratch: what only it needs. weights: the gradient of
+    its weights, in the stored dtype. reads: the gradient of its output, from which the weights' one is computed: where
+    that is done apart (zero bubble), it stays until then.
+    """
+
+    kept: int = 0
+    arriving: int = 0
+    giving: int = 0
+    scratch: int = 0
+    weights: int = 0
+    reads: int = 0
+
+
+@dataclass(frozen=True)
+class TensorStrategy(ABC):
+    """How weights and activations are split over the tp ranks; `plan.tensor` is one.
+
+    Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
+
+    kind: the registry's name. layout_name: the value of `layout` that chooses it. reads: the keys of `strategy.tensor`
+    beside `kind` that it reads; others are refused. is_one_dimensional: every layer is split over one axis, tp, as the
+    layout that all others are compared with. splits_images: it splits the large linear layers of image classifiers.
+    copies_weights: groups of tp ranks hold copies of the same weights, whose gradients are summed once per step.
+
+    sequence_parallel: activations between blocks are split along the sequence. overlap: the reduction of input
+    gradients runs while weight gradients are computed. kv_copies: ranks that hold a copy of one kv head (tp > kv
+    heads), else 1. forms: how each pair of layers multiplies on a grid, by its sizes. save_gathered: backward reuses
+    what forward gathered; False: it gathers again.
+    """
+
+    kind: ClassVar[str]
+    layout_name: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]] = ()
+    is_one_dimensional: ClassVar[bool] = False
+    splits_images: ClassVar[bool] = False
+    copies_weights: ClassVar[bool] = False
+
+    sequence_parallel: bool = False
+    overlap: bool = True
+    kv_copies: int = 1
+    forms: tuple[tuple[tuple[int, int, int, int], tuple[str, str]], ...] = ()
+    save_gathered: bool = True
+
+    @classmethod
+    @abstractmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Return every violation, each with the nearest legal values."""
+
+    @classmethod
+    @abstractmethod
+    def resolve(cls, request: Request) -> Self:
+        """Return the strategy of a request without violations, with every setting chosen."""
+
+    @classmethod
+    @abstractmethod
+    def mesh_dims(cls, request: Request) -> MeshDims:
+        """Return (mesh dims with degrees that make up tp, flattened dims): see MeshShape."""
+
+    @classmethod
+    @abstractmethod
+    def vocab_degrees(cls, request: Request) -> tuple[int, ...]:
+        """Return the degrees of the mesh dims that split the vocabulary, major first."""
+
+    @classmethod
+    def micro_batch_divisor(cls, request: Request) -> int:
+        """Return the number that micro_batch must be a multiple of, because samples are split over so many ranks."""
+        return 1
+
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        """Return sentences on what was filled in, such as `depth=2 (filled: the largest legal)`."""
+        return ()
+
+    @classmethod
+    def layout_choices(cls, tp: int) -> list[LayoutChoice]:
+        """Return the layouts of this kind that are worth comparing at this tp, legal or not."""
+        return []
+
+    def label(self, plan: Plan) -> str:
+        """Return the layout's name with its sizes: `1d sequence`, `2d 2x3`."""
+        return self.layout_name
+
+    def resolved_config(self, config: TensorStrategyConfig, plan: Plan) -> TensorStrategyConfig:
+        """Return `config` with the values that were filled in."""
+        return config
+
+    @abstractmethod
+    def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
+        """Return a parameter's layout on the tensor axes, with the axes over which its gradient is a partial sum."""
+
+    @abstractmethod
+    def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
+        """Return the shape of the local tensor that passes between blocks, for one microbatch."""
+
+    def loss_axes(self, plan: Plan) -> tuple[str, ...]:
+        """Return the mesh dims over which samples are split, so that each rank has the loss of its own samples."""
+        return ()
+
+    @abstractmethod
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Return the bytes that one microbatch of `block` saves for backward on a rank, under plan.recompute."""
+
+    @abstractmethod
+    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+        """Return what each layer of `block` needs in backward, in forward order; where the block is recomputed in full,
+        with what its second forward saves."""
+
+    @abstractmethod
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """Return one rank's collectives over the tensor axes in one step (all microbatches) for those blocks."""
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """Return what training promises against one device."""
+        return Equivalence("exact")
+
+    @abstractmethod
+    def explain(self, plan: Plan) -> Explanation:
+        """Return every collective of a step, for `parallelrun explain`."""
