@@ -14,8 +14,8 @@ from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan import data_strategies as kinds
-from parallelrun.plan.data_axis import DataAxis, Point, Way
+from parallelrun.plan import data_candidates as kinds
+from parallelrun.plan.data_axis import DataAxis, Point, StrategyCost
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart, terminal_plot
@@ -118,7 +118,7 @@ def _split(workers: int, found: DataAxis) -> str:
     return f"{counted(workers, 'worker')} + {counted(found.nodes - workers, 'server')}"
 
 
-def drawn(found: DataAxis) -> list[Way]:
+def drawn(found: DataAxis) -> list[StrategyCost]:
     """The ways that get a curve: those that differ in shape, and the plan's own."""
     return [
         strategy

@@ -1,1 +1,1 @@
-"""All-reduce written out on point-to-point messages: ring, halving-doubling, hierarchical (not a way of its own)."""
+"""All-reduce algorithms on point-to-point messages: ring, halving-doubling, hierarchical, tree."""
