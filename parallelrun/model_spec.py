@@ -55,6 +55,14 @@ class ParameterSpec:
         return prod(self.shape)
 
 
+def weight_and_bias(
+    name: str, shape: tuple[int, ...], initialiser: Initialiser, role: str, bias: bool = True, heads: int | None = None
+) -> tuple[ParameterSpec, ...]:
+    """The parameters of a layer or of one of its outputs: a weight and, with `bias`, a bias over dim 0 of zeros."""
+    weight = ParameterSpec(f"{name}.weight", shape, initialiser, role, heads)
+    return (weight, ParameterSpec(f"{name}.bias", shape[:1], Initialiser("zeros"), role, heads)) if bias else (weight,)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One role layer: the unit that a tensor strategy replaces.

@@ -140,7 +140,8 @@ def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     for layer in layers:
         beside = layer.layer_role == "column_parallel"  # q, k and v of a user's module read the same input
         if open_columns and layer.parameters and layer.layer_role != "row_parallel" and not beside:
-            what = f"layer {layer.name} reads what {open_columns.name} has split over tp={tp}: only a row layer can"
+            opener = open_columns.name
+            what = f"layer {layer.name} reads what {opener} has split over tp={tp}: only a row_parallel layer may"
             fix = (
                 f"{roles.suggestion(config, layer.name, 'row_parallel')} or tp=1"
                 if roles.fits(layer, "row_parallel")

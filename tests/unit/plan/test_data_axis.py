@@ -412,7 +412,7 @@ def test_the_presets_of_clusters(cluster, per_node, inside, across):
 
     parsed, problems = read([f"cluster={cluster}"], False, "here")
     assert not problems
-    known = compose.compose_plainly(compose.prepare(parsed, (), "plan", False))[0].config.cluster
+    known = compose.compose_once(compose.prepare(parsed, (), "plan", False))[0].config.cluster
     assert (known.gpus_per_node, known.intra_gb_s, known.inter_gb_s) == (per_node, inside, across)
     assert known.peak_tflops and known.memory_gb and known.latency_us
 
