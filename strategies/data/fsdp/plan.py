@@ -33,7 +33,7 @@ ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
 @dataclass(frozen=True)
 class FSDP(DataStrategy):
-    """Every rank holds its shard; a block's weights are gathered while it computes.
+    """Every rank holds its shard; the weights of a block are gathered while it computes.
 
     reshard_after_forward: gathered weights are freed after forward. reduce_each_microbatch: gradients are reduced in
     every backward pass, so that none are kept unsharded.

@@ -1,4 +1,4 @@
-"""The tables of `steps` as messages to look at: which blocks travel, and whose gradients are in them. Torch-free."""
+"""The tables of `steps` in words: which blocks are sent, and whose gradients they contain. Torch-free."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def exchange(
 
 
 def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:
-    """The spans between all borders of messages: the finest blocks that travel."""
+    """The spans between all borders of messages: the finest blocks that are sent."""
     borders = {0, numel}
     for one in tables:
         for both in one:

@@ -1,4 +1,4 @@
-"""A thread that carries out what it is given, in order, under the dispatch modes of who gave it."""
+"""A thread that runs jobs in order, each under the dispatch modes of the thread that submitted it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallelrun import torch_private
 
 
 class Job:
-    """Something that was put into a Queue. `wait` returns when it is done, or raises what it raised."""
+    """A function in a Queue. `wait` returns when it has run, or raises its exception."""
 
     def __init__(self, run: Callable[[], None]):
         self._run: Callable[[], None] | None = run
@@ -21,26 +21,26 @@ class Job:
         self._error: BaseException | None = None
 
     def carry_out(self) -> None:
-        """Once, by the queue's thread."""
-        assert self._run is not None, "a job is carried out once"
+        """Run the job; called once, by the queue's thread."""
+        assert self._run is not None, "a job runs once"
         try:
             with torch_private.dispatch_modes(self._modes):
                 self._run()
-        except BaseException as error:  # whatever it is, who waits must hear of it
+        except BaseException as error:  # every exception must reach the waiting thread
             self._error = error
-        self._run = None  # it holds the tensor, and the process group that the queue belongs to
+        self._run = None  # it references the tensor and the process group that owns the queue
         self._modes = []
         self._done.set()
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the job has run."""
         torch_private.timed(self._done.wait)
         if self._error is not None:
             raise self._error
 
 
 class Queue:
-    """Jobs are carried out one after the other. The thread ends with the Queue, and never keeps a process alive."""
+    """Runs jobs one after the other. The thread ends with the Queue and never keeps a process alive."""
 
     def __init__(self, name: str):
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -48,7 +48,7 @@ class Queue:
         weakref.finalize(self, self._jobs.put, None)
 
     def put(self, run: Callable[[], None]) -> Job:
-        """Have `run` carried out after all that was put before; returns at once."""
+        """Run `run` after all jobs that were put before; return at once."""
         job = Job(run)
         self._jobs.put(job)
         return job

@@ -1,6 +1,6 @@
-"""The rules of compressed sums in plain words: what n workers' gradients become, one tensor after the other.
+"""The reference rules of compressed sums: the result of n workers' gradients, one tensor after the other.
 
-Of the runtime's code only the arithmetic of one matrix (`powersgd.py`) is read, and which tensors are factored.
+They share with the runtime only the arithmetic of one matrix (`powersgd.py`) and the choice of factored tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compressed_sum(plan: Plan, compression: Compression) -> SumRule:
 
 
 class HalfSumRule(SumRule):
-    """Everything is rounded to fp16, and so are the sums."""
+    """Rounds gradients and sums to fp16."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """Sums of rounded gradients, in the order of the workers."""
@@ -50,7 +50,7 @@ class HalfSumRule(SumRule):
 
 
 class PowerSGDRule(SumRule):
-    """Matrices become P Q^T; what a worker's own P Q^T leaves out, it adds the next time."""
+    """Replaces matrices by P Q^T; a worker adds the error of its own P Q^T to its next gradient."""
 
     def __init__(self, plan: Plan, compression: Compression):
         self._rank = compression.rank
@@ -65,7 +65,7 @@ class PowerSGDRule(SumRule):
         self._right: dict[tuple[str, str], Tensor] = {}
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """Sums of what is not factored, approximations of the rest."""
+        """Sums of the tensors that are not factored, approximations of the others."""
         out = super().gradients(step, local)
         for name, key in sorted(self._factored):
             place = self._parts[name][key][2]
