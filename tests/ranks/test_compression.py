@@ -63,7 +63,7 @@ def cold_start(training: Training) -> None:
 
 
 def not_rounded(training: Training) -> None:
-    for bucket in training.data._reducer.buckets:
+    for bucket in training.data._buckets:
         bucket._send = lambda buffer=bucket.buffer: training.data.start_sum(buffer, training.mesh.group("dp"))
 
 

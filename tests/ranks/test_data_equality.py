@@ -142,11 +142,11 @@ def test_bf16_gradients_are_those_of_every_other_way_bit_for_bit(norm):
 
 
 def forget_a_bucket(training: Training) -> None:
-    training.data._reducer.buckets[1]._send = lambda: type("Done", (), {"wait": lambda self: None})()
+    training.data._buckets[1]._send = lambda: type("Done", (), {"wait": lambda self: None})()
 
 
 def keep_only_the_last_microbatch(training: Training) -> None:
-    for bucket in training.data._reducer.buckets:
+    for bucket in training.data._buckets:
         bucket.collect = partial(_overwrite, bucket, bucket.collect)
 
 

@@ -56,7 +56,7 @@ def test_buckets_leave_during_the_last_backward_and_none_before():
 def done_before_backward_ends() -> tuple[int, int]:
     """(sums that were over when backward was, all sums) of a step whose last hook takes its time."""
     training = start({"dp": 2, "microbatches": 1, **RING, **SMALL_BUCKETS})
-    buckets = training.data._reducer.buckets
+    buckets = training.data._buckets
     first_weight = buckets[-1].slots[-1].weight
     found: list[tuple[int, int]] = []
 
