@@ -190,7 +190,7 @@ def with_a_fault(fault: str) -> Tensor:
         runtime.table = lambda *arguments: steps.table(*arguments)[:-1]
     if fault == "not waited for":
         runtime._Pieces.run = lambda self, right=runtime._Pieces.run: (time.sleep(0.2), right(self))[1]
-        from parallelrun.strategies.data.common.allreduce import jobs
+        from parallelrun.strategies.data.common.allreduce import runtime as jobs
 
         jobs.Job.wait = lambda self: None
     if fault == "sent before it was added":
