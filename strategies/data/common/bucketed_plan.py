@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
@@ -19,6 +19,9 @@ from parallelrun.plan.structure import Collective, Equivalence, Plan
 from . import buckets
 from .compression import plan as compressions
 from .compression.plan import Compression, Message
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
@@ -17,6 +17,9 @@ from parallelrun.plan.structure import SYNC, Collective, Plan
 from parallelrun.precision import BYTES
 
 from . import buckets
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -26,6 +26,9 @@ from parallelrun.precision import BYTES
 
 from . import buckets
 from .buckets import Filled, Shape, WaitingGradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

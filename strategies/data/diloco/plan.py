@@ -8,13 +8,16 @@ beginning and the outer momentum.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

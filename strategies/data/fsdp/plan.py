@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -27,6 +27,9 @@ from parallelrun.precision import BYTES
 from ..common import buckets
 from ..common.buckets import check_shardable, shard_dim, shard_layout
 from .units import Unit, is_whole, make_units, shard_axis
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 

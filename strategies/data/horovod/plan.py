@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
@@ -28,6 +28,9 @@ from ..common.compression import plan as compression
 from ..common.compression.plan import HALF_BYTES, Message
 from . import checks, halving
 from .checks import ADASUM
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PROCESS_SET = "process_set"  # the name of their groups among the axes
 KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan.data_strategy import ExchangeForm
@@ -21,6 +21,9 @@ from . import algorithm as algorithms
 from . import counts, explain
 from .algorithm import Algorithm, over
 from .steps import NATIVE, piece_elements
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
