@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.bucketed import Bucket
+from parallelrun.strategies.data.common.reducer import FlatBucket
 from parallelrun.train.build import Training
 from parallelrun.train.step import finish_gradients, forward_backward
 from parallelrun.verify.measure import BOUNDS, tensor_errors
 from tests.plans import tiny_config
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import SETTING, Outcome, assemble, run, run_with_evaluation, start
+from tests.ranks.data_body import SETTING, Outcome, assemble, run, run_with_evaluation, start
 
 ZERO1 = {"strategy.data.kind": "zero1"}
 ZERO2 = {"strategy.data.kind": "zero2"}
@@ -143,17 +143,17 @@ def test_bf16_gradients_are_those_of_every_other_way_bit_for_bit(norm):
 
 
 def forget_a_bucket(training: Training) -> None:
-    training.data._reducer.buckets[1]._send = lambda: type("Done", (), {"wait": lambda self: None})()
+    training.data._buckets[1]._send = lambda: type("Done", (), {"wait": lambda self: None})()
 
 
 def keep_only_the_last_microbatch(training: Training) -> None:
-    for bucket in training.data._reducer.buckets:
+    for bucket in training.data._buckets:
         bucket.collect = partial(_overwrite, bucket, bucket.collect)
 
 
-def _overwrite(bucket: Bucket, collect: Callable[[], None]) -> None:
+def _overwrite(bucket: FlatBucket, collect: Callable[[], None]) -> None:
     for slot in bucket.slots:
-        slot.filled = slot.filled and slot.parameter.grad is None
+        slot.filled = slot.filled and slot.weight.grad is None
     collect()
 
 
@@ -173,7 +173,7 @@ def average_in_the_root(training: Training) -> None:
 def keep_only_the_last_pass(training: Training) -> None:
     for reducer in training.data._reducers:
         for bucket in reducer.buckets:
-            bucket.reduce = partial(_as_if_first, bucket.reduce)
+            bucket._reduce = partial(_as_if_first, bucket._reduce)
 
 
 def _as_if_first(reduce: Callable[[bool], Callable[[], None]], first: bool) -> Callable[[], None]:
@@ -183,8 +183,8 @@ def _as_if_first(reduce: Callable[[bool], Callable[[], None]], first: bool) -> C
 def reduce_in_the_last_pass_only(training: Training) -> None:
     """What earlier passes have left is let go with the buckets' first reductions."""
     for reducer in training.data._reducers:
-        start = reducer._start_full
-        reducer._start_full = partial(_drop_all_but_the_last, reducer, start)
+        start = reducer._launch_full
+        reducer._launch_full = partial(_drop_all_but_the_last, reducer, start)
 
 
 def _drop_all_but_the_last(reducer: Any, start: Callable[[], None]) -> None:
@@ -224,7 +224,7 @@ def gradient_bytes(overrides: dict[str, Any]) -> tuple[int, int, int]:
     training = start({**overrides})
     most = 0
     if overrides["strategy.data.kind"] == "zero2":
-        under_way = training.data._under_way
+        under_way = training.data.pending
         begin = under_way.start
 
         def watched(start: Callable[[], Callable[[], None]]) -> None:
@@ -243,7 +243,7 @@ def gradient_bytes(overrides: dict[str, Any]) -> tuple[int, int, int]:
         storage = parameter.tensor.grad.untyped_storage()
         held[storage.data_ptr()] = storage.nbytes()
     if overrides["strategy.data.kind"] == "zero1":  # its buckets stay
-        for bucket in training.data._reducer.buckets:
+        for bucket in training.data._buckets:
             held[bucket.buffer.data_ptr()] = bucket.buffer.untyped_storage().nbytes()
     return sum(held.values()), sum(w.numel() * w.element_size() for w in weights), most
 

@@ -1,4 +1,4 @@
-"""The tables of `steps` as messages to look at: which blocks travel, and whose gradients are in them. Torch-free."""
+"""The tables of `steps` in words: which blocks are sent, and whose gradients they contain. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from parallelrun.plan.messages import Exchange, Message, Round
 
-from .settings import Algorithm
+from .algorithm import Algorithm
 from .steps import ALL_GATHER, SCATTER_REDUCE, Span, pieces, table
 from .steps import Message as Slice
+from .steps import Round as TableRow
 
 TEXTS = {
     "ring": (
@@ -71,8 +72,8 @@ def exchange(
     return Exchange(title, tuple(rounds))
 
 
-def _blocks(tables: Sequence[tuple], numel: int) -> list[Span]:
-    """The spans between all borders of messages: the finest blocks that travel."""
+def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:
+    """The spans between all borders of messages: the finest blocks that are sent."""
     borders = {0, numel}
     for one in tables:
         for both in one:

@@ -1,6 +1,6 @@
-"""The rules of compressed sums in plain words: what n workers' gradients become, one tensor after the other.
+"""The reference rules of compressed sums: the result of n workers' gradients, one tensor after the other.
 
-Of the runtime's code only the arithmetic of one matrix (`powersgd.py`) is read, and which tensors are factored.
+They share with the runtime only the arithmetic of one matrix (`powersgd.py`) and the choice of factored tensors.
 """
 
 from __future__ import annotations
@@ -10,26 +10,33 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from parallelrun.plan.parameters import held_parameters
+from parallelrun.config.schema import Config
+from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import Summed
+from parallelrun.verify.replay import Rule, SumRule
 
+from ..bucketed_plan import BucketedAllReduce
+from .plan import Compression, is_factored, matrix_shape, num_columns
 from .powersgd import first_right_factor, next_right_factor, orthonormal
-from .settings import Compression, is_factored, matrix_shape, num_columns
 
 Tensors = dict[str, Tensor]
-Place = tuple[slice, ...]
+StoredPart = tuple[HeldParameter, tuple[int, ...], tuple[slice, ...]]
 
 
-def rule(plan: Plan, compression: Compression) -> Summed:
-    """The rule of one sum over dp (or over a process set)."""
+def rule(config: Config, plan: Plan) -> Rule:
+    """The rule of a strategy whose gradients are compressed sums over dp."""
+    return compressed_sum(plan, BucketedAllReduce.of(plan).compression)
+
+
+def compressed_sum(plan: Plan, compression: Compression) -> SumRule:
+    """The rule of one compressed sum, over dp or over a process set."""
     if compression.kind == "fp16":
-        return Halves()
-    return PowerSgd(plan, compression) if compression.kind == "powersgd" else Summed()
+        return HalfSumRule()
+    return PowerSGDRule(plan, compression) if compression.kind == "powersgd" else SumRule()
 
 
-class Halves(Summed):
-    """Everything is rounded to fp16, and so are the sums."""
+class HalfSumRule(SumRule):
+    """Rounds gradients and sums to fp16."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
         """Sums of rounded gradients, in the order of the workers."""
@@ -42,8 +49,8 @@ class Halves(Summed):
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
 
-class PowerSgd(Summed):
-    """Matrices become P Q^T; what a worker's own P Q^T leaves out, it adds the next time."""
+class PowerSGDRule(SumRule):
+    """Replaces matrices by P Q^T; a worker adds the error of its own P Q^T to its next gradient."""
 
     def __init__(self, plan: Plan, compression: Compression):
         self._rank = compression.rank
@@ -58,7 +65,7 @@ class PowerSgd(Summed):
         self._right: dict[tuple[str, str], Tensor] = {}
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """Sums of what is not factored, approximations of the rest."""
+        """Sums of the tensors that are not factored, approximations of the others."""
         out = super().gradients(step, local)
         for name, key in sorted(self._factored):
             place = self._parts[name][key][2]
@@ -81,10 +88,10 @@ class PowerSgd(Summed):
         return (left @ summed.T).reshape(gradients[0].shape)
 
 
-def stored_parts(plan: Plan) -> dict[str, dict[str, tuple]]:
+def stored_parts(plan: Plan) -> dict[str, dict[str, StoredPart]]:
     """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
     before any data strategy. One part, the whole, where no tensor strategy splits it."""
-    out: dict[str, dict[str, tuple]] = {}
+    out: dict[str, dict[str, StoredPart]] = {}
     mesh_dims = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim not in ("pp", "dp")]
     for pp_rank in range(plan.mesh.size("pp")):
         for held in held_parameters(plan, pp_rank):

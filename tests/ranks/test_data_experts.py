@@ -14,7 +14,7 @@ from parallelrun.config.presets import values
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
 from tests.ranks import horovod_body
-from tests.ranks.data_way_body import run
+from tests.ranks.data_body import run
 
 # 4 experts in the second of 2 layers; uneven rows of the vocabulary; clipped: a wrong norm makes a wrong update
 MOE: dict[str, Any] = {

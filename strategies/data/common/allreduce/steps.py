@@ -1,7 +1,7 @@
-"""Who sends what to whom in which round of an all-reduce: tables, one per rank. Torch-free.
+"""The messages of all-reduce algorithms by round: one table per rank. Torch-free.
 
 A table is a tuple of Rounds. In every round a rank sends at most one message and receives at most one; it may send once
-it has all that it received in the rounds before. `runtime` executes the tables, `counts` counts them.
+it has received the messages of all earlier rounds. `runtime` executes the tables, `counts` counts them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank does in one round of a phase. None: nothing goes that way (an empty segment, or no peer)."""
+    """One rank's part in one round of a phase. None: no message (an empty segment, or no peer)."""
 
     phase: str
     send: Message | None
@@ -57,7 +57,7 @@ def table(algorithm: str, size: int, index: int, numel: int, group_size: int = 1
 
 
 def segments(start: int, stop: int, parts: int) -> tuple[Span, ...]:
-    """[start, stop) cut in `parts` spans, the first ones longer by one where it does not divide (Baidu's rule)."""
+    """Cut [start, stop) into `parts` spans; the first are longer by one where it does not divide (Baidu's rule)."""
     base, longer = divmod(stop - start, parts)
     edges = [start + i * base + min(i, longer) for i in range(parts + 1)]
     return tuple(pairwise(edges))

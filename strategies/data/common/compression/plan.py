@@ -1,7 +1,7 @@
-"""What of the gradients goes over the wire: as they are, as fp16, or as two thin factors. Torch-free.
+"""Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors. Torch-free.
 
-Any strategy that reduces whole gradients in buckets (ddp, ring, horovod) takes it: it is a `CompressedStrategy`, which
-predicts one all-reduce per `Message`, and its runtime sends through `runtime.compress`.
+The strategies that all-reduce gradients in buckets (ddp, ring, horovod) offer it: they predict one all-reduce per
+`Message`, and their runtime sends through `runtime.compress`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
-from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
@@ -30,13 +29,6 @@ class Compression:
 
     kind: str = "none"
     rank: int = 0
-
-
-@dataclass(frozen=True)
-class CompressedStrategy(DataStrategy):
-    """A strategy whose reduced gradients may be compressed."""
-
-    compression: Compression = Compression()
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ def of(config: Config) -> Compression:
 
 
 def check(request: Request) -> list[Problem]:
-    """Compressions that mean nothing under the other settings."""
+    """Compressions that contradict other settings."""
     config, problems = request.config, []
     data = config.strategy.data
     if data.powersgd_rank is not None and data.compression != "powersgd":
@@ -68,14 +60,12 @@ def check(request: Request) -> list[Problem]:
         where = "strategy.data.powersgd_rank"
         problems.append(Problem(what, where, "strategy.data.compression=powersgd", kind="unread"))
     if data.compression == "powersgd" and config.precision.name == "fp16" and request.dp > 1:
-        what = (
-            "precision=fp16 changes its loss scale as it goes, and the error that powersgd remembers is in the old one"
-        )
+        what = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
         problems.append(Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
     if data.compression != "none" and request.ep > 1:
         what = (
             f"strategy.data.compression={data.compression} with ep={request.ep}: experts' gradients are summed over "
-            "fewer ranks than the others, and the replay that proves compressed sums knows one set of ranks"
+            "fewer ranks than the others, and the reference of compressed sums has one set of ranks"
         )
         fix = "strategy.data.compression=none or ep=1"
         problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
@@ -95,8 +85,8 @@ def num_columns(shape: Sequence[int], rank: int) -> int:
 def is_factored(held: HeldParameter, shape: Sequence[int], plan: Plan, compression: Compression) -> bool:
     """Whether powersgd sends this parameter's gradient (local `shape`) as factors.
 
-    Where that is smaller, and where the gradient is a whole one: what is summed once more after the exchange over dp
-    (parts partial over an axis, copies of a tied weight) is sent as it is, or the plan would change what is computed.
+    It does where the factors are smaller. A gradient that is summed again after the exchange over dp (partial over an
+    axis, a copy of a tied weight) is sent as it is, or the plan would change the result.
     """
     tied = {name for pair in plan.tied_copies for name in pair}
     if compression.kind != "powersgd" or len(shape) < 2 or held.layout.partial or held.name in tied:
@@ -117,14 +107,14 @@ def messages(
         element = HALF_BYTES if compression.kind == "fp16" else size
         return (Message(sum(prod(shape) for _, shape in bucket), element),)
     factored = [shape for held, shape in bucket if is_factored(held, shape, plan, compression)]
-    whole = sum(prod(shape) for held, shape in bucket if not is_factored(held, shape, plan, compression))
+    uncompressed = sum(prod(shape) for _, shape in bucket) - sum(prod(shape) for shape in factored)
     left = sum(matrix_shape(shape)[0] * num_columns(shape, compression.rank) for shape in factored)
     right = sum(matrix_shape(shape)[1] * num_columns(shape, compression.rank) for shape in factored)
-    return tuple(Message(numel, size) for numel in (whole, left, right) if numel)
+    return tuple(Message(numel, size) for numel in (uncompressed, left, right) if numel)
 
 
 def held_bytes(bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression) -> int:
-    """What compressing one bucket keeps in memory: its messages; for powersgd the errors and two more right factors."""
+    """Bytes kept to compress one bucket: its messages, and for powersgd the errors and two more right factors."""
     if compression.kind == "none":
         return 0
     total = sum(message.payload_bytes for message in messages(bucket, plan, compression))
@@ -137,7 +127,7 @@ def held_bytes(bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Pl
 
 
 def equivalence(plan: Plan, compression: Compression) -> Equivalence:
-    """What compressed sums promise: those of one device only where nothing is compressed."""
+    """Exact where nothing is compressed, else equal to a replay of the compression."""
     if compression.kind == "none" or plan.mesh.size("dp") == 1:
         return Equivalence("exact")
     if compression.kind == "fp16":
@@ -146,5 +136,5 @@ def equivalence(plan: Plan, compression: Compression) -> Equivalence:
 
 
 def half_bound(plan: Plan) -> float:
-    """How far fp16 sums may lie apart because the backend chooses the order of rounding, by `verify`'s measure."""
+    """The difference of fp16 sums, in `verify`'s measure, that the backend's order of rounding may cause."""
     return plan.mesh.size("dp") * 2.0**-8

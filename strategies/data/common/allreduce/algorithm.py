@@ -1,4 +1,4 @@
-"""Which all-reduce a data strategy sums with: `strategy.data.algorithm` and `group_size`. Torch-free.
+"""The choice of an all-reduce algorithm: `strategy.data.algorithm` and `group_size`. Torch-free.
 
 For any strategy that reduces whole gradients: it has a field `algorithm`, and its `reads` includes KEYS.
 """
@@ -88,7 +88,7 @@ def over(algorithm: Algorithm, axis: str, plan: Plan) -> Algorithm:
 
 
 def filled(request: Request, default: str) -> tuple[str, ...]:
-    """Where the size of the inner groups comes from, if nobody gave it."""
+    """The source of the inner groups' size, where the user gave none."""
     data = request.config.strategy.data
     if (data.algorithm or default) != HIERARCHICAL or data.group_size is not None or request.dp == 1:
         return ()

@@ -13,7 +13,7 @@ from parallelrun.optimizer import Optimizer
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import start
+from tests.ranks.data_body import start
 
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.005}
 
@@ -22,7 +22,7 @@ def events(overrides: dict[str, Any]) -> list[str]:
     """`microbatch` (one starts), `launch` and `finish` (backward is over) in the order they happen in one step."""
     training = start({**SMALL_BUCKETS, **overrides})
     seen: list[str] = []
-    for bucket in training.data._reducer.buckets:
+    for bucket in training.data._buckets:
         bucket.launch = _noted(bucket.launch, "launch", seen)
     training.parts[0].register_forward_pre_hook(_noted(lambda *_: None, "microbatch", seen))
     training.data.launch_gradients = _noted(training.data.launch_gradients, "finish", seen)
@@ -56,7 +56,7 @@ def test_under_zero_bubble_buckets_wait_for_the_schedule():
 def ddp_storage() -> bool:
     """After every step each gradient is a view into a bucket, and the buckets never move."""
     training = start({**SMALL_BUCKETS, "dp": 2, "microbatches": 2})
-    buffers = [bucket.buffer for bucket in training.data._reducer.buckets]
+    buffers = [bucket.buffer for bucket in training.data._buckets]
     places = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     for step in (1, 2):
         train_step(training, step, 0.1, LossScaler(training.config.precision, False))

@@ -1,4 +1,4 @@
-"""What the tables of `steps` send, in closed form per rank, and over each link. Torch-free."""
+"""The number and size of the messages in the tables of `steps`, per rank and per link. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallelrun.plan.structure import Collective
 
-from .settings import Algorithm
+from .algorithm import Algorithm
 from .steps import HALVING_DOUBLING, NATIVE, RING, SCATTER_REDUCE, TREE, segments, table
 
 BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added
@@ -28,7 +28,7 @@ class Counts:
 def rows(
     algorithm: Algorithm, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
 ) -> list[Collective]:
-    """The rows of the account of one all-reduce over `axis` of `numel` gradients by member `index` of `size`.
+    """The predicted rows of one all-reduce over `axis` of `numel` gradients for member `index` of `size`.
 
     limit: elements of a piece of a message; None: messages are sent whole.
     """
@@ -43,7 +43,7 @@ def rows(
 
 
 def counts(algorithm: Algorithm, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
-    """What member `index` of `size` sends and receives for a tensor of `numel` elements."""
+    """The messages of member `index` of `size` for a tensor of `numel` elements."""
     if algorithm.name == RING:
         return _of_ring(size, index, numel, limit)
     if algorithm.name in (HALVING_DOUBLING, TREE):
@@ -57,7 +57,7 @@ def counts(algorithm: Algorithm, size: int, index: int, numel: int, limit: int |
 def buffer_elements(algorithm: Algorithm, size: int, index: int, numel: int, on_cpu: bool) -> int:
     """Elements of the buffers in which member `index` of `size` receives what it adds to a tensor of `numel` elements.
 
-    Each is as long as the longest such message. The backend's own all-reduce has none that are ours.
+    Each is as long as the longest such message. The backend's own all-reduce needs none.
     """
     if algorithm.name == NATIVE:
         return 0
@@ -113,7 +113,7 @@ def _of_table(algorithm: Algorithm, size: int, index: int, numel: int, limit: in
 
 
 def links(algorithm: Algorithm, size: int, numel: int) -> dict[tuple[int, int], int]:
-    """Elements that go from one member to another in one all-reduce: (from, to) -> how many, where there are any."""
+    """Elements sent from one member to another in one all-reduce: (from, to) -> how many, where there are any."""
     found: Counter[tuple[int, int]] = Counter()
     for index in range(size):
         for one in table(algorithm.name, size, index, numel, algorithm.group_size):

@@ -1,39 +1,41 @@
-"""Compression at run time: `compress` turns a bucket and an all-reduce into what `Bucket` sends.
+"""Gradient compression at run time: fp16 (Horovod) and PowerSGD (Vogels, Karimireddy and Jaggi 2019).
 
-After the wait the bucket's buffer holds the sum, or its approximation, the same bit for bit on every rank.
+After the wait a bucket's buffer holds the sum or its approximation, bitwise equal on every rank.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallelrun import torch_private
-from parallelrun.plan.parameters import HeldParameter
+from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
+from ..bucketed_plan import BucketedAllReduce
+from ..reducer import BucketedRuntime, Part, Waitable
 from . import powersgd
-from .settings import Compression, is_factored, matrix_shape, num_columns
-
-
-class Waitable(Protocol):
-    """A started exchange, such as `dist.Work`."""
-
-    def wait(self) -> object: ...
-
+from .plan import Compression, is_factored, matrix_shape, num_columns
 
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
-Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into the bucket's buffer
+
+
+class CompressedRuntime(BucketedRuntime):
+    """Sums gradients in buckets, compressed as the strategy says."""
+
+    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
+        compression = BucketedAllReduce.of(self._plan).compression
+        return compress(compression, self._plan, buffer, parts, partial(self.start_sum, group=group))
 
 
 def compress(
     compression: Compression, plan: Plan, buffer: Tensor, parts: Sequence[Part], start_sum: Sum
 ) -> Callable[[], Waitable]:
-    """What starts the exchange of `buffer`, in the messages that `settings.messages` predicts."""
+    """Return what starts the exchange of `buffer`, in the messages that `plan.messages` predicts."""
     if compression.kind == "fp16":
         return HalfSum(buffer, start_sum).start
     factored = [(h, g) for h, g in parts if is_factored(h, g.shape, plan, compression)]
@@ -52,23 +54,23 @@ class HalfSum:
         self._work: Waitable | None = None
 
     def start(self) -> Waitable:
-        """Start the exchange of what the buffer holds now."""
+        """Start the exchange of the buffer's current values."""
         self._half.copy_(self._buffer)
         self._work = self._start_sum(self._half)
         return self
 
     def wait(self) -> None:
-        """Until the buffer holds the sum."""
+        """Wait until the buffer holds the sum."""
         assert self._work is not None, "nothing was started"
         self._work.wait()
         self._buffer.copy_(self._half)
 
 
 class Stack:
-    """Matrices of one shape of a bucket, stacked, with what this rank remembers of them between steps.
+    """The matrices of one shape in a bucket, stacked, with the state that this rank keeps of them between steps.
 
-    error: what has not been sent yet, and, while a step is under way, what is to be sent. right: the Q of the next
-    step. left and summed_right: this step's P and Q, places in the flat tensors that are summed.
+    error: the part of past gradients that has not been sent; during a step, the corrected gradient. right: the Q of the
+    next step. left and summed_right: this step's P and Q, views of the flat tensors that are summed.
     """
 
     def __init__(self, parts: Sequence[Part], rank: int):
@@ -89,21 +91,21 @@ class Stack:
         torch.bmm(self.error, self.right, out=self.left)
 
     def answer(self) -> None:
-        """With the summed P: make it orthonormal, Q = (gradient + error)^T P, and remember what P Q^T leaves out."""
+        """Make the summed P orthonormal, compute Q = (gradient + error)^T P, and keep the error of P Q^T."""
         self.left.copy_(powersgd.orthonormal(self.left))
         torch.bmm(self.error.mT, self.left, out=self.summed_right)
         self.error.baddbmm_(self.left, self.summed_right.mT, alpha=-1)
 
     def finish(self) -> None:
-        """With the summed Q: the gradients are P Q^T."""
+        """Replace the gradients by P Q^T with the summed Q."""
         torch_private.copy_all(self.gradients, list(torch.bmm(self.left, self.summed_right.mT).unbind()))
         self.right = powersgd.next_right_factor(self.summed_right, self.first)
 
 
 class FactoredSum:
-    """PowerSGD with error feedback: what a rank leaves out of a step's sum, it adds to its next gradient.
+    """PowerSGD with error feedback: a rank adds the error of one step's approximation to its next gradient.
 
-    The error is in memory only: a resumed run begins without, as after a step in which nothing was left out.
+    The error is kept in memory only: a resumed run starts with an error of zero.
     """
 
     def __init__(self, whole: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
@@ -121,7 +123,7 @@ class FactoredSum:
 
     @torch.no_grad()
     def start(self) -> Waitable:
-        """Start the sums of what is not factored and of P."""
+        """Start the sums of the gradients that are not factored and of P."""
         self._works = []
         if self._whole:
             torch_private.copy_all(_views(self._flat, self._whole), self._whole)
@@ -133,7 +135,7 @@ class FactoredSum:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Sum Q, then put everything together."""
+        """Sum Q, then write all results into the bucket."""
         self._works.pop().wait()
         for stack in self.stacks:
             stack.answer()

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import Rule, Summed
+from parallelrun.verify.replay import Rule, SumRule
 
-from ..compression import replay as compressed
+from ..common.compression.reference import compressed_sum, stored_parts
 from .checks import ADASUM
 from .plan import Horovod
 
@@ -23,14 +23,14 @@ def rule(config: Config, plan: Plan) -> Rule:
     if strategy.reduction == ADASUM:
         return AdasumRule(plan, sets, strategy.compression.kind == "fp16")
     if strategy.process_sets:
-        return ProcessSetRule({members: compressed.rule(plan, strategy.compression) for members in sets})
-    return compressed.rule(plan, strategy.compression)
+        return ProcessSetRule({members: compressed_sum(plan, strategy.compression) for members in sets})
+    return compressed_sum(plan, strategy.compression)
 
 
-class ProcessSetRule(Summed):
+class ProcessSetRule(SumRule):
     """Each set of workers has a rule of its own for its sums, and takes the mean."""
 
-    def __init__(self, rules: dict[tuple[int, ...], Summed]):
+    def __init__(self, rules: dict[tuple[int, ...], SumRule]):
         self._rules = rules
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
@@ -42,11 +42,11 @@ class ProcessSetRule(Summed):
         return out
 
 
-class AdasumRule(Summed):
+class AdasumRule(SumRule):
     """Workers keep their gradients; what their optimizers have changed the weights by is combined in pairs of pairs."""
 
     def __init__(self, plan: Plan, sets: list[tuple[int, ...]], half: bool):
-        self._parts = compressed.stored_parts(plan)
+        self._parts = stored_parts(plan)
         self._sets, self._half = sets, half
         self._before: list[Tensors] = []
 

@@ -1,29 +1,31 @@
-"""All-reduce by the tables of `steps`, on point-to-point messages that are counted like everything else.
+"""All-reduce by the tables of `steps`, on point-to-point messages that are counted like all communication.
 
     all_reduce(buffer, group, "gradients", "ring", async_op=True).wait()
 
-On gloo a thread per process group carries out what is started, in order; messages are cut in pieces, so that a piece
-travels on while the next one arrives and is added. On CUDA the rounds are enqueued on a stream of their own.
+On gloo a thread per process group runs the all-reduces in order; messages are cut into pieces, so that one piece is
+forwarded while the next one arrives and is added. On CUDA the rounds are enqueued on a separate stream.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.mesh import Group
 
-from .jobs import Queue
 from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table
 
-# A thread or a stream belongs to its process group, and goes with it; callers only know the group.
+# A thread or a stream belongs to its process group and ends with it; callers know only the group.
 _lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
@@ -38,12 +40,12 @@ def all_reduce(
     """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
 
     algorithm: native | ring | halving_doubling | tree | hierarchical (group_size: members of an inner group, which
-    divides the group's size). async_op: returns what to wait for (None on a group of one); until then the tensor may
-    not be touched. Calls are carried out in their order, which must be the same on all members of the group.
+    divides the group's size). async_op: return the started exchange (None on a group of one); the tensor may not be
+    used before its end. Calls run in their order, which must be the same on all members of the group.
     """
     if algorithm == NATIVE or group.size == 1:
         return comm.all_reduce(tensor, group, purpose, async_op=async_op)
-    assert tensor.is_contiguous(), "its flat view is what is sent"
+    assert tensor.is_contiguous(), "its flat view is sent"
     rounds = table(algorithm, group.size, group.index, tensor.numel(), group_size)
     rounds = tuple(one for one in rounds if one.send or one.receive)
     started = (_on_stream if tensor.is_cuda else _on_thread)(tensor.view(-1), rounds, group, purpose)
@@ -51,6 +53,55 @@ def all_reduce(
         return started
     started.wait()
     return None
+
+
+class Job:
+    """A function in a Queue. `wait` returns when it has run, or raises its exception."""
+
+    def __init__(self, run: Callable[[], None]):
+        self._run: Callable[[], None] | None = run
+        self._modes = torch_private.current_dispatch_modes()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def carry_out(self) -> None:
+        """Run the job; called once, by the queue's thread."""
+        assert self._run is not None, "a job runs once"
+        try:
+            with torch_private.dispatch_modes(self._modes):
+                self._run()
+        except BaseException as error:  # every exception must reach the waiting thread
+            self._error = error
+        self._run = None  # it references the tensor and the process group that owns the queue
+        self._modes = []
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait until the job has run."""
+        torch_private.timed(self._done.wait)
+        if self._error is not None:
+            raise self._error
+
+
+class Queue:
+    """Runs jobs one after the other. The thread ends with the Queue and never keeps a process alive."""
+
+    def __init__(self, name: str):
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        threading.Thread(target=_carry_out_all, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def put(self, run: Callable[[], None]) -> Job:
+        """Run `run` after all jobs that were put before; return at once."""
+        job = Job(run)
+        self._jobs.put(job)
+        return job
+
+
+def _carry_out_all(jobs: SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        job.carry_out()
+        del job  # or the last one would live until the next comes
 
 
 def _on_thread(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
@@ -62,13 +113,13 @@ def _on_thread(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str
 
 
 class _Scratch:
-    """Where what is to be added arrives. Kept, for fresh memory costs as much as the sum; only the thread uses it."""
+    """The receive buffer of the thread. It is kept because fresh memory costs as much as the sum."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
 
     def rows(self, numel: int, like: Tensor) -> Tensor:
-        """(2, numel) of like's dtype, whatever was there before."""
+        """Return (2, numel) of like's dtype, uninitialised."""
         wanted = 2 * numel * like.element_size()
         if self._held.numel() < wanted:
             self._held = torch.empty(wanted, dtype=torch.uint8)
@@ -76,7 +127,7 @@ class _Scratch:
 
 
 class _Lane:
-    """What carries out the all-reduces of one process group on gloo."""
+    """The thread and the receive buffer of one process group on gloo."""
 
     def __init__(self, name: str):
         self.queue, self.scratch = Queue(name), _Scratch()
@@ -85,10 +136,10 @@ class _Lane:
 class _Pieces:
     """One all-reduce on gloo.
 
-    Receives are posted a round ahead, so that no sender waits for its peer to look: gloo's messages are rendezvous.
-    Nothing here waits for a send before the end: what overwrites a segment is a sum that has this rank's part in it, so
-    the send of that part was over before. A send's round is known to all by the table: no deadlock can arise, for
-    everyone posts its receives of a round before it waits for those of the round before.
+    Receives are posted one round ahead, because a gloo send completes only when the peer has posted its receive. Sends
+    are awaited only at the end: a segment is overwritten only by a sum that contains this rank's contribution, so its
+    send has already completed. There is no deadlock, because every rank posts the receives of a round before it waits
+    for those of the round before.
     """
 
     def __init__(self, flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str, scratch: _Scratch):
@@ -118,7 +169,7 @@ class _Pieces:
             work.wait()
 
     def _post(self, number: int) -> list[tuple[Message, Tensor, dist.Work]]:
-        """Start the receives of a round: into the tensor, or where they are added from."""
+        """Start the receives of a round: into the tensor, or into the buffer from which they are added."""
         if number >= len(self._rounds) or (message := self._rounds[number].receive) is None:
             return []
         into, offset = self._flat, 0
@@ -136,7 +187,7 @@ class _Pieces:
         return deque(pieces(message, self._piece)) if message else deque()
 
     def _send(self, outgoing: deque[Message], ready: int) -> None:
-        """Start the sends of what lies before `ready`: all of that has arrived."""
+        """Start the sends of the pieces before `ready`, which have arrived."""
         while outgoing and outgoing[0].stop <= ready:
             piece = outgoing.popleft()
             part = self._flat[piece.start : piece.stop]
@@ -144,7 +195,7 @@ class _Pieces:
 
 
 def _on_stream(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
-    """Enqueue all rounds behind what the current stream has enqueued; its `wait` makes that stream wait for them."""
+    """Enqueue all rounds behind the work of the current stream; `wait` makes that stream wait for them."""
     assert group.process_group is not None
     stream = _streams.get(group.process_group)
     if stream is None:
@@ -165,7 +216,7 @@ class _StreamWork:
 
 
 def run_in_batches(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> None:
-    """A round at a time, whole messages, both directions as one batch: what NCCL wants. Works on gloo too."""
+    """Run one round at a time with uncut messages and both directions in one batch, as NCCL needs it; also on gloo."""
     for one in rounds:
         buffer, receives = flat[:0], []
         if one.receive is not None:

@@ -1,7 +1,4 @@
-"""The ways to combine the gradients of a data axis, as a plan's settings make them: what `data_axis` compares.
-
-Torch-free.
-"""
+"""The strategies that `data_axis` compares, with the settings of a plan. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ SECONDS, RELATIVE = "s", "D/B"
 
 @dataclass(frozen=True)
 class Fabric:
-    """The links as the ranks of one data group see them. per_host: how many of them share a host. across: of one rank,
-    None where the cluster does not say. unit: `s`, or, where the rates are not known, `D/B`: times are then multiples
-    of sending all gradients once, latency left out."""
+    """The links of the ranks of one data group. per_host: how many of them share a host. across: of one rank, None
+    where the cluster does not give it. unit: `s`, or `D/B` where rates are unknown: times are then multiples of sending
+    all gradients once, without latency."""
 
     inside: Link
     across: Link | None
@@ -65,7 +62,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Case:
-    """What all ways are asked about."""
+    """The plan and its sizes, as all candidates need them."""
 
     plan: Plan
     size: int
@@ -75,15 +72,16 @@ class Case:
 
     @property
     def gathered(self) -> float:
-        """Bytes of the weights as FSDP gathers them: in the dtype that computes."""
+        """Bytes of the weights as FSDP gathers them: in the compute dtype."""
         precision = self.plan.precision
         return self.size * BYTES[precision.compute] / BYTES[precision.reduce]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """cost: (nodes, link) -> exchange, asked of 2 nodes and more. legal: on how many nodes. servers: among nodes.
-    pooled: its link is `Fabric.pooled`, that of a collective; else every rank sends by its own port."""
+    """One closed form. cost: (nodes, link) -> exchange, for 2 nodes and more. legal: whether a number of nodes is
+    possible. servers: how many of the nodes. pooled: its link is `Fabric.pooled`, that of a collective; else every rank
+    sends by its own port."""
 
     name: str
     label: str
@@ -94,7 +92,7 @@ class Candidate:
 
 
 def candidates(case: Case) -> list[Candidate]:
-    """Every way; the plan's own once more where its settings make it another."""
+    """All candidates; the plan's own strategy once more where its settings change its cost."""
     return [*_reductions(case, case.size), *_own(case), *_shardings(case), *_servers(case)]
 
 
@@ -141,7 +139,7 @@ def _own(case: Case) -> list[Candidate]:
 
 
 def _compressed_bytes(plan: Plan) -> float:
-    """What the plan's own account says it sums over dp; point to point it sends 2(n-1)/n of that."""
+    """Bytes that the plan predicts to sum over dp; point to point it sends 2(n-1)/n of that."""
     busiest, degree = prediction.traffic(plan)[0], plan.mesh.size("dp")
     rows = [row for row in prediction.collectives(plan, busiest) if row.axis == "dp" and row.purpose == "gradients"]
     whole = sum(row.payload_bytes for row in rows if row.operation == "all_reduce")
@@ -150,7 +148,7 @@ def _compressed_bytes(plan: Plan) -> float:
 
 
 def _shardings(case: Case) -> list[Candidate]:
-    """What shards weights or the optimizer's state: ZeRO, FSDP and HSDP."""
+    """The strategies that shard weights or the optimizer's state: ZeRO, FSDP and HSDP."""
     plan, size = case.plan, case.size
     form, again = plan.data.exchange_form(plan), 2 * plan.batch.microbatches
     scatters = 1 if form.scatters_once else plan.batch.microbatches
@@ -218,5 +216,5 @@ def _servers(case: Case) -> list[Candidate]:
 
 
 def chosen(case: Case) -> str | None:
-    """The name of the plan's own way; None for a way that is not known here."""
+    """The name of the plan's own candidate; None where its strategy has no closed form."""
     return OWN if _own(case) else case.plan.data.exchange_form(case.plan).name
