@@ -67,7 +67,7 @@ def mesh_dims(kind: str, tp: int, grid: Grid | None, depth: int | None) -> MeshD
     return tuple(sizes.items()), ((AXIS, tuple(sizes)),)
 
 
-def between_blocks(sizes: Sizes) -> ActivationLayout:
+def boundary_layout(sizes: Sizes) -> ActivationLayout:
     """How activations lie between blocks: samples over the rows axes, features over the last axis."""
     *rows, features = sizes
     return ActivationLayout(tuple(rows), (features,))
@@ -78,9 +78,9 @@ def tensor_sizes(plan: Plan) -> dict[str, int]:
     return {axis: plan.mesh.size(axis) for axis in plan.mesh.mesh_dims_of(AXIS)}
 
 
-def outside(plan: Plan) -> ActivationLayout:
+def boundary_layout_of(plan: Plan) -> ActivationLayout:
     """How activations lie between blocks in this plan."""
-    return between_blocks(tensor_sizes(plan))
+    return boundary_layout(tensor_sizes(plan))
 
 
 def degree(axes: Iterable[str], sizes: Sizes) -> int:

@@ -16,7 +16,7 @@ from parallelrun.plan.strategy import Request
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 
-from .. import roles
+from ..common import roles
 from . import axes, choose, shapes
 from .choose import Misfit
 
@@ -61,7 +61,7 @@ def sample_parts(request: Request) -> int:
     if request.config.model.name == LESSON or shapes.arranged(request) is None:
         return 1
     asked = choice(replace(request, batch=None))
-    lies = axes.between_blocks(asked.sizes)
+    lies = axes.boundary_layout(asked.sizes)
     parts = axes.degree(lies.rows, asked.sizes)
     for pairs in choose.distinct(request.spec).values():
         needed = [choose.sample_parts(forms, asked) for forms in choose.legal(pairs, asked, request.spec)]
@@ -95,7 +95,7 @@ def _misfits(request: Request) -> list[Misfit]:
     """What of the model's sizes does not divide, in the forms where least does not."""
     asked = choice(replace(request, batch=None))
     features = request.spec.boundary_shape[-1]
-    lies = axes.between_blocks(asked.sizes)
+    lies = axes.boundary_layout(asked.sizes)
     found = [
         Misfit(choose.size_key(features, "the model", request.spec), features, axes.degree(lies.features, asked.sizes))
     ]

@@ -14,7 +14,7 @@ from parallelrun import product as products
 from parallelrun.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
 from parallelrun.product import ActivationLayout, Product, Sizes, transfers
 
-from .axes import between_blocks, degree
+from .axes import boundary_layout, degree
 
 MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
     "stationary_y": products.stationary_y,
@@ -119,7 +119,7 @@ def fewest_misfits(pairs: list[Pair], choice: Choice, spec: ModelSpec) -> list[M
 
 def sample_parts(forms: Forms, choice: Choice) -> int:
     """Into how many parts the samples must divide, for a pair that multiplies so."""
-    columns, row = pair_products(forms, between_blocks(choice.sizes))
+    columns, row = pair_products(forms, boundary_layout(choice.sizes))
     lies = (columns.x, columns.y, row.x, row.y)
     return lcm(*(degree(activation.rows, choice.sizes) for activation in lies))
 
@@ -127,7 +127,7 @@ def sample_parts(forms: Forms, choice: Choice) -> int:
 def linear_misfits(choice: Choice, spec: ModelSpec) -> list[Misfit]:
     """What does not divide of the layers that multiply alone."""
     layers = [layer for layer in spec.distinct_layers if layer.layer_role == "linear"]
-    product = products.stationary_y(between_blocks(choice.sizes))
+    product = products.stationary_y(boundary_layout(choice.sizes))
     return [misfit for layer in layers for misfit in layer_misfits(layer, product, choice, spec)]
 
 
@@ -145,7 +145,7 @@ def _row(pair: Pair) -> tuple[LayerSpec, ...]:
 
 def volume(pair: Pair, forms: Forms, choice: Choice) -> float:
     """Bytes that a rank receives in the forward and backward pass of a microbatch through the pair."""
-    columns, row = pair_products(forms, between_blocks(choice.sizes))
+    columns, row = pair_products(forms, boundary_layout(choice.sizes))
     layers = [(layer, columns) for layer in pair.columns] + [(layer, row) for layer in _row(pair)]
     return sum(
         transfer.received(choice.sizes) * (choice.reduce if transfer.operand == "dw" else choice.compute)
@@ -163,7 +163,7 @@ def volume(pair: Pair, forms: Forms, choice: Choice) -> float:
 
 def misfits(pairs: list[Pair], forms: Forms, choice: Choice, spec: ModelSpec) -> list[Misfit]:
     """All that does not divide when these pairs multiply so."""
-    columns, row = pair_products(forms, between_blocks(choice.sizes))
+    columns, row = pair_products(forms, boundary_layout(choice.sizes))
     found = []
     for pair in pairs:
         for layer in pair.columns:

@@ -6,7 +6,7 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
-from .axes import outside
+from .axes import boundary_layout_of
 from .products import product_of
 
 
@@ -25,6 +25,6 @@ def _layout(parameter: ParameterSpec, plan: Plan) -> Layout:
     if product is not None:
         return product.weight_layout if len(parameter.shape) == 2 else product.bias_layout
     if parameter.layer_role in ("norm", "position_embedding"):
-        lies = outside(plan)
+        lies = boundary_layout_of(plan)
         return Layout((*((),) * (len(parameter.shape) - 1), lies.features), lies.rows)
     return Layout.replicated(len(parameter.shape))

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from parallelrun.mesh import Group
 
-from ..cross_entropy import VocabParallelLoss
-from .parts import Part
+from ..common.cross_entropy import VocabParallelLoss
+from .parts import EvenSlice
 
 
 class GridLoss(VocabParallelLoss):
@@ -16,7 +16,7 @@ class GridLoss(VocabParallelLoss):
     rows: which samples those are. group: of the axis that splits the vocabulary; start: the first token id here.
     """
 
-    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int, rows: Part):
+    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int, rows: EvenSlice):
         super().__init__(label_smoothing, group, start, vocab)
         self.rows = rows
 

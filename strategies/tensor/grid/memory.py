@@ -20,11 +20,11 @@ from math import prod
 
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import Pass
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, num_panels, transfers
 
-from ..keeping import (
+from ..common.activation_memory import (
     INDEX,
     MASK,
     activates_again,
@@ -37,8 +37,8 @@ from ..keeping import (
 from ..megatron import backward
 from ..megatron import memory as single_device
 from . import layouts
-from .axes import degree, outside
-from .products import lies, product_of
+from .axes import boundary_layout_of, degree
+from .products import activation_layout, product_of
 from .traffic import overlaps, rows
 
 
@@ -47,32 +47,32 @@ def saved_bytes(block: BlockSpec, plan: Plan) -> int:
     if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
         return single_device.saved_bytes(block, plan)
     if plan.recompute == "full" and block.is_recomputed:
-        return _elements(outside(plan), plan.spec.hidden, plan) * BYTES[plan.precision.compute]
-    return sum(one.kept for one in passes(block, plan))
+        return _elements(boundary_layout_of(plan), plan.spec.hidden, plan) * BYTES[plan.precision.compute]
+    return sum(one.kept for one in layer_backwards(block, plan))
 
 
-def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+def layer_backwards(block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
     """The layers of `block` in its backward pass, in forward order, the loss behind the last."""
     if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
-        return single_device.passes(block, plan)
+        return single_device.layer_backwards(block, plan)
     found = [one for layer in block.layers for one in _passes(layer, block, plan)]
     return (*found, *([_loss_pass(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
 
-def _passes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+def _passes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
     """A product reads the gradient of Y and gives that of X, and holds what backward gathers and scatters meanwhile:
     over gloo a reduce-scatter receives as much as it sends. Panels go two at a time."""
     kept, compute = _layer(layer, block, plan), BYTES[plan.precision.compute]
-    between = _elements(outside(plan), plan.spec.hidden, plan) * compute
+    between = _elements(boundary_layout_of(plan), plan.spec.hidden, plan) * compute
     beside = between if block.kind in backward.RESIDUAL_KINDS else 0
     own = sum(_local_numel(weight, plan) for weight in layer.parameters) * BYTES[plan.precision.stored]
     product = product_of(layer, plan)
     if product is None or product.lookup:
         own_norm = between if layer.layer_role == "norm" else 0
-        return (Pass(kept, beside + between, own_norm, 0, own, own_norm),)
+        return (LayerBackward(kept, beside + between, own_norm, 0, own, own_norm),)
     reads = _elements(product.y, layer.out_features, plan) * compute
     gives = _elements(product.x, layer.in_features, plan) * compute
-    first = Pass(
+    first = LayerBackward(
         kept,
         beside if layer.layer_role == "row_parallel" else beside + reads,
         gives,
@@ -83,9 +83,9 @@ def _passes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
     if layer.layer_role != "column_parallel":
         return (first,)
     if attends(layer):
-        return first, Pass(0, beside + reads // 3, reads)
+        return first, LayerBackward(0, beside + reads // 3, reads)
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
-    return first, Pass(0, beside + (reads // 2 if gated else reads), reads)
+    return first, LayerBackward(0, beside + (reads // 2 if gated else reads), reads)
 
 
 def _moved(layer: LayerSpec, product: Product, plan: Plan) -> int:
@@ -108,10 +108,10 @@ def _local_numel(parameter: ParameterSpec, plan: Plan) -> int:
     return layouts.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
 
 
-def _loss_pass(plan: Plan) -> Pass:
+def _loss_pass(plan: Plan) -> LayerBackward:
     """The gradient of the logits on this rank, in the accurate dtype beside their copy in it, then rounded."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    return Pass(_loss(plan), 0, _logits(plan) * (2 * accurate + (compute if compute != accurate else 0)))
+    return LayerBackward(_loss(plan), 0, _logits(plan) * (2 * accurate + (compute if compute != accurate else 0)))
 
 
 def _logits(plan: Plan) -> int:
@@ -129,7 +129,7 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if layer.layer_role == "norm":
         return _norm(layer, block, plan)
     if layer.layer_role == "dropout":
-        return _elements(lies(layer, plan), layer.out_features, plan) * MASK if plan.dropout > 0 else 0
+        return _elements(activation_layout(layer, plan), layer.out_features, plan) * MASK if plan.dropout > 0 else 0
     product = product_of(layer, plan)
     if product is None:
         return 0
@@ -140,7 +140,11 @@ def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
 
 
 def _norm(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    activation, compute, accurate = lies(layer, plan), BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    activation, compute, accurate = (
+        activation_layout(layer, plan),
+        BYTES[plan.precision.compute],
+        BYTES[plan.precision.accurate],
+    )
     num_rows, features = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
     if features == layer.in_features:  # whole rows: the one-device norm
         return norm_bytes(num_rows, layer, plan, again=plan.recompute == "selective" and block.is_recomputed)

@@ -79,12 +79,12 @@ def _merge(own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
     return mean, (squares.sum(0) + (means - mean).square().sum(0) * count) / (count * group.size)
 
 
-def standardise(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
+def normalise_split(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
     """LayerNorm (kind `layernorm`) or RMSNorm (`rmsnorm`) of x over its last dim and the group, without weights."""
     return (_Scale if kind == "rmsnorm" else _Standardise).apply(x, group, eps)
 
 
-class Norm(single_device.HiddenNorm):
+class GridNorm(single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
@@ -97,6 +97,6 @@ class Norm(single_device.HiddenNorm):
         self.group, self.weight, self.bias = group, source.weight, source.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        unit = standardise(self.kind, x.to(self.compute_dtype), self.group, self.eps)
+        unit = normalise_split(self.kind, x.to(self.compute_dtype), self.group, self.eps)
         weight = rounded(self.weight, unit.dtype)
         return unit * weight if self.bias is None else torch.addcmul(rounded(self.bias, unit.dtype), unit, weight)

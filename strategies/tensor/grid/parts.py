@@ -10,8 +10,8 @@ from parallelrun.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part `index` of `count`."""
+class EvenSlice:
+    """EvenSlice `index` of `count`."""
 
     index: int
     count: int
@@ -23,10 +23,10 @@ class Part:
         return tensor.narrow(dim, self.index * size, size)
 
 
-def part_of(axes: tuple[str, ...], mesh: Mesh) -> Part:
+def slice_of(axes: tuple[str, ...], mesh: Mesh) -> EvenSlice:
     """This rank's part of a dim that `axes` split, major first."""
     index, count = 0, 1
     for axis in axes:
         degree = mesh.shape.size(axis)
         index, count = index * degree + mesh.coordinate.get(axis, 0), count * degree
-    return Part(index, count)
+    return EvenSlice(index, count)

@@ -17,10 +17,10 @@ from parallelrun.model_spec import BlockSpec, ParameterSpec
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, Pass, TensorStrategy
+from parallelrun.plan.tensor_strategy import LayerBackward, LayoutChoice, MeshDims, TensorStrategy
 from parallelrun.wording import divisors
 
-from .. import explaining
+from ..common.traffic import explanation
 from . import axes, checks, choose, layouts, memory, products, shapes, traffic
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class GridStrategy(TensorStrategy):
         sizes = shapes.arranged(request) or {}
         if not sizes:
             return ()
-        head = products.head(request.config.strategy.tensor.kind, axes.between_blocks(sizes))
+        head = products.head(request.config.strategy.tensor.kind, axes.boundary_layout(sizes))
         return tuple(sizes[axis] for axis in head.weight.dims[0])
 
     @classmethod
@@ -87,23 +87,23 @@ class GridStrategy(TensorStrategy):
         """This rank's samples and features."""
         *middle, features = plan.spec.boundary_shape
         sizes = axes.tensor_sizes(plan)
-        samples, width = axes.outside(plan).local(plan.batch.micro_batch, features, sizes)
+        samples, width = axes.boundary_layout_of(plan).local(plan.batch.micro_batch, features, sizes)
         return (samples, *middle, width)
 
     def loss_axes(self, plan: Plan) -> tuple[str, ...]:
         """The axes over which samples are split where the logits are."""
         head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
         product = products.product_of(head, plan) if head else None
-        rows = product.y.rows if product else axes.outside(plan).rows
+        rows = product.y.rows if product else axes.boundary_layout_of(plan).rows
         return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """See `memory`."""
         return memory.saved_bytes(block, plan)
 
-    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """See `memory`."""
-        return memory.passes(block, plan)
+        return memory.layer_backwards(block, plan)
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """See `traffic`."""
@@ -111,7 +111,7 @@ class GridStrategy(TensorStrategy):
 
     def explain(self, plan: Plan) -> Explanation:
         """The collectives of every block."""
-        return explaining.explanation(plan, self.explanation, self.source, traffic.steps)
+        return explanation(plan, self.explanation, self.source, traffic.steps)
 
 
 @dataclass(frozen=True)

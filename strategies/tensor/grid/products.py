@@ -7,13 +7,13 @@ from parallelrun.model_spec import LayerSpec, Pair
 from parallelrun.plan.structure import Plan
 from parallelrun.product import ActivationLayout, Move, Product
 
-from .axes import outside
+from .axes import boundary_layout_of
 from .choose import key_of, pair_products
 
 
 def product_of(layer: LayerSpec, plan: Plan) -> Product | None:
     """The product of a columns, row, linear, head or embedding layer (a lookup); None for any other."""
-    lies_outside = outside(plan)
+    lies_outside = boundary_layout_of(plan)
     if layer.layer_role in ("column_parallel", "row_parallel"):
         columns, row = of_pair(plan.spec.pair_of[layer.name], plan)
         return columns if layer.layer_role == "column_parallel" else row
@@ -30,7 +30,7 @@ def of_pair(pair: Pair, plan: Plan) -> tuple[Product, Product]:
     """(product of the column layers, of the row layer) by the forms that the plan has settled."""
     wanted = key_of(pair)
     forms = next(forms for key, forms in plan.tensor.forms if key == wanted)
-    return pair_products(forms, outside(plan))
+    return pair_products(forms, boundary_layout_of(plan))
 
 
 def head(kind: str, lies_outside: ActivationLayout) -> Product:
@@ -45,7 +45,7 @@ def table(kind: str, lies_outside: ActivationLayout) -> Product:
     return products.lookup(lies_outside, weight.weight, weight.gather_w, scatter)
 
 
-def lies(layer: LayerSpec, plan: Plan) -> ActivationLayout:
+def activation_layout(layer: LayerSpec, plan: Plan) -> ActivationLayout:
     """How the input of a position, norm, dropout or attention layer lies: as inside its pair, else as between blocks.
 
     Of a layer that multiplies: how its product reads it.
@@ -54,4 +54,4 @@ def lies(layer: LayerSpec, plan: Plan) -> ActivationLayout:
     if product is not None:
         return product.x
     pair = plan.spec.pair_of.get(layer.name)
-    return of_pair(pair, plan)[0].y if pair else outside(plan)
+    return of_pair(pair, plan)[0].y if pair else boundary_layout_of(plan)

@@ -22,7 +22,7 @@ from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
 from parallelrun.product import Product, num_panels
 
-from .moves import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
+from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.product import Transfer, transfers
 
-from ..explaining import Step, title
-from .products import lies, product_of
+from ..common.traffic import Step, title
+from .products import activation_layout, product_of
 
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # of operands; whatever else moves is an activation
 
@@ -151,7 +151,7 @@ def _call(transfer: Transfer, plan: Plan) -> Call:
 
 def _norm(layer: LayerSpec, plan: Plan) -> tuple[list[Call], list[Call]]:
     """Statistics of rows whose features are split."""
-    activation = lies(layer, plan)
+    activation = activation_layout(layer, plan)
     local_rows, _ = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
     size = local_rows * BYTES[plan.precision.accurate]
     split = [axis for axis in activation.features if plan.mesh.size(axis) > 1]

@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import Pass
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
-from ..keeping import activates_again, attends, follows_attention
+from ..common.activation_memory import activates_again, attends, follows_attention
 from .layouts import AXIS, largest, row_range
 from .traffic import overlaps, rows
 
 RESIDUAL_KINDS = ("transformer", "mlp")
 
 
-def of_layer(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int) -> tuple[Pass, ...]:
+def of_layer(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int) -> tuple[LayerBackward, ...]:
     """The passes of one layer, in forward order. kept: what forward saves of it, all in the first of them."""
     compute = BYTES[plan.precision.compute]
     between = _local_rows(plan) * plan.spec.hidden * compute
@@ -37,15 +37,17 @@ def of_layer(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int) -> tuple
         inside = rows(plan) * -(-layer.in_features // plan.mesh.size(AXIS)) * compute
         gathered = rows(plan) * plan.spec.hidden * compute if plan.tensor.sequence_parallel else 0
         again = inside if not follows_attention(layer, block) and activates_again(block, plan) else 0
-        return (Pass(kept, beside + gathered, inside, again, sum(own), gathered or between),)
+        return (LayerBackward(kept, beside + gathered, inside, again, sum(own), gathered or between),)
     if layer.layer_role in ("column_parallel", "head", "linear"):
         return _columns(layer, block, plan, kept, between, beside)
     if layer.layer_role == "norm":
-        return (Pass(kept, beside + between, between, 0, sum(own), between),)
-    return (Pass(kept, beside + between, 0, 0, sum(own)),)
+        return (LayerBackward(kept, beside + between, between, 0, sum(own), between),)
+    return (LayerBackward(kept, beside + between, 0, 0, sum(own)),)
 
 
-def _columns(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int, between: int, beside: int) -> tuple[Pass, ...]:
+def _columns(
+    layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int, between: int, beside: int
+) -> tuple[LayerBackward, ...]:
     compute = BYTES[plan.precision.compute]
     outputs = rows(plan) * _outputs(layer, plan) * compute
     whole = rows(plan) * plan.spec.hidden * compute
@@ -55,25 +57,25 @@ def _columns(layer: LayerSpec, block: BlockSpec, plan: Plan, kept: int, between:
         scratch = whole + on_cpu(plan, whole) + (2 * whole if overlapped else whole)
     if plan.recompute == "selective" and block.is_recomputed and layer.layer_role == "column_parallel":
         scratch += between
-    product = Pass(kept, beside + outputs, between, scratch, sum(weight_gradients(layer, plan)), outputs)
+    product = LayerBackward(kept, beside + outputs, between, scratch, sum(weight_gradients(layer, plan)), outputs)
     if layer.layer_role in ("head", "linear"):
         return (product,)
     if attends(layer):
         mixed = rows(plan) * plan.spec.hidden // plan.mesh.size(AXIS) * compute
-        return product, Pass(0, beside + mixed, outputs)
+        return product, LayerBackward(0, beside + mixed, outputs)
     gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
-    return product, Pass(0, beside + (outputs // 2 if gated else outputs), outputs)
+    return product, LayerBackward(0, beside + (outputs // 2 if gated else outputs), outputs)
 
 
-def of_loss(plan: Plan, kept: int) -> Pass:
+def of_loss(plan: Plan, kept: int) -> LayerBackward:
     """Of the loss behind the head."""
     targets, accurate = plan.batch.micro_batch * plan.spec.targets_per_sample, BYTES[plan.precision.accurate]
     if plan.mesh.size(AXIS) == 1:
         logits = targets * plan.spec.vocab * accurate
-        return Pass(kept, logits, logits)
+        return LayerBackward(kept, logits, logits)
     start, stop = row_range(plan.spec.vocab, plan, {})
     rounds = BYTES[plan.precision.compute] if plan.precision.compute != plan.precision.accurate else 0
-    return Pass(kept, 0, targets * (stop - start) * (2 * accurate + rounds))
+    return LayerBackward(kept, 0, targets * (stop - start) * (2 * accurate + rounds))
 
 
 def weight_gradients(layer: LayerSpec, plan: Plan) -> list[int]:

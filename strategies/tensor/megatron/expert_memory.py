@@ -20,7 +20,7 @@ from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from ..keeping import INDEX, MASK, activates_again, activation_bytes
+from ..common.activation_memory import INDEX, MASK, activates_again, activation_bytes
 from .layouts import AXIS
 from .traffic import rows
 

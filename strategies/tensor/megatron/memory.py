@@ -24,10 +24,10 @@ from math import prod
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import Pass
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
-from ..keeping import (
+from ..common.activation_memory import (
     INDEX,
     MASK,
     activates_again,
@@ -55,10 +55,10 @@ def saved_bytes(block: BlockSpec, plan: Plan) -> int:
         return round(kept * plan.batch.micro_batch * compute)
     if plan.recompute == "full" and block.is_recomputed:
         return _local_rows(plan) * plan.spec.hidden * compute
-    return sum(one.kept for one in passes(block, plan))
+    return sum(one.kept for one in layer_backwards(block, plan))
 
 
-def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+def layer_backwards(block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
     """The layers of `block` in its backward pass, in forward order, the loss behind the last."""
     if plan.spec.kind == "images" or all(layer.layer_role in ("", SAMPLE_SET_ROLE) for layer in block.layers):
         return _own_passes(block, plan)
@@ -66,8 +66,10 @@ def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
     return (*found, *([backward.of_loss(plan, _loss(plan))] if block == plan.spec.blocks[-1] else []))
 
 
-def _own_passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
-    return (Pass(kept=round((block.saved_elements or 0) * plan.batch.micro_batch * BYTES[plan.precision.compute])),)
+def _own_passes(block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+    return (
+        LayerBackward(kept=round((block.saved_elements or 0) * plan.batch.micro_batch * BYTES[plan.precision.compute])),
+    )
 
 
 def _local_rows(plan: Plan) -> int:

@@ -23,7 +23,7 @@ PURPOSE = "activations"
 SEQUENCE_DIM = 1
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
     """f: identity forward, sum of the input gradients backward."""
 
     @staticmethod
@@ -39,7 +39,7 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Reduce(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
     """g: sum forward (in place, the input must be a fresh product), identity backward."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _GatherSequence(torch.autograd.Function):
+class _GatherFromSP(torch.autograd.Function):
     """f under sequence parallel: all-gather forward, reduce-scatter backward."""
 
     @staticmethod
@@ -66,7 +66,7 @@ class _GatherSequence(torch.autograd.Function):
         return comm.reduce_scatter(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
 
 
-class _ScatterSequence(torch.autograd.Function):
+class _ScatterToSP(torch.autograd.Function):
     """g under sequence parallel: reduce-scatter forward, all-gather backward."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class _ScatterSequence(torch.autograd.Function):
         return comm.all_gather(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
 
 
-class _OverlappedColumns(torch.autograd.Function):
+class _OverlappedColumnLinear(torch.autograd.Function):
     """f and every product behind it as one node: one reduction of the summed input gradient, started before the
     weight gradients are computed and waited for after. Under sequence parallel the slice is kept, not the whole input:
     backward gathers it again under the input-gradient product."""
@@ -153,17 +153,17 @@ def _start_reduce(grad: Tensor, ctx: Any) -> Any:
     return finish
 
 
-def enter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+def copy_or_gather(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """f: from what passes between blocks to the whole input of a column product."""
-    return (_GatherSequence if sequence_parallel else _Copy).apply(x, group)
+    return (_GatherFromSP if sequence_parallel else _CopyToTP).apply(x, group)
 
 
-def leave(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+def reduce_or_scatter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """g: from a fresh partial product (overwritten) to what passes between blocks."""
-    return (_ScatterSequence if sequence_parallel else _Reduce).apply(x, group)
+    return (_ScatterToSP if sequence_parallel else _ReduceFromTP).apply(x, group)
 
 
-def columns(
+def column_parallel_linear(
     x: Tensor,
     weights: list[tuple[Tensor, Tensor | None]],
     group: Group,
@@ -172,12 +172,12 @@ def columns(
 ) -> tuple[Tensor, ...]:
     """f(x) times each local weight (rows of dim 0), plus its local bias: one output per (weight, bias).
 
-    x is in the compute dtype: (batch, seq, in), its slice under sequence parallel. overlap: see `_OverlappedColumns`;
+    x is in the compute dtype: (batch, seq, in), its slice under sequence parallel. overlap: in one node;
     never under zero bubble.
     """
     if overlap:
-        return _OverlappedColumns.apply(x, group, sequence_parallel, *(part for pair in weights for part in pair))
-    whole = enter(x, group, sequence_parallel)
+        return _OverlappedColumnLinear.apply(x, group, sequence_parallel, *(part for pair in weights for part in pair))
+    whole = copy_or_gather(x, group, sequence_parallel)
     return tuple(
         functional.linear(whole, rounded(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         for weight, bias in weights

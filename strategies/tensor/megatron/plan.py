@@ -16,10 +16,11 @@ from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, Pass, TensorStrategy
+from parallelrun.plan.tensor_strategy import LayerBackward, LayoutChoice, MeshDims, TensorStrategy
 from parallelrun.wording import divisors, either, nearest
 
-from .. import explaining, roles
+from ..common import roles
+from ..common.traffic import explanation
 from . import layouts, memory, traffic
 from .layouts import AXIS, COPY_AXIS, KV_AXIS
 
@@ -104,9 +105,9 @@ class Megatron1D(TensorStrategy):
         """Of the rank that saves most. See `memory`."""
         return memory.saved_bytes(block, plan)
 
-    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """See `memory` and `backward`."""
-        return memory.passes(block, plan)
+        return memory.layer_backwards(block, plan)
 
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """See `traffic`."""
@@ -120,7 +121,7 @@ class Megatron1D(TensorStrategy):
             "mirrors it. With sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same "
             "bytes."
         )
-        return explaining.explanation(plan, text, "Shoeybi et al. 2019; Korthikanti et al. 2022", traffic.steps)
+        return explanation(plan, text, "Shoeybi et al. 2019; Korthikanti et al. 2022", traffic.steps)
 
 
 def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:

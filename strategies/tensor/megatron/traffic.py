@@ -22,7 +22,7 @@ from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
-from ..explaining import Step, title
+from ..common.traffic import Step, title
 
 WHOLE = ("column_parallel", "head", "expert_input")  # roles of layers that read whole rows
 SUMMED = ("row_parallel", "embedding", "expert_output")  # roles of layers that give a sum over ranks

@@ -22,7 +22,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
 from parallelrun.product import ActivationLayout
 from parallelrun.strategies.tensor.grid import axes, choose
-from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
+from parallelrun.strategies.tensor.grid.products import activation_layout, head, product_of, table
 from tests.matrix import examples
 from tests.plans import tiny_config, tiny_plan
 from tests.unit.plan.test_properties import cover
@@ -346,7 +346,7 @@ def test_no_weight_moves_where_weights_are_larger_than_activations():
     assert set(dict(plan.tensor.forms).values()) == {("stationary_w", "stationary_w")}
     inside = product_of(layer(plan, "layers.0.mlp.up"), plan).y
     assert inside == ActivationLayout(("col",), ("row",))
-    assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == axes.outside(plan)
+    assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == axes.boundary_layout_of(plan)
 
 
 @pytest.mark.parametrize("form", ["stationary_x", "stationary_y", "stationary_w", "summa"])
@@ -434,13 +434,13 @@ def test_each_layer_reads_what_the_one_before_gives(cell, form):
         pytest.skip("3d has one form")
     more = {"global_batch": 36} if form == "stationary_w" else {}
     plan = tiny_plan({**CELLS[cell], "strategy.tensor.form": form, **more})
-    outside = axes.outside(plan)
+    outside = axes.boundary_layout_of(plan)
     for block in plan.spec.blocks:
         now = outside
         for one in block.layers:
             product = product_of(one, plan)
             if product is None or not product.lookup:
-                assert lies(one, plan) == now, one.name
+                assert activation_layout(one, plan) == now, one.name
             now = product.y if product else now
         assert now == outside or block is plan.spec.blocks[-1]
 
@@ -463,8 +463,8 @@ def test_layers_inside_a_pair_lie_as_the_pair_does():
     at = [one.name for one in block.layers].index("layers.0.mlp.down")
     more = replace(block, layers=(*block.layers[:at], drop, *block.layers[at:]))
     spec = replace(plan.spec, blocks=tuple(more if one.name == block.name else one for one in plan.spec.blocks))
-    assert lies(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
-    assert lies(layer(plan, "layers.0.mlp.dropout"), plan) == axes.outside(plan)
+    assert activation_layout(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
+    assert activation_layout(layer(plan, "layers.0.mlp.dropout"), plan) == axes.boundary_layout_of(plan)
 
 
 # Thousands of random requests
@@ -612,7 +612,7 @@ def test_any_vocabulary_is_tiled_by_the_ranks_of_one_grid(kind, side, depth, voc
     depth = min(depth, side)
     tp = {"2d": side**2, "2.5d": depth * side**2, "3d": side**3}[kind]
     sizes = axes.arrange(kind, tp, None, depth if kind == "2.5d" else None)
-    outside = axes.between_blocks(sizes)
+    outside = axes.boundary_layout(sizes)
     layout = table(kind, outside).weight_layout
     assert layout == head(kind, outside).weight_layout
     shape, held = (vocab, hidden * side), set()

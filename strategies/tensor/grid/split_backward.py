@@ -16,14 +16,14 @@ from torch.nn import functional
 
 from parallelrun.models.rounding import rounded
 
-from .moves import Along, Bundle, Packing, input_bundle, output_bundle
+from .buffers import ActivationPacking, MoveGroup, WeightPacking, input_packing, output_packing
 
 
 class _GatherInput(torch.autograd.Function):
     """X gathered; its gradient's partial sums scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bundle: Bundle) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bundle: ActivationPacking) -> Tensor:
         ctx.bundle = bundle
         (whole,) = bundle.read(bundle.start_gather([x])())
         return bundle.shaped(whole.joined())
@@ -38,7 +38,7 @@ class _GatherWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packing: Packing, compute: torch.dtype, reduce: torch.dtype, *weights: Tensor
+        ctx: Any, packing: WeightPacking, compute: torch.dtype, reduce: torch.dtype, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.packing, ctx.reduce, ctx.like = packing, reduce, [(weight.size(0), weight.dtype) for weight in weights]
         buffer = packing.start_gather(weights, compute)()
@@ -46,7 +46,7 @@ class _GatherWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        packing: Packing = ctx.packing
+        packing: WeightPacking = ctx.packing
         shape = (packing.num_parts, sum(packing.rows), grads[0].size(1))
         buffer = (torch.zeros if packing.is_padded else torch.empty)(shape, dtype=ctx.reduce, device=grads[0].device)
         for grad, place in zip(grads, packing.matrices(buffer)):
@@ -59,7 +59,7 @@ class _ScatterOutputs(torch.autograd.Function):
     """Partial sums of every Y scattered; their gradients gathered."""
 
     @staticmethod
-    def forward(ctx: Any, bundle: Bundle, *partial: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bundle: ActivationPacking, *partial: Tensor) -> tuple[Tensor, ...]:
         ctx.bundle = bundle
         return _scattered(bundle, partial)
 
@@ -69,7 +69,7 @@ class _ScatterOutputs(torch.autograd.Function):
         return None, *(ctx.bundle.shaped(matrix.joined()) for matrix in whole)
 
 
-def _scattered(bundle: Bundle, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _scattered(bundle: ActivationPacking, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
     buffer, places = bundle.new(partial[0])
     for matrix, place in zip(partial, places):
         place.fill(matrix.flatten(0, -2))
@@ -77,10 +77,15 @@ def _scattered(bundle: Bundle, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def multiply(
-    x: Tensor, weights: Sequence[Tensor], into_x: Along, out_of_y: Along, packing: Packing, reduce: torch.dtype
+    x: Tensor,
+    weights: Sequence[Tensor],
+    into_x: MoveGroup,
+    out_of_y: MoveGroup,
+    packing: WeightPacking,
+    reduce: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """X times each weight, without bias. into_x, out_of_y: how X is gathered and Y scattered."""
-    bundle = input_bundle(x, into_x)
+    bundle = input_packing(x, into_x)
     if into_x.group:
         x = _GatherInput.apply(x, bundle)
     if packing.groups:
@@ -90,4 +95,4 @@ def multiply(
     out = tuple(functional.linear(x, weight) for weight in whole)
     if out_of_y.group is None:
         return out
-    return _ScatterOutputs.apply(output_bundle(out_of_y, bundle, [y.size(-1) for y in out], packing), *out)
+    return _ScatterOutputs.apply(output_packing(out_of_y, bundle, [y.size(-1) for y in out], packing), *out)

@@ -22,14 +22,14 @@ from parallelrun.layout import Layout
 from parallelrun.mesh import Group, Mesh
 from parallelrun.product import Move, Product
 
-from .pieces import Pieces
+from .block_matrix import BlockMatrix
 
 ACTIVATIONS, WEIGHTS, WEIGHT_GRADIENTS = "activations", "weights", "weight_gradients"
 
 Finish = Callable[[], Tensor]
 
 
-class Along(NamedTuple):
+class MoveGroup(NamedTuple):
     """Over which group, and along which dim of the matrix (0 rows, 1 features), an activation is gathered or scattered.
     None: it stays where it is."""
 
@@ -41,12 +41,12 @@ class Along(NamedTuple):
         return self.group.size if self.group else 1
 
 
-def along(move: Move | None, mesh: Mesh) -> Along:
+def move_group(move: Move | None, mesh: Mesh) -> MoveGroup:
     """A Product's move on this rank."""
     if move is None:
-        return Along(0, None)
+        return MoveGroup(0, None)
     group = mesh.group(move.axis)
-    return Along(0 if move.dim == "rows" else 1, group if group.size > 1 else None)
+    return MoveGroup(0 if move.dim == "rows" else 1, group if group.size > 1 else None)
 
 
 def start_gather(part: Tensor, group: Group | None, purpose: str) -> Finish:
@@ -79,7 +79,7 @@ def start_scatter(parts: Tensor, group: Group | None, purpose: str) -> Finish:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ActivationPacking:
     """Several matrices of the same rows that are gathered, or whose partial sums are scattered, in one buffer.
 
     rows, widths: of the whole matrices on this rank, gathered or before they are scattered. inner: dims of the
@@ -87,7 +87,7 @@ class Bundle:
     rank that has most (an uneven vocabulary).
     """
 
-    strategy: Along
+    strategy: MoveGroup
     rows: int
     inner: tuple[int, ...]
     widths: tuple[int, ...]
@@ -97,20 +97,22 @@ class Bundle:
     def is_padded(self) -> bool:
         return self.sent != self.widths
 
-    def read(self, buffer: Tensor) -> list[Pieces]:
+    def read(self, buffer: Tensor) -> list[BlockMatrix]:
         """The whole matrices in `buffer` (parts, ...): views."""
         if len(self.sent) == 1 and self.strategy.dim == 0 and not self.is_padded:
-            return [Pieces((buffer.view(self.rows, self.sent[0]),))]
+            return [BlockMatrix((buffer.view(self.rows, self.sent[0]),))]
         found, start, size = [], 0, self.strategy.size
         for width, sent in zip(self.widths, self.sent):
             shape = (self.rows // size, sent) if self.strategy.dim == 0 else (self.rows, sent // size)
             length = shape[0] * shape[1]
             parts = (part.narrow(0, start, length).view(shape) for part in buffer.view(size, -1).unbind(0))
-            found.append(Pieces(tuple(part if sent == width else part[:, :width] for part in parts), self.strategy.dim))
+            found.append(
+                BlockMatrix(tuple(part if sent == width else part[:, :width] for part in parts), self.strategy.dim)
+            )
             start += length
         return found
 
-    def new(self, like: Tensor) -> tuple[Tensor, list[Pieces]]:
+    def new(self, like: Tensor) -> tuple[Tensor, list[BlockMatrix]]:
         """(buffer to be scattered, the whole matrices to be written in it)."""
         buffer = (like.new_zeros if self.is_padded else like.new_empty)((self.strategy.size, self._part_length))
         return buffer, self.read(buffer)
@@ -120,10 +122,10 @@ class Bundle:
         scattering = start_scatter(buffer, self.strategy.group, ACTIVATIONS)
         size = self.strategy.size
         if self.strategy.dim == 0:
-            own = replace(self, strategy=Along(0, None), rows=self.rows // size)
+            own = replace(self, strategy=MoveGroup(0, None), rows=self.rows // size)
         else:
             widths = tuple(width // size for width in self.widths)
-            own = replace(self, strategy=Along(0, None), widths=widths, sent=widths)
+            own = replace(self, strategy=MoveGroup(0, None), widths=widths, sent=widths)
         return lambda: tuple(self.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
 
     def start_gather(self, parts: Sequence[Tensor]) -> Finish:
@@ -149,15 +151,17 @@ class Bundle:
         return self.rows * sum(self.sent) // self.strategy.size
 
 
-def input_bundle(x: Tensor, strategy: Along) -> Bundle:
+def input_packing(x: Tensor, strategy: MoveGroup) -> ActivationPacking:
     """X, of which this rank has `x` (samples, ..., features): it is gathered along `way`, its gradient scattered."""
     rows, width = x.numel() // x.size(-1), x.size(-1)
     width = width * strategy.size if strategy.dim else width
-    return Bundle(strategy, rows if strategy.dim else rows * strategy.size, tuple(x.shape[1:-1]), (width,), (width,))
+    return ActivationPacking(
+        strategy, rows if strategy.dim else rows * strategy.size, tuple(x.shape[1:-1]), (width,), (width,)
+    )
 
 
 @dataclass(frozen=True)
-class Packing:
+class WeightPacking:
     """How the local rows of several weights lie one after the other in one buffer, and what of it is real.
 
     groups: over which W is gathered, minor-most axis first; none where it is multiplied as it is stored. rows: of each
@@ -188,14 +192,14 @@ class Packing:
             place[weight.size(0) :].zero_()
         return out
 
-    def matrices(self, buffer: Tensor) -> list[Pieces]:
+    def matrices(self, buffer: Tensor) -> list[BlockMatrix]:
         """The gathered weights in `buffer` (parts, sum of rows, columns): views, without what is padded."""
         if len(self.rows) == 1 and not self.is_padded:
-            return [Pieces((buffer.flatten(0, 1),))]
+            return [BlockMatrix((buffer.flatten(0, 1),))]
         found, start = [], 0
         for rows, valid in zip(self.rows, self.valid):
             parts = [buffer[index].narrow(0, start, real) for index, real in enumerate(valid) if real]
-            found.append(Pieces(tuple(parts or [buffer[0].narrow(0, start, 0)])))
+            found.append(BlockMatrix(tuple(parts or [buffer[0].narrow(0, start, 0)])))
             start += rows
         return found
 
@@ -228,9 +232,9 @@ class Packing:
         return buffer.view(group.size if group else 1, -1, buffer.size(-1))
 
 
-def packing(
+def weight_packing(
     product: Product, mesh: Mesh, weights: Sequence[Tensor], out_features: Sequence[int] | None = None
-) -> Packing:
+) -> WeightPacking:
     """How `weights` are packed. out_features: the global length of dim 0 of each; None: every part is as large as this
     rank's (true of whatever divides: all but a vocabulary)."""
     groups = tuple(group for axis in product.gather_w if (group := mesh.group(axis)).size > 1)
@@ -239,7 +243,9 @@ def packing(
     strategies = prod(sizes.get(axis, 1) for axis in first)
     if out_features is None or not any(length % strategies for length in out_features):
         rows = tuple(weight.size(0) for weight in weights)
-        return Packing(groups, rows, tuple((own,) * num_parts for own in rows), tuple(own * num_parts for own in rows))
+        return WeightPacking(
+            groups, rows, tuple((own,) * num_parts for own in rows), tuple(own * num_parts for own in rows)
+        )
     layout, outer = Layout((first,)), tuple(reversed(groups))
     places = [
         {**mesh.coordinate, **{group.axis: index for group, index in zip(outer, place)}}
@@ -248,11 +254,15 @@ def packing(
     valid = tuple(tuple(layout.local_numel((length,), sizes, place) for place in places) for length in out_features)
     largest = tuple(layout.local_numel((length,), sizes, {}) for length in out_features)
     whole = Layout(product.gathered_weight.dims[:1])
-    return Packing(groups, largest, valid, tuple(whole.local_numel((length,), sizes, {}) for length in out_features))
+    return WeightPacking(
+        groups, largest, valid, tuple(whole.local_numel((length,), sizes, {}) for length in out_features)
+    )
 
 
-def output_bundle(strategy: Along, source: Bundle, widths: Sequence[int], packed: Packing) -> Bundle:
+def output_packing(
+    strategy: MoveGroup, source: ActivationPacking, widths: Sequence[int], packed: WeightPacking
+) -> ActivationPacking:
     """Every Y of an X: scattered along `way`, and its gradient gathered."""
-    return Bundle(
+    return ActivationPacking(
         strategy, source.rows, source.inner, tuple(widths), packed.widths if strategy.group else tuple(widths)
     )

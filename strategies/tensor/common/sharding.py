@@ -12,7 +12,9 @@ from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
 
-def cut_parameters(network: nn.Module, plan: Plan, mesh: Mesh, layout: Callable[[ParameterSpec, Plan], Layout]) -> None:
+def shard_parameters(
+    network: nn.Module, plan: Plan, mesh: Mesh, layout: Callable[[ParameterSpec, Plan], Layout]
+) -> None:
     """Give every Parameter its local shape (uninitialised); one that several modules share stays shared."""
     originals = {copy: plan.spec.parameters[original] for copy, original in plan.spec.tied}
     known: dict[str, ParameterSpec] = {**plan.spec.parameters, **originals}
@@ -26,12 +28,12 @@ def cut_parameters(network: nn.Module, plan: Plan, mesh: Mesh, layout: Callable[
         setattr(network.get_submodule(module), attribute, local[id(parameter)])
 
 
-def put(network: nn.Module, name: str, layer: nn.Module) -> None:
+def replace_module(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace the module at a dotted path."""
     parent, _, leaf = name.rpartition(".")
     setattr(network.get_submodule(parent), leaf, layer)
 
 
-def splits_vocabulary(plan: Plan) -> bool:
+def has_vocab_head(plan: Plan) -> bool:
     """Do logits come from a head, whose outputs a tensor strategy splits?"""
     return any(layer.layer_role == "head" for layer in plan.spec.layers())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BlockMatrix:
     """A matrix cut along `dim` (0: rows, 1: columns) into 2-d tensors, in order. One part: an ordinary matrix."""
 
     parts: tuple[Tensor, ...]
@@ -37,12 +37,12 @@ class Pieces:
         return cuts
 
     def cuts(self, dim: int) -> list[int]:
-        """Along `dim`: where parts begin, and the end."""
+        """MoveGroup `dim`: where parts begin, and the end."""
         return self._cuts if dim == self.dim else [0, self.shape[dim]]
 
-    def t(self) -> Pieces:
+    def t(self) -> BlockMatrix:
         """The transposed matrix; no copy."""
-        return Pieces(tuple(part.t() for part in self.parts), 1 - self.dim)
+        return BlockMatrix(tuple(part.t() for part in self.parts), 1 - self.dim)
 
     def at(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """View of a range that lies within one part."""
@@ -67,7 +67,7 @@ class Pieces:
             part.copy_(source)
 
 
-def multiply_into(out: Pieces, terms: Sequence[tuple[Pieces, Pieces]]) -> None:
+def multiply_into(out: BlockMatrix, terms: Sequence[tuple[BlockMatrix, BlockMatrix]]) -> None:
     """Overwrite `out` with the sum over terms of a @ b.
 
     All a's are cut alike along their rows, all b's along their columns, so that one region of `out` after the other can
