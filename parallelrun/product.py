@@ -241,14 +241,26 @@ def _split(length: int, axes: tuple[str, ...], sizes: Sizes) -> int:
     return length
 
 
-def column_1d(axis: str = "tp") -> Product:
-    """Megatron's column layer: X whole everywhere, W cut by its outputs; backward sums dX."""
-    return Product("column", ActivationLayout(), ActivationLayout((), (axis,)), Layout(((axis,), ())), sum_x=axis)
+def column_1d(axis: str = "tp", sequence_parallel: bool = False) -> Product:
+    """Megatron's column layer: X is replicated, W is split by its outputs; backward sums dX over the ranks.
+
+    sequence_parallel: X comes split by rows, so that it is gathered and dX is scattered instead.
+    """
+    y, weight = ActivationLayout((), (axis,)), Layout(((axis,), ()))
+    if sequence_parallel:
+        return Product("column", ActivationLayout((axis,)), y, weight, gather_x=Move("rows", axis))
+    return Product("column", ActivationLayout(), y, weight, sum_x=axis)
 
 
-def row_1d(axis: str = "tp") -> Product:
-    """Megatron's row layer: X comes split by features, W cut by its inputs; forward sums Y."""
-    return Product("row", ActivationLayout((), (axis,)), ActivationLayout(), Layout(((), (axis,))), sum_y=axis)
+def row_1d(axis: str = "tp", sequence_parallel: bool = False, lookup: bool = False) -> Product:
+    """Megatron's row layer: X comes split by features, W is split by its inputs; forward sums Y over the ranks.
+
+    sequence_parallel: Y is split by rows, so that it is scattered instead. lookup: X is one-hot (an embedding).
+    """
+    x, weight = ActivationLayout((), (axis,)), Layout(((), (axis,)))
+    if sequence_parallel:
+        return Product("row", x, ActivationLayout((axis,)), weight, scatter_y=Move("rows", axis), lookup=lookup)
+    return Product("row", x, ActivationLayout(), weight, sum_y=axis, lookup=lookup)
 
 
 def stationary_y(x: ActivationLayout) -> Product:

@@ -18,9 +18,9 @@ from parallelrun.product import Move, Product
 
 def _partial_without(*axes: str, role: str = "") -> None:
     """Gradients of parameters of a role (any: empty) are not summed over those axes."""
-    from parallelrun.strategies.tensor.grid import layouts
+    from parallelrun.strategies.tensor.grid import products
 
-    right = layouts.layout
+    right = products.parameter_layout
 
     def wrong(parameter: ParameterSpec, plan: Plan) -> Layout:
         layout = right(parameter, plan)
@@ -28,7 +28,7 @@ def _partial_without(*axes: str, role: str = "") -> None:
             return layout
         return Layout(layout.dims, tuple(axis for axis in layout.partial if axis not in axes))
 
-    layouts.layout = wrong
+    products.parameter_layout = wrong
 
 
 def depth_not_summed() -> None:

@@ -15,7 +15,8 @@ from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.moe.layer import AuxiliaryLoss
 from parallelrun.strategies.tensor.common import cross_entropy
-from parallelrun.strategies.tensor.megatron import layers, layouts, operators, runtime
+from parallelrun.strategies.tensor.megatron import layers, operators, runtime
+from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 from tests.pool import run_ranks
 from tests.tensor_cases import AUXILIARY, BOUND, Proof, llama, prove_gpt
 
@@ -103,15 +104,18 @@ def mask_of_the_first_slice():
 
 
 def slices_of_norm_gradients_not_summed():
-    right = layouts.layout
-    layouts.layout = lambda parameter, plan: Layout(right(parameter, plan).dims)
+    right = Megatron1D.layout
+    Megatron1D.layout = lambda self, parameter, plan: Layout(right(self, parameter, plan).dims)
 
 
 def router_gradients_not_summed():
-    right = layouts.layout
-    layouts.layout = lambda parameter, plan: (
-        Layout(right(parameter, plan).dims) if parameter.layer_role == "router" else right(parameter, plan)
-    )
+    right = Megatron1D.layout
+
+    def layout(self, parameter, plan):
+        found = right(self, parameter, plan)
+        return Layout(found.dims) if parameter.layer_role == "router" else found
+
+    Megatron1D.layout = layout
 
 
 def entered_without_summing_gradients():

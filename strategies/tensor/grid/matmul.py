@@ -18,10 +18,10 @@ from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Product
 
+from ..common.product_strategy import overlaps
 from . import lookup, split_backward, summa
 from .block_matrix import BlockMatrix, multiply_into
 from .buffers import MoveGroup, WeightPacking, input_packing, move_group, output_packing, weight_packing
-from .traffic import overlaps
 
 Weight = tuple[Tensor, Tensor | None]
 

@@ -18,6 +18,8 @@ from parallelrun.models import layers as single_device
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.rounding import rounded
 
+from ..common.sharding import TakesOver
+
 PURPOSE = "norm"
 
 
@@ -84,17 +86,15 @@ def normalise_split(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
     return (_Scale if kind == "rmsnorm" else _Standardise).apply(x, group, eps)
 
 
-class GridNorm(single_device.HiddenNorm):
+class GridNorm(TakesOver, single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
 
     def __init__(self, source: single_device.HiddenNorm, group: Group):
-        has_bias = source.bias is not None
-        with torch.device("meta"):
-            super().__init__(source.kind, source.hidden, source.eps, has_bias, source.compute_dtype)
-        self.group, self.weight, self.bias = group, source.weight, source.bias
+        super().__init__(source)
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         unit = normalise_split(self.kind, x.to(self.compute_dtype), self.group, self.eps)

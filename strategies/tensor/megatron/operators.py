@@ -99,7 +99,8 @@ class _OverlappedColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         x, *weights = ctx.saved_tensors
-        gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel else None
+        wants_weights = any(ctx.needs_input_grad[3::2])
+        gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel and wants_weights else None
         flat = [grad.flatten(0, -2) for grad in grads]
         reducing = None
         if ctx.needs_input_grad[0]:
