@@ -1,7 +1,8 @@
-"""Layout: how one logical tensor lies on the mesh axes (OneFlow's SBP). Torch-free, immutable, the one source.
+"""Layout: how one logical tensor is sharded, replicated or partial on the mesh axes (OneFlow's SBP, DTensor's
+placements). Torch-free and immutable.
 
-Initialisation, gradient norm, counts, checkpoints, gathers, `verify` and `plan` all read layouts; nobody else decides
-who holds which part of a tensor.
+Initialisation, gradient norm, counts, checkpoints, gathers, `verify` and `plan` read layouts; nothing else decides
+which part of a tensor a rank holds.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ def chunk_range(length: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Per tensor dim the ordered tuple of axes that split it (major first), plus the axes it is partial over.
+    """The axes that shard each tensor dim, and the axes over which its gradient is partial.
 
-    dims: `(("tp", "dp"), ())` splits dim 0 by tp and each part by dp, dim 1 by nothing. Axes not named hold copies.
-    partial: axes over which the tensor's *gradient*, as backward leaves it, is a partial sum (sequence-parallel norms,
-    replicated kv heads): it must be all-reduced over them before use.
+    dims: per dim, the axes in order, major first: `(("tp", "dp"), ())` is Shard(0) over tp and each part again over dp;
+    dim 1 is not sharded. The tensor is replicated over axes not named. partial: axes over which the tensor's *gradient*
+    is a partial sum after backward (sequence-parallel norms, replicated kv heads): it must be all-reduced before use.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -32,16 +33,16 @@ class Layout:
 
     @staticmethod
     def replicated(num_dims: int) -> Layout:
-        """The layout of a tensor that every rank holds whole."""
+        """The layout of a tensor of which every rank has a full copy."""
         return Layout(((),) * num_dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits the tensor."""
+        """Every axis that shards the tensor."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def split(self, dim: int, axis: str) -> Layout:
-        """This layout with `axis` appended as the minor-most split of `dim` (FSDP2, ZeRO)."""
+        """This layout with `dim` also sharded over `axis`, as its minor-most axis (FSDP2, ZeRO)."""
         dims = list(self.dims)
         dims[dim] = (*dims[dim], axis)
         return Layout(tuple(dims), self.partial)

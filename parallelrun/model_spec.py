@@ -1,35 +1,35 @@
-"""Torch-free description of a model: what `plan` works from and what the module is built to match.
+"""A model as torch-free data, from which `plan` works and which the model's module matches (a test compares them).
 
-A spec lists, in order, the blocks (the units that pipeline stages are cut between), their layers with a layer role,
-and each layer's logical parameters by one-device name. A test holds every spec and its module equal.
+A spec lists, in order, the blocks (pipeline stages are cut between them), their layers with a layer role, and each
+layer's logical parameters by one-device name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, prod
 
 from parallelrun.errors import Problem
 
-SAMPLE_SET_ROLE = "batch_norm"  # layer role of what takes statistics over a set of samples
+SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
 
 
 def too_small(sizes: dict[str, int]) -> list[Problem]:
     """A problem for each of the model's sizes (by key of `model`) that is below 1."""
-    small = {key: size for key, size in sizes.items() if size < 1}
     return [
         Problem(f"model.{key}={size} must be at least 1", f"model.{key}", f"model.{key}=1")
-        for key, size in small.items()
+        for key, size in sizes.items()
+        if size < 1
     ]
 
 
 @dataclass(frozen=True)
 class Initialiser:
-    """normal(0, std), zeros, ones, uniform(-bound, bound) with `std` as the bound, or own: what a user's module makes
-    of it when it is built under the run's seed."""
+    """kind: normal(0, std), zeros, ones, uniform(-std, std), or own: the values that a user's module gives itself when
+    it is built under the run's seed."""
 
     kind: str
     std: float = 0.0
@@ -37,10 +37,10 @@ class Initialiser:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv apart).
+    """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv are three).
 
-    heads: for rows of dim 0 that belong to attention heads, how many heads they hold (kv heads for wk, wv); else None.
-    frozen: it keeps its initial (or resumed) values: no gradient, no optimizer state, no part in the norm.
+    heads: the number of attention heads in dim 0 (kv heads for wk, wv), None if it has none. frozen: it keeps its
+    initial (or resumed) values: no gradient, no optimizer state, not in the gradient norm.
     """
 
     name: str
@@ -57,16 +57,14 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One role layer: the unit that a tensor strategy places.
+    """One role layer: the unit that a tensor strategy replaces.
 
-    name: one-device module name (`layers.0.attention.qkv`). layer_role: `columns` (one input, one or more outputs split
-    by a tensor strategy), `row`, `linear` (between two layers that see the whole hidden size: nothing is split in
-    between),
-    `embedding`, `position`, `head`, `norm`, `dropout`; `enter` and `leave` (no parameters: around what reads the whole
-    sequence and hidden size and gives a sum over split features), `router` and `expert` between them; empty for what
-    has none (a user's own layer).
-    in_features and out_features are global; `columns` counts the sum of its outputs. For `head` with a tied
-    weight, `parameters` is empty and `tied` names the parameter it reads. possible_roles: of a user's own layer, the
+    name: one-device module name (`layers.0.attention.qkv`). layer_role: `column_parallel` (one input, one or more
+    outputs that may be split), `row_parallel` (its input may be split), `linear` (never split), `embedding`,
+    `position_embedding`, `head`, `norm`, `dropout`, `router`, `expert`; `expert_input` and `expert_output` (without
+    parameters) around router and experts; empty for a user's layer without a role.
+    in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a tied
+    weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: of a user's own layer, the
     roles that its kind of module can have.
     """
 
@@ -81,10 +79,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Pair:
-    """The column layers of a block that read one input, and the row layer that reads what they give.
+    """The column-parallel layers of a block that read one input, and the row-parallel layer that reads their outputs.
 
-    A column layer that no row layer follows is alone (row None); so is a row layer that follows none (no columns).
-    inside: what stands between the two.
+    A column-parallel layer without a following row-parallel layer has row None; a row-parallel layer without preceding
+    column-parallel layers has no columns. inside: the layers between the two.
     """
 
     columns: tuple[LayerSpec, ...]
@@ -94,14 +92,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block: what a pipeline stage holds whole.
+    """One block, which a pipeline stage never divides.
 
-    kind: `embedding`, `transformer`, `head`, or a model's own word. forward_flops: for one sample. saved_elements: a
-    model's own count of activation elements kept for backward per sample, outside the tensor strategies' knowledge
-    (filled
-    by models without role layers; None for transformer blocks, whose memory the tensor strategy computes). input_shape:
-    of
-    what it takes, for one sample, where that differs from block to block (images); None: the model's boundary_shape.
+    kind: `embedding`, `transformer`, `head`, or a model's own word. forward_flops: for one sample. saved_elements:
+    activation elements saved for backward per sample; None for transformer blocks, for which the tensor strategy
+    computes them. input_shape: of one sample, if it differs from block to block (images); None: the model's
+    boundary_shape.
     """
 
     name: str
@@ -121,12 +117,12 @@ class BlockSpec:
 
     @property
     def is_recomputed(self) -> bool:
-        """Does `recompute` apply to it? Not to the ends of a model, where there is nothing to win."""
+        """Whether `recompute` applies to it: not at the ends of a model, where it would save nothing."""
         return self.kind not in ("embedding", "head")
 
 
 def renamed(block: BlockSpec, name: str) -> BlockSpec:
-    """The same block under another name, which all names in it begin with."""
+    """The same block under another name, with which all names in it begin."""
     old = len(block.name)
     names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
     assert all(inside.startswith(f"{block.name}.") for inside in names)
@@ -146,7 +142,7 @@ def renamed(block: BlockSpec, name: str) -> BlockSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How every layer with experts chooses them: `config.schema.RouterConfig`, settled (see there)."""
+    """How every layer with experts chooses them: the resolved `config.schema.RouterConfig` (see there)."""
 
     kind: str
     top_k: int
@@ -166,13 +162,13 @@ class RouterSpec:
 
     @property
     def limited(self) -> bool:
-        """Has an expert a capacity? Expert choice has by its nature."""
+        """Whether experts have a capacity, as they always have under expert choice."""
         return self.capacity_factor is not None or self.kind == "expert_choice"
 
     def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
-        """Tokens that an expert takes of a routing group of `num_tokens` at most; all of them without a limit.
+        """The most tokens that an expert takes of a routing group of `num_tokens`; all of them if it has no capacity.
 
-        GShard's 2 S / E x factor, rounded up, for any top_k; at least min_capacity, never more than the group.
+        top_k x tokens / experts x factor (GShard), rounded up; at least min_capacity, at most the group.
         """
         factor = self.capacity_factor
         if not training and self.eval_capacity_factor is not None:
@@ -190,10 +186,10 @@ class RouterSpec:
 class ModelSpec:
     """A model as `plan` sees it. Sizes are global; `kind` is `tokens` (language models), `features` or `images`.
 
-    sample_shape: shape of one input sample; boundary_shape: shape of what passes between blocks, for one sample
-    (`(seq, hidden)` for gpt). targets_per_sample: loss terms a sample contributes (seq for gpt, 1 for a classifier).
-    tied: (copy, original) parameter names that are one logical tensor; only the original is listed in `parameters`.
-    mask_token: the id that hides a token, for models that fill in masked ones; no token of the data has it.
+    sample_shape, boundary_shape: of one sample, at the input and between blocks (`(seq, hidden)` for gpt).
+    targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
+    parameters that are one logical tensor; `parameters` lists only the original. mask_token: the id of [MASK], which no
+    token of the data has, for models that fill in masked tokens.
     """
 
     name: str
@@ -216,7 +212,6 @@ class ModelSpec:
     mask_token: int | None = None
     experts: int = 0
     router: RouterSpec | None = None  # None: no layer has experts
-    notes: tuple[str, ...] = field(default=())
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -247,13 +242,13 @@ class ModelSpec:
 
     @cached_property
     def first_alike(self) -> dict[str, str]:
-        """By block name: the first block that is alike in all that costs depend on. A deep model has few of those.
+        """By block name: the first block with the same costs. A deep model has few of those.
 
-        A block with a tied weight is like no other.
+        A block with a tied weight equals no other.
         """
         tied = {name for pair in self.tied for name in pair}
         found: dict[object, str] = {}
-        return {block.name: found.setdefault(_looks_of_block(block, tied), block.name) for block in self.blocks}
+        return {block.name: found.setdefault(_block_key(block, tied), block.name) for block in self.blocks}
 
     @cached_property
     def layer_of(self) -> dict[str, LayerSpec]:
@@ -262,29 +257,29 @@ class ModelSpec:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """Every pair of column layers and row layer, in order."""
+        """Every `Pair`, in order."""
         return tuple({id(pair): pair for pair in self.pair_of.values()}.values())
 
     @cached_property
     def distinct_pairs(self) -> tuple[Pair, ...]:
-        """The first of all pairs that are alike in their shapes and heads: a deep model has few."""
+        """The first of all pairs with the same shapes and heads: a deep model has few."""
         found: dict[object, Pair] = {}
         for pair in self.pairs:
             layers = (*pair.columns, *((pair.row,) if pair.row else ()))
-            found.setdefault(tuple(_looks(layer) for layer in layers), pair)
+            found.setdefault(tuple(_key(layer) for layer in layers), pair)
         return tuple(found.values())
 
     @cached_property
     def distinct_layers(self) -> tuple[LayerSpec, ...]:
-        """The first of all layers that are alike in role, shapes and heads."""
+        """The first of all layers with the same role, shapes and heads."""
         found: dict[object, LayerSpec] = {}
         for layer in self.layers():
-            found.setdefault(_looks(layer), layer)
+            found.setdefault(_key(layer), layer)
         return tuple(found.values())
 
     @cached_property
     def pair_of(self) -> dict[str, Pair]:
-        """By layer name: the pair that a layer is part of, or stands in between of."""
+        """By layer name: the pair that a layer is part of or inside of."""
         return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
 
     def layers(self) -> Iterator[LayerSpec]:
@@ -292,29 +287,21 @@ class ModelSpec:
             yield from block.layers
 
 
-def _looks_of_block(block: BlockSpec, tied: set[str]) -> object:
-    layers = tuple(
-        (
-            x.layer_role,
-            x.in_features,
-            x.out_features,
-            tuple((p.shape, p.heads, p.frozen, p.layer_role) for p in x.parameters),
-        )
-        for x in block.layers
-    )
-    alone = block.name if any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers) else ""
-    return block.kind, alone, block.forward_flops, block.saved_elements, block.input_shape, layers
+def _block_key(block: BlockSpec, tied: set[str]) -> object:
+    """Equal for blocks of equal costs."""
+    layers = tuple((_key(x), tuple((p.frozen, p.layer_role) for p in x.parameters)) for x in block.layers)
+    is_tied = any(p.name in tied for p in block.parameters) or any(x.tied for x in block.layers)
+    name = block.name if is_tied else ""
+    return block.kind, name, block.forward_flops, block.saved_elements, block.input_shape, layers
 
 
-def _looks(layer: LayerSpec) -> object:
-    """All that sizes of a layer depend on."""
-    return (
-        layer.layer_role, layer.in_features, layer.out_features, *((p.shape, p.heads) for p in layer.parameters)
-    )  # fmt: skip
+def _key(layer: LayerSpec) -> object:
+    """Equal for layers of equal sizes."""
+    return layer.layer_role, layer.in_features, layer.out_features, tuple((p.shape, p.heads) for p in layer.parameters)
 
 
 def _pairs(block: BlockSpec) -> dict[str, Pair]:
-    """By name, in order: the pair of each layer of `block` that has one."""
+    """By layer name, in order: the pair of each layer of `block` that has one."""
     found: dict[str, Pair] = {}
     opened: list[LayerSpec] = []
     for layer in block.layers:

@@ -1,7 +1,7 @@
-"""The precision table, one for every strategy and for one device alike. Torch-free.
+"""The precision table, the same for every strategy and for one device. Torch-free.
 
-Parameters are stored in `stored`, rounded to `compute` where they are used; activations and their communication are in
-`compute`; gradients are reduced in `reduce`; norms, softmax and loss compute in `accurate`. No autocast.
+Parameters are stored in `stored` and rounded to `compute` where they are used; activations and their communication are
+in `compute`; gradients are reduced in `reduce`; norms, softmax and loss compute in `accurate`. There is no autocast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Precision:
-    """dtype names as torch spells them. `scaled`: the loop scales the loss and skips overflowing steps (fp16)."""
+    """dtype names as in torch. scaled: the loop scales the loss and skips overflowing steps (fp16)."""
 
     name: str
     stored: str

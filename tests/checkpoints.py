@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from parallelrun import registry
 from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
 from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, Part, StoredTensor, describe_plan, encode
 from parallelrun.config.schema import OptimizerConfig
@@ -37,10 +36,9 @@ def value(key: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
 
 def parts_of(plan: Plan, mesh: Mesh, salt: int | None) -> tuple[list[LocalParameter], Optimizer]:
     """This rank's parameters and an AdamW with state: slices of `value`, or NaN and no state when salt is None."""
-    strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     parameters = []
     for held in held_parameters(plan, mesh.coordinate.get("pp", 0)):
-        layout = strategy.state_layout(held.spec, held.layout, plan)
+        layout = plan.data.state_layout(held.spec, held.layout, plan)
         shape = layout.local_shape(held.spec.shape, plan.mesh.sizes, mesh.coordinate)
         tensor = torch.full(shape, torch.nan).requires_grad_()
         parameters.append(LocalParameter(held.name, tensor, held.spec, layout, held.shared))

@@ -39,7 +39,7 @@ def dropped_gradient_reduce() -> None:
     """Every replica keeps its own gradient."""
     from parallelrun.strategies.data.ddp import runtime
 
-    runtime.DdpRuntime._start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
+    runtime.DDPRuntime._start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
 
 
 def doubled_gradient_reduce() -> None:
@@ -225,13 +225,13 @@ def ring_over_the_wrong_group() -> None:
     from parallelrun.mesh import Mesh
     from parallelrun.strategies.data.ring import runtime
 
-    right = runtime.attach
+    right = runtime.RingRuntime.attach
 
     class Wrong:
         def __init__(self, mesh: Mesh):
             self.group, self.coordinate = lambda axis: mesh.group("tp" if axis == "dp" else axis), mesh.coordinate
 
-    runtime.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
+    runtime.RingRuntime.attach = lambda parts, plan, mesh: right(parts, plan, Wrong(mesh))
 
 
 def expert_gradients_summed_over_dp() -> None:
@@ -293,11 +293,11 @@ def chunks_of_experts_in_a_row() -> None:
 
 def own_chunk_of_experts_stays_old() -> None:
     """The optimizer's copy of a chunk inside of several experts is not brought back into the weight."""
-    from parallelrun.strategies.data.zero1.runtime import Zero1Runtime
+    from parallelrun.strategies.data.zero1.runtime import ZeRO1Runtime
 
-    right = Zero1Runtime.finish_update
+    right = ZeRO1Runtime.finish_update
 
-    def wrong(self: Zero1Runtime) -> None:
+    def wrong(self: ZeRO1Runtime) -> None:
         places = [
             one.cut.weight.detach().chunk(group.size, one.cut.dim)[group.index]
             for group, chunks in zip(self._groups, self._chunks)
@@ -309,7 +309,7 @@ def own_chunk_of_experts_stays_old() -> None:
         for place, value in zip(places, old):
             place.copy_(value)
 
-    Zero1Runtime.finish_update = wrong
+    ZeRO1Runtime.finish_update = wrong
 
 
 def fsdp_divides_experts() -> None:

@@ -84,7 +84,7 @@ def values(key: str) -> list[str]:
         return []
     if known.kind == "bool":
         return ["true", "false"]
-    from parallelrun.models.gpt import spec as gpt
+    from parallelrun.models.transformer import spec as transformer
     from parallelrun.plan import rules, shorthands
 
     axes = {f"strategy.{axis}.kind": axis for axis in ("data", "tensor", "pipeline", "expert")}
@@ -92,7 +92,7 @@ def values(key: str) -> list[str]:
         return list(shorthands.kinds(axes.get(key, "pipeline")))
     listed = {
         **rules.CHOICES,
-        **{f"model.{name}": legal for name, legal in gpt.CHOICES.items()},
+        **{f"model.{name}": legal for name, legal in transformer.CHOICES.items()},
         "layout": tuple(shorthands.layouts()),
         "device": ("auto", "cpu", "cuda"),
         "consistency": ("sync", "async", "ssp"),

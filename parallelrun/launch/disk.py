@@ -8,7 +8,6 @@ from pathlib import Path
 
 from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
-from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.routing_log import NUMBERS_WRITTEN
@@ -49,7 +48,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     state = plan.spec.num_parameters + trained * plan.optimizer_states
     replicas = plan.mesh.size("dp")
     copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
-    kept = trained * getattr(strategies_of(plan).data, "kept_states", 0)
+    kept = trained * plan.data.kept_states
     return (state * copies + kept) * BYTES[plan.precision.stored]
 
 

@@ -139,7 +139,7 @@ def _prepare(
     name = directory.name_of(config, plan)
     notes = preflight.check(config, plan, attached)
     tracker.check(config.tracker)
-    has_dataset = config.model.name != "matmul"  # it makes its own numbers
+    has_dataset = not definitions.model(config).is_lesson
     print(starting(plan.world, config.dataset.name if has_dataset else None), file=sys.stderr, flush=True)
     dataset = open_dataset(config, plan.spec) if has_dataset else None
     found = choose(config, plan) if config.verb == "run" else None

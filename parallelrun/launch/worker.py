@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from parallelrun import registry
+from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import data_runtime
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     """Run `config.verb` as this rank; return the exit code. Raises ParallelrunError subclasses for the user."""
     context.heartbeat(0, "build")
-    if config.model.name == "matmul":
-        return _lesson(config, plan, context)
-    own = getattr(registry.load("strategies", f"data.{plan.data.kind}", "runtime"), "run", None)
-    if own is not None:  # a way whose ranks do not all do the same has loops of its own
-        return own(config, plan, context)
+    if definitions.model(config).is_lesson:
+        network = registry.load("models", config.model.name, "network")
+        network.run(config, plan, context.device, context.console_owner)
+        return EXIT_OK
+    code = data_runtime(plan).run_rank(config, plan, context)
+    if code is not None:
+        return code
     if config.verb == "verify":
         from parallelrun.verify import run as verify
 
@@ -44,12 +47,3 @@ def _train(training, context: WorkerContext) -> int:
     if context.console_owner:
         report.show(context.directory)
     return code
-
-
-def _lesson(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """The matmul lesson: every rank multiplies its blocks; rank 0 shows who held and sent what."""
-    from parallelrun.mesh import build_mesh
-    from parallelrun.models.matmul import lesson
-
-    lesson.run(plan, build_mesh(plan, context.device), context.console_owner, config.strategy.tensor.form)
-    return EXIT_OK

@@ -1,9 +1,9 @@
 """Dropout masks by hash: the same element of the same sample is dropped under every plan and on every device.
 
 mask = hash(seed, sample id, site, global element index) by integer mixing in torch operations: no torch generator, so
-recomputation, other ranks and a GPU derive the same mask (counter-based, as Salmon et al., SC11, argue for). The
-sample id contains the step (`(step - 1) * global_batch + i`). Keys of rows are mixed in 64 bits (splitmix64, Steele et
-al. 2014); elements inside a row in 32 bits, because those passes are the cost.
+recomputation, other ranks and a GPU derive the same mask (counter-based, see Salmon et al., SC11). The sample id
+contains the step (`(step - 1) * global_batch + i`). Keys of rows are mixed in 64 bits (splitmix64, Steele et al. 2014);
+elements inside a row in 32 bits, because they dominate the time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# Each thread's own: backward runs recomputed blocks in its thread. Not a ContextVar: torch.compile cannot read those.
+# One per thread: backward runs recomputed blocks in its own. Not a ContextVar: torch.compile cannot read those.
 _scope = threading.local()
 
 
 @contextmanager
 def scope(sample_ids: Tensor | None) -> Iterator[None]:
-    """While open, Dropout layers drop for these samples. sample_ids: int64 (batch,); None leaves them unknown."""
+    """While open, dropout layers drop for these samples. sample_ids: int64 (batch,); None: unknown."""
     outer = current_sample_ids()
     _scope.sample_ids = sample_ids
     try:
@@ -37,7 +37,7 @@ def current_sample_ids() -> Tensor | None:
 
 
 def site_key(seed: int, site: str) -> int:
-    """64 signed bits that name one dropout site of one run."""
+    """A signed 64-bit key of one dropout site of one run."""
     digest = hashlib.sha256(f"dropout/{seed}/{site}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -45,8 +45,8 @@ def site_key(seed: int, site: str) -> int:
 def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """bool (samples, rows, columns), True with probability 1 - rate.
 
-    key: of `site_key`; sample_ids: int64 (samples,); rows, columns: int64, *global* indices of the rows and columns
-    that the caller holds: any slice of them gives the same slice of the mask.
+    key: see `site_key`; sample_ids: int64 (samples,); rows, columns: int64, *global* indices of the rows and columns
+    held here: any slice of them gives the same slice of the mask.
     """
     assert 0.0 <= rate < 1.0, f"dropout rate {rate} is outside [0, 1)"
     # signed 32 bits are uniform over [-2^31, 2^31)
@@ -54,9 +54,9 @@ def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate:
 
 
 def uniform(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-    """fp32 (samples, rows[, columns]) in [0, 1), by the hash that `keep_mask` drops by; arguments as there.
+    """fp32 (samples, rows[, columns]) in [0, 1), from the same hash and arguments as `keep_mask`.
 
-    Multiples of 2^-24, so that they are the same numbers in fp32 and fp64. Without columns: those of column 0.
+    Multiples of 2^-24, so that they are the same numbers in fp32 and fp64. Without columns: the numbers of column 0.
     """
     if columns is None:
         return uniform(key, sample_ids, rows, torch.zeros_like(rows[:1])).squeeze(2)

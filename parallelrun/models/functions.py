@@ -1,8 +1,7 @@
-"""What role layers compute, as functions of tensors: tensor strategies call them too, so that all compute the same
-numbers.
+"""The computations of role layers as functions of tensors. Tensor strategies call them too, for the same numbers.
 
-Under every step lie hundreds of these calls, and casting to the dtype that a tensor has already costs more than asking
-for it: small models feel that.
+A step makes hundreds of these calls. Casting a tensor to the dtype that it already has costs more than a comparison,
+which small models notice.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ ACCURATE = (torch.float32, torch.float64)
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms, softmax and loss of activations of `dtype` compute: at least fp32."""
+    """The dtype in which norms, softmax and loss compute for activations of `dtype`: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -31,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.
 def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm or RMSNorm over the last dim; the result has the dtype of `x`.
 
-    torch's kernels compute in at least fp32 inside and round once; widening here would only cost memory.
+    torch's kernels compute in at least fp32 inside and round once, so x is not widened here.
     """
     if weight.dtype != x.dtype:
         weight, bias = rounded(weight, x.dtype), bias if bias is None else rounded(bias, x.dtype)
@@ -58,12 +57,12 @@ def token_loss(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) ->
     plus e / vocab everywhere (Szegedy et al. 2016, as in torch).
     """
     wide = logits if logits.dtype in ACCURATE else logits.to(accurate_dtype(logits.dtype))
-    wide, targets = wide.flatten(0, -2), targets.flatten().clamp(min=-1)  # torch ignores one number: -1 stands for all
+    wide, targets = wide.flatten(0, -2), targets.flatten().clamp(min=-1)  # torch ignores one number only
     return functional.cross_entropy(wide, targets, ignore_index=-1, reduction="sum", label_smoothing=label_smoothing)
 
 
 def drop(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """x where kept, scaled so that its expectation stays; backward keeps only the mask, a byte an element."""
+    """x where kept, scaled to the same expectation; backward needs only the mask, one byte an element."""
     return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -76,7 +75,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = True) -> Te
 def attend_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, keep: Tensor, rate: float, causal: bool = True
 ) -> Tensor:
-    """The same, written out, with dropped probabilities. keep: bool (batch, heads, query, key)."""
+    """The same, computed explicitly, with dropped probabilities. keep: bool (batch, heads, query, key)."""
     group = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query @ key.transpose(-2, -1)) * query.size(-1) ** -0.5
@@ -91,8 +90,8 @@ def attend_with_dropout(
 def rotate(x: Tensor, theta: float) -> Tensor:
     """Rotary positions (Su et al. 2021, halves rotated as in the published Llama weights' layout on Hugging Face).
 
-    x: (batch, heads, seq, head_dim), position = index along seq: the caller sees the whole sequence. Angles are
-    computed here rather than kept in a buffer, so nothing but parameters needs materialising.
+    x: (batch, heads, seq, head_dim) with the full sequence. Angles are computed rather than kept in a buffer, so that
+    only parameters need storage.
     """
     dtype, half = accurate_dtype(x.dtype), x.size(-1) // 2
     frequency = theta ** (-torch.arange(half, dtype=dtype, device=x.device) / half)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallelrun import registry
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.model_spec import Initialiser, ParameterSpec
@@ -38,7 +37,6 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
     local shard only. A tied copy gets its original's values. Buffers that are still on meta have no values to be given:
     modules compute what they need in forward or hold it on a real device.
     """
-    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     originals = dict(plan.spec.tied)
     own: dict[str, Tensor] = {}
     filled: set[int] = set()
@@ -51,7 +49,7 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
                 continue
             filled.add(id(parameter))
             spec = plan.spec.parameters[originals.get(name, name)]
-            layout: Layout = data_strategy.weight_layout(spec, module_layout(spec, plan), plan)
+            layout: Layout = plan.data.weight_layout(spec, module_layout(spec, plan), plan)
             local = parameter.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
             fill(local, spec, layout.ranges(spec.shape, plan.mesh.sizes, mesh.coordinate), seed, own)

@@ -1,29 +1,35 @@
-"""Role layers: all that reduces or splits hidden, heads or vocab, in their one-device meaning.
+"""Role layers: the layers that reduce or split hidden, heads or vocab, in their one-device form.
 
-A tensor strategy replaces them by its own classes with the same parameter names; it reuses `functions`, so that both
-compute the same numbers. Weights are stored in one dtype and rounded to `compute_dtype` where they are used;
-norms, softmax and loss compute in at least fp32.
+A tensor strategy replaces them by its own classes with the same parameter names. Those reuse `functions`, so that both
+compute the same numbers. Weights are stored in one dtype and rounded to `compute_dtype` where they are used; norms,
+softmax and loss compute in at least fp32.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.models import dropout as masks
-from parallelrun.models.functions import accurate_dtype as accurate_dtype  # for tensor strategies
 from parallelrun.models.functions import activate, attend, attend_with_dropout, drop, linear, normalise, token_loss
 
 
-class RoleLayer(nn.Module):
-    """A layer that a tensor strategy may place. `layer_role` names which; weights are cast to `compute_dtype` where
-    used.
+class TensorModule(nn.Module):
+    """A module that returns one tensor. torch's own annotation says Any."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *inputs: Any) -> Tensor: ...
+
+
+class RoleLayer(TensorModule):
+    """A layer that a tensor strategy may replace, as `layer_role` says.
 
     communicates: its forward sends something, so that computing it again is not cheap. compiles: torch.compile may
-    look into it; else it is a break in the graph.
+    look into it; otherwise it breaks the graph.
     """
 
     layer_role: ClassVar[str] = ""
@@ -35,8 +41,8 @@ class RoleLayer(nn.Module):
         self.compute_dtype = compute_dtype
 
 
-class Weights(nn.Module):
-    """A weight (out, in) and maybe a bias (out) under one name, uninitialised: `initialise` fills them."""
+class NamedWeights(nn.Module):
+    """An uninitialised weight (out, in) and maybe a bias (out) of one output of a `ColumnLinear`."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
         super().__init__()
@@ -45,34 +51,35 @@ class Weights(nn.Module):
 
 
 class ColumnLinear(RoleLayer):
-    """One input, several named outputs: linear layers whose outputs a tensor strategy may split.
+    """Linear layers that read one input, whose outputs a tensor strategy may split.
 
     outputs: name -> features. Parameters `<name>.weight` (out, in) and `<name>.bias` (out): never fused. A single
-    output without a name (`{"": features}`) keeps plain `weight` and `bias`, as a linear layer of a user's module does.
+    output without a name (`{"": features}`) has plain `weight` and `bias`, as an nn.Linear does.
     """
 
     layer_role = "column_parallel"
+    __call__: Any
 
     def __init__(self, in_features: int, outputs: dict[str, int], bias: bool, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
         self.in_features, self.outputs, self.has_bias = in_features, dict(outputs), bias
         for name, size in outputs.items():
-            self.hold(name, Weights(in_features, size, bias))
+            self.set_weights(name, NamedWeights(in_features, size, bias))
 
-    def hold(self, name: str, part: nn.Module) -> None:
+    def set_weights(self, name: str, part: nn.Module) -> None:
         """Take over the weight and bias of one output."""
         if name:
             setattr(self, name, part)
         else:
             self.weight, self.bias = part.weight, part.bias
 
-    def give(self, results: tuple[Tensor, ...]) -> Any:
-        """What forward returns: one result per output in their order; the single one without a name alone."""
+    def returned(self, results: tuple[Tensor, ...]) -> Any:
+        """What forward returns: one result per output in their order; a single output without a name by itself."""
         return results[0] if "" in self.outputs else results
 
     def forward(self, x: Tensor) -> Any:
-        """x (..., in) -> one (..., out) per output, see `give`."""
-        return self.give(tuple([linear(x, *self.weights(name), self.compute_dtype) for name in self.outputs]))
+        """x (..., in) -> one (..., out) per output, see `returned`."""
+        return self.returned(tuple([linear(x, *self.weights(name), self.compute_dtype) for name in self.outputs]))
 
     def weights(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of one output."""
@@ -80,23 +87,8 @@ class ColumnLinear(RoleLayer):
         return part.weight, part.bias
 
 
-class RowLinear(RoleLayer):
-    """A linear layer whose input a tensor strategy may split. Parameters `weight` (out, in) and `bias` (out)."""
-
-    layer_role = "row_parallel"
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype):
-        super().__init__(compute_dtype)
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.compute_dtype)
-
-
 class UnsplitLinear(RoleLayer):
-    """A linear layer between two that see the whole hidden size. Parameters `weight` (out, in) and `bias` (out)."""
+    """A linear layer between two that need all of hidden. Parameters `weight` (out, in) and `bias` (out)."""
 
     layer_role = "linear"
 
@@ -108,6 +100,12 @@ class UnsplitLinear(RoleLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.compute_dtype)
+
+
+class RowLinear(UnsplitLinear):
+    """A linear layer whose input a tensor strategy may split."""
+
+    layer_role = "row_parallel"
 
 
 class TokenEmbedding(RoleLayer):
@@ -155,9 +153,9 @@ class HiddenNorm(RoleLayer):
 
 
 class ExpertInput(RoleLayer):
-    """In front of what reads whole rows and gives a sum over split features: x (batch, seq, hidden) as it is.
+    """The input of router and experts: x (batch, seq, hidden), unchanged.
 
-    A tensor strategy that cuts the sequence makes it whole here, and sums the gradients of what was split behind it.
+    A tensor strategy gathers a split sequence here, and sums the gradients of split experts.
     """
 
     layer_role = "expert_input"
@@ -167,17 +165,19 @@ class ExpertInput(RoleLayer):
 
 
 class ExpertOutput(RoleLayer):
-    """Behind it: rows (tokens, hidden), a fresh tensor -> (batch, seq, hidden). A tensor strategy sums them here."""
+    """The output of the experts: rows (tokens, hidden), which it may overwrite -> (batch, seq, hidden).
+
+    A tensor strategy sums the results of split experts here.
+    """
 
     layer_role = "expert_output"
 
     def forward(self, x: Tensor, num_samples: int) -> Tensor:
-        return x.unflatten(0, (num_samples, -1))
+        return x.view(num_samples, x.size(0) // num_samples, x.size(1))
 
 
-class Activation(nn.Module):
-    """The MLP's elementwise middle; splits with its inputs, so no tensor strategy replaces it. kind: gelu | relu |
-    swiglu."""
+class Activation(TensorModule):
+    """The elementwise part of an MLP, which works on split features too. kind: gelu | relu | swiglu."""
 
     layer_role: ClassVar[str] = "activation"
 
@@ -203,10 +203,10 @@ class VocabHead(RoleLayer):
         return linear(x, self.weight, None, self.compute_dtype)
 
 
-class _Masked(RoleLayer):
-    """What drops by hash: needs the sample ids of `dropout.scope` when it is training at a rate above 0.
+class _HashMasked(RoleLayer):
+    """Base of the layers that drop by hash. In training at a rate above 0 they need the sample ids of `dropout.scope`.
 
-    sample_part: (index, count) of the equal part of the microbatch's samples that arrives; set by the tensor strategy.
+    sample_part: (index, count) of the equal part of the microbatch's samples held here; set by the tensor strategy.
     """
 
     def __init__(self, rate: float, seed: int, site: str, compute_dtype: torch.dtype):
@@ -230,12 +230,11 @@ class _Masked(RoleLayer):
         return ids[index * num_samples : (index + 1) * num_samples]
 
 
-class HashDropout(_Masked):
+class HashDropout(_HashMasked):
     """Drops elements of x (batch, [seq,] hidden) by hash(seed, sample id, site, global element index).
 
-    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor strategy sets where it
-    starts:
-    `sequence_offset` (rows) and `hidden_offset` (columns); the mask is then the same slice of the whole mask.
+    hidden: the *global* size of the last dim (0: that of x). When x is a slice, the tensor strategy sets its start,
+    `sequence_offset` (rows) and `hidden_offset` (columns); the mask is then the same slice of the global mask.
     """
 
     layer_role = "dropout"
@@ -256,11 +255,11 @@ class HashDropout(_Masked):
         return drop(x, keep.view(x.shape), self.rate)
 
 
-class AttentionProduct(_Masked):
-    """Attention on (batch, heads, seq, head_dim), `causal` or both ways. With a rate above 0, probabilities are dropped
-    by hash over (head, query, key) and attention is written out, which costs memory of seq x seq per head.
+class AttentionProduct(_HashMasked):
+    """Attention on (batch, heads, seq, head_dim), causal or bidirectional. With a rate above 0, probabilities are
+    dropped by hash over (head, query, key) and attention is computed explicitly, in memory of seq x seq per head.
 
-    head_offset: set by the tensor strategy: the global index of the first query head held here.
+    head_offset: the global index of the first query head held here; set by the tensor strategy.
     """
 
     layer_role = "attention"
@@ -280,7 +279,7 @@ class AttentionProduct(_Masked):
         return attend_with_dropout(query, key, value, keep.view(batch, heads, seq, seq), self.rate, self.causal)
 
 
-class TokenLoss(nn.Module):
+class TokenLoss(TensorModule):
     """logits (..., vocab), targets int64 (...) -> SUM over targets >= 0 of the cross-entropy, in at least fp32."""
 
     def __init__(self, label_smoothing: float = 0.0):

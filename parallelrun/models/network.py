@@ -1,13 +1,14 @@
-"""Network: a model as an ordered chain of named blocks, and what can be done to it as a whole.
+"""Network: a model as a chain of named blocks. Written as for one device.
 
-Written as for one device. Pipeline stages are cut between blocks, recomputation and compilation work on blocks, tensor
-ways replace the role layers inside them.
+Pipeline stages are cut between blocks, recomputation and compilation work on blocks, tensor strategies replace the role
+layers inside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import dropout, recompute, rounding
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
 
 class Network(nn.Module):
-    """Chains its blocks: each maps x to x. `loss(logits, targets)` gives the SUM over valid targets.
+    """Chains its blocks, each of which maps x to x. `loss(logits, targets)` is the SUM over valid targets.
 
-    block_names: the blocks held, in order, each a path for `get_submodule`; a subclass adds them, as `spec` lists them.
-    recomputed: those of them whose activations `recompute.apply` may drop. rounds_weights: False where the compute
-    dtype is the stored one, so that no rounded copies need be watched. own_values: from the run's seed, the initial
-    values by name of the parameters whose initialiser is `own` (a user's module).
+    block_names: the blocks held, in order, each a path for `get_submodule`; a subclass adds them as `spec` lists them.
+    recomputed: those whose activations `recompute.apply` may drop. rounds_weights: False if the compute dtype is the
+    stored one, so that there are no rounded copies. own_values: from the run's seed to the initial values, by name, of
+    the parameters whose initialiser is `own` (a user's module).
     """
 
     def __init__(self, spec: ModelSpec, loss: nn.Module):
@@ -43,9 +46,9 @@ class Network(nn.Module):
         return module
 
     def keep(self, blocks: Sequence[str]) -> Network:
-        """Drop every other block (and its parameters); returns itself. Raises ValueError on a name it does not hold.
+        """Drop every other block with its parameters; returns itself. Raises ValueError for a name it does not hold.
 
-        A tied head that loses its embedding keeps the shared Parameter, now under its own name.
+        A tied head that loses its embedding keeps the shared Parameter, under its own name.
         """
         unknown = [name for name in blocks if name not in self.block_names]
         if unknown:
@@ -68,14 +71,14 @@ class Network(nn.Module):
             stage.recompute, stage.training, stage.own_values = self.recompute, self.training, self.own_values
             stage.rounds_weights = self.rounds_weights
             for name in blocks:
-                _mount(stage, name, self.get_submodule(name))
+                mount(stage, name, self.get_submodule(name))
             stage._hold(blocks)
             stages.append(stage)
         return stages
 
     def forward(self, x: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """x: one microbatch of inputs, or of what the block before the first one held gives. sample_ids: int64
-        (batch,), needed when dropout is on."""
+        """x: one microbatch of inputs, or of the output of the previous block. sample_ids: int64 (batch,), needed when
+        dropout is on."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             with self._rounding(), dropout.scope(sample_ids):
                 for name in self.block_names:
@@ -98,10 +101,8 @@ class Network(nn.Module):
 
 
 def compile_blocks(network: Network, backend: str = "inductor") -> None:
-    """torch.compile every block in place: names stay, equal blocks share one compilation.
-
-    Layers that say so are left out of the graphs.
-    """
+    """torch.compile every block in place: names stay, equal blocks share one compilation. Layers with `compiles =
+    False` are left out of the graphs."""
     for module in network.modules():
         if not getattr(module, "compiles", True):
             module.forward = torch.compiler.disable(module.forward)
@@ -109,13 +110,13 @@ def compile_blocks(network: Network, backend: str = "inductor") -> None:
         network.block(name).compile(backend=backend)
 
 
-def store(network: nn.Module, dtype: str) -> None:
-    """Give every parameter the stored dtype of the precision table (names as torch spells them)."""
-    network.to(getattr(torch, dtype))
+def store(network: ModuleT, dtype: str) -> ModuleT:
+    """Give every parameter the stored dtype of the precision table, named as in torch; returns the network."""
+    return network.to(getattr(torch, dtype))
 
 
-def _mount(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put `module` at a dotted path under `root`, making the containers on the way."""
+def mount(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` at a dotted path under `root`, with empty containers on the way."""
     *parents, leaf = path.split(".")
     for name in parents:
         if name not in dict(root.named_children()):

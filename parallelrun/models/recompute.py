@@ -1,17 +1,16 @@
-"""Activation recomputation, per block: keep less for backward, compute it again when backward needs it.
+"""Activation recomputation, per block: save less for backward, and compute it again when backward needs it.
 
-full (Chen et al. 2016): a block keeps only its input, and backward runs its forward again up to the last tensor it
-needs; collectives before that point are sent again. selective (in the spirit of Korthikanti et al. 2022): results of
-matrix products and of attention are kept, outputs of norms and activations are not; no collective is sent again.
+full (Chen et al. 2016): a block saves only its input, and backward runs its forward again up to the last tensor it
+needs; collectives before that point are sent again. selective (in the spirit of Korthikanti et al. 2022): the results
+of matrix products and of attention are saved, outputs of norms and activations are not; no collective is sent again.
 
-Selective works by saved-tensor hooks rather than by torch's `create_selective_checkpoint_contexts`: that one caches a
-product's result by reference, so a collective which then reduces it in place is applied twice in the second run, and
-its dispatch mode slows every operation of the forward. A compiled block chooses by itself what to keep.
+Selective uses saved-tensor hooks instead of torch's `create_selective_checkpoint_contexts`. That caches a product's
+result by reference, so that a collective which then reduces it in place is applied twice in the second run, and its
+dispatch mode slows every operation of the forward. A compiled block chooses itself what it saves.
 """
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from parallelrun.models.network import Network
 
 MODES = ("none", "selective", "full")
-KEPT = "kept"  # full, for engines that come back to a block's backward more than once: see `_Kept`
+KEPT = "kept"  # full, for schedules that run a block's backward more than once: see `_KeptForward`
 CHEAP_ROLES = ("norm", "activation")
 
 
@@ -43,21 +42,22 @@ def apply(network: Network, mode: str) -> None:
 
 
 def _is_cheap(module: nn.Module) -> bool:
-    """Is its output computed again rather than kept? Not where that would send something again, nor of relu, which
-    keeps its output for its own backward."""
+    """Whether its output is computed again rather than saved. Not if that would send something again, and not for relu,
+    whose own backward needs its output."""
     if getattr(module, "kind", "") == "relu":
         return False
     return getattr(module, "layer_role", "") in CHEAP_ROLES and not getattr(module, "communicates", False)
 
 
 def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Tensor:
-    """The block on x, under `mode`. The sample ids are put in scope inside what is run again."""
+    """block(x) under `mode`. The sample ids are in scope for what is computed again too."""
     if mode == "none" or not torch.is_grad_enabled():
         return _run(block, x, sample_ids)
     if mode == "full":
-        return checkpoint(_run, block, x, sample_ids, use_reentrant=False)
+        out: Tensor = checkpoint(_run, block, x, sample_ids, use_reentrant=False)
+        return out
     if mode == KEPT:
-        kept = _Kept(block, x, sample_ids)
+        kept = _KeptForward(block, x, sample_ids)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             return _run(block, x, sample_ids)
     with rounding.remembered() as copies:
@@ -72,18 +72,19 @@ def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Te
 
 def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None) -> Tensor:
     with dropout.scope(sample_ids):
-        return block(x)
+        out: Tensor = block(x)
+    return out
 
 
-class _Enough(Exception):
+class _EnoughComputed(Exception):
     """Raised out of a second forward once it has computed the last tensor that backward needs."""
 
 
-class _Kept:
-    """A block's forward, run again once: what it saves then stays for every backward pass that follows.
+class _KeptForward:
+    """A block's forward that is run again once; the tensors it saves then stay for every backward pass that follows.
 
-    Zero bubble goes through a block's backward once for its input and once for every weight, each time as a graph task
-    of its own, and torch's checkpoint would run the block again in each. Freed with the block's graph.
+    Zero bubble runs a block's backward once for its input and once for every weight, each time as a graph task of its
+    own, and torch's checkpoint would run the block again in each. Freed with the block's graph.
     """
 
     def __init__(self, block: nn.Module, x: Tensor, sample_ids: Tensor | None):
@@ -93,7 +94,7 @@ class _Kept:
         self._saved: list[Tensor | rounding.Rounded] = []
 
     def pack(self, saved: Tensor) -> int:
-        """What autograd keeps in place of `saved`: its number."""
+        """The number that autograd keeps in place of `saved`."""
         self._num_saved += 1
         return self._num_saved - 1
 
@@ -106,16 +107,16 @@ class _Kept:
         def collect(saved: Tensor) -> None:
             self._saved.append(copies.pack(saved))
             if len(self._saved) == self._num_saved:
-                raise _Enough
+                raise _EnoughComputed
 
         x = self._x.detach().requires_grad_(self._needs_gradient)
-        with rounding.remembered() as copies, torch.enable_grad(), suppress(_Enough):
+        with rounding.remembered() as copies, torch.enable_grad(), suppress(_EnoughComputed):
             with torch.autograd.graph.saved_tensors_hooks(collect, lambda packed: packed):
                 _run(self._block, x, self._sample_ids)
         assert len(self._saved) == self._num_saved, "the second forward saved other tensors than the first"
 
 
-class _Again:
+class _CheapOutput:
     """How to compute one cheap output again: the module and its inputs, which their own backward keeps anyway."""
 
     def __init__(self, module: nn.Module, inputs: tuple[Tensor, ...]):
@@ -124,37 +125,31 @@ class _Again:
         self.result: Tensor | None = None
 
     def compute(self) -> Tensor:
-        """The output; it stays for the other nodes that saved it (q, k and v share one norm), then goes."""
+        """The output. It is kept for the other nodes that saved it (q, k and v share one norm), then freed."""
         result = self.result
         if result is None:
             with torch.no_grad():
                 result = self.module.forward(*self.inputs)
+        assert result is not None
         self.num_waiting -= 1
         self.result = result if self.num_waiting > 0 else None
         return result
 
 
-class _CheapOutputs:
-    """During one block's forward: which storages hold the output of a cheap module. copies: of rounded weights."""
+class _CheapOutputs(rounding.ByStorage[_CheapOutput]):
+    """The storages that hold outputs of cheap modules during one block's forward. copies: of rounded weights."""
 
-    def __init__(self, copies: rounding.Copies) -> None:
+    def __init__(self, copies: rounding.RoundedCopies) -> None:
+        super().__init__()
         self._copies = copies
-        self._by_storage: dict[int, tuple[weakref.ref[Tensor], _Again]] = {}
-
-    def remember(self, output: Tensor, again: _Again) -> None:
-        address = output.untyped_storage().data_ptr()
-        if address:  # meta and empty tensors share address 0
-            self._by_storage[address] = (weakref.ref(output), again)
 
     def pack(self, saved: Tensor) -> Any:
-        """What autograd keeps in place of `saved`: itself, or how to compute it and its geometry."""
-        known = self._by_storage.get(saved.untyped_storage().data_ptr())
-        output = known[0]() if known else None
-        # A dead output's memory may have been given to another tensor; another dtype is another tensor's view.
-        if known is None or output is None or output.dtype != saved.dtype:
+        """The object that autograd keeps in place of `saved`: a tensor, or how to compute it and its geometry."""
+        output = self.find(saved)
+        if output is None:
             return self._copies.pack(saved)
-        known[1].num_waiting += 1
-        return known[1], saved.size(), saved.stride(), saved.storage_offset()
+        output.num_waiting += 1
+        return output, saved.size(), saved.stride(), saved.storage_offset()
 
 
 _current: ContextVar[_CheapOutputs | None] = ContextVar("parallelrun_cheap_outputs", default=None)
@@ -163,8 +158,9 @@ _current: ContextVar[_CheapOutputs | None] = ContextVar("parallelrun_cheap_outpu
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, (Tensor, rounding.Rounded)):
         return rounding.unpack(packed)
-    again, size, stride, offset = packed
-    return again.compute().as_strided(size, stride, offset)
+    output, size, stride, offset = packed
+    result: Tensor = output.compute().as_strided(size, stride, offset)
+    return result
 
 
 def _remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -173,4 +169,4 @@ def _remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> 
         return
     outputs = _current.get()
     if outputs is not None and output.requires_grad:
-        outputs.remember(output, _Again(module, inputs))
+        outputs.remember(output, _CheapOutput(module, inputs))

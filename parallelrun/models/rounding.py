@@ -1,7 +1,7 @@
-"""Weights rounded to the compute dtype where they are used, without a rounded copy that waits for backward.
+"""Weights rounded to the compute dtype where they are used, without keeping the rounded copy for backward.
 
-Autograd would keep such a copy for every microbatch in flight, beside the stored weight. What is kept instead is the
-stored weight itself, which is there anyway; backward rounds it again, to the same bits.
+Autograd would keep such a copy for every microbatch in flight, beside the stored weight. Instead it keeps the stored
+weight itself, which exists anyway, and backward rounds it again, to the same bits.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 class Rounded(NamedTuple):
-    """What is kept in place of (a view of) a weight's rounded copy: how to make it again."""
+    """How to compute (a view of) a weight's rounded copy again; autograd keeps this in place of the copy."""
 
     weight: Tensor
     dtype: torch.dtype
@@ -29,46 +31,54 @@ class Rounded(NamedTuple):
         return self.weight.to(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class Copies:
-    """During a forward: which storages hold the rounded copy of which weight."""
+class ByStorage(Generic[T]):
+    """Remembers a value for each of some tensors, and finds it by any tensor that has the same storage."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
-    def remember(self, copy: Tensor, weight: Tensor) -> None:
-        address = copy.untyped_storage().data_ptr()
+    def remember(self, tensor: Tensor, value: T) -> None:
+        address = tensor.untyped_storage().data_ptr()
         if address:  # meta and empty tensors share address 0
-            self._by_storage[address] = weakref.ref(copy), weight.detach()
+            self._known[address] = weakref.ref(tensor), value
+
+    def find(self, saved: Tensor) -> T | None:
+        """The value, unless the tensor is freed (its memory may be another's now) or `saved` has another dtype."""
+        reference, value = self._known.get(saved.untyped_storage().data_ptr(), (None, None))
+        tensor = reference() if reference is not None else None
+        return value if tensor is not None and tensor.dtype == saved.dtype else None
+
+
+class RoundedCopies(ByStorage[Tensor]):
+    """The storages that hold rounded copies during a forward, with the (detached) weight of each."""
 
     def pack(self, saved: Tensor) -> Tensor | Rounded:
-        """What autograd keeps in place of `saved`."""
-        known = self._by_storage.get(saved.untyped_storage().data_ptr())
-        copy = known[0]() if known else None
-        # A dead copy's memory may have been given to another tensor; another dtype is another tensor's view.
-        if known is None or copy is None or copy.dtype != saved.dtype:
+        """The object that autograd keeps in place of `saved`."""
+        weight = self.find(saved)
+        if weight is None:
             return saved.detach()  # a node that saves its own output would hold itself, past a backward that keeps it
-        return Rounded(known[1], copy.dtype, saved.size(), saved.stride(), saved.storage_offset())
+        return Rounded(weight, saved.dtype, saved.size(), saved.stride(), saved.storage_offset())
 
 
-_current: ContextVar[Copies | None] = ContextVar("parallelrun_rounded_copies", default=None)
+_current: ContextVar[RoundedCopies | None] = ContextVar("parallelrun_rounded_copies", default=None)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`. A compiled block decides by itself what it keeps."""
+    """The weight in `dtype`. A compiled block decides itself which tensors it keeps."""
     if weight.dtype == dtype:
         return weight
     copy = weight.to(dtype)
     if not torch.compiler.is_compiling():
         copies = _current.get()
         if copies is not None:
-            copies.remember(copy, weight)
+            copies.remember(copy, weight.detach())
     return copy
 
 
 @contextmanager
-def remembered() -> Iterator[Copies]:
-    """Inside, `rounded` remembers what it makes, for a packing hook to ask."""
-    copies = Copies()
+def remembered() -> Iterator[RoundedCopies]:
+    """While open, `rounded` remembers its copies for a packing hook."""
+    copies = RoundedCopies()
     token = _current.set(copies)
     try:
         yield copies
@@ -78,11 +88,11 @@ def remembered() -> Iterator[Copies]:
 
 @contextmanager
 def not_kept() -> Iterator[None]:
-    """Inside, autograd keeps no rounded copies."""
+    """While open, autograd keeps no rounded copies."""
     with remembered() as copies, torch.autograd.graph.saved_tensors_hooks(copies.pack, unpack):
         yield
 
 
 def unpack(packed: Tensor | Rounded) -> Tensor:
-    """What `Copies.pack` packed."""
+    """The tensor that `RoundedCopies.pack` packed."""
     return packed.again() if isinstance(packed, Rounded) else packed

@@ -13,11 +13,11 @@ from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
-from parallelrun.plan.load import load_strategy, tensor_strategy
+from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
+from parallelrun.plan.request import Request
 from parallelrun.plan.shorthands import kinds
-from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Batch, Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, TensorStrategy
 from parallelrun.precision import BYTES, Precision
@@ -100,7 +100,7 @@ def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
     """The plan in another layout, on its tensor axes alone; or why it is not legal."""
     strategy = tensor_strategy(layout.config.kind)
     request = _request(layout, case, spec, batch, tp)
-    problems = strategy.check(request) + load_strategy("data", case.plan.data.kind).check(request)
+    problems = strategy.check(request) + case.plan.data.check(request)
     if problems:
         return "; ".join(dict.fromkeys(problem.what for problem in problems))
     return _placed(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)

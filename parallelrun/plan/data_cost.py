@@ -12,6 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
+# The names of the exchanges that `data_axis` compares.
+RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
+BINOMIAL = "binomial tree"
+OWN = "own settings"
+SHARDED, SCATTERED_AGAIN = "reduce-scatter + gather", "gradients scattered again"
+GATHERED_AGAIN, HSDP = "weights gathered again", "shards inside groups"
+ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best share serves", "co-located", "helped"
+
 
 @dataclass(frozen=True)
 class Link:

@@ -10,19 +10,29 @@ from dataclasses import dataclass
 
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan import prediction
-from parallelrun.plan.data_cost import Exchange, Link
+from parallelrun.plan.data_cost import (
+    BEST,
+    BINOMIAL,
+    COLOCATED,
+    GATHERED_AGAIN,
+    HALVING,
+    HELPED,
+    HIERARCHICAL,
+    HSDP,
+    ONE_SERVER,
+    OWN,
+    RING,
+    SCATTERED_AGAIN,
+    SERVERS,
+    SHARDED,
+    TREES,
+    Exchange,
+    Link,
+)
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted
 
-RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
-BINOMIAL = "binomial tree"
-OWN = "own settings"
-SHARDED, SCATTERED_AGAIN = "reduce-scatter + gather", "gradients scattered again"
-GATHERED_AGAIN, HSDP = "weights gathered again", "shards inside groups"
-ONE_SERVER, SERVERS, BEST, COLOCATED, HELPED = "one server", "servers", "best share serves", "co-located", "helped"
-OF_ALGORITHM = {"native": RING, "ring": RING, "halving_doubling": HALVING, "hierarchical": HIERARCHICAL,
-                "tree": BINOMIAL}  # fmt: skip
 SECONDS, RELATIVE = "s", "D/B"
 
 
@@ -91,10 +101,10 @@ def candidates(case: Case) -> list[Candidate]:
 def _reductions(case: Case, size: float) -> list[Candidate]:
     """The all-reduces, of `size` bytes."""
     fabric = case.fabric
-    algorithm = getattr(case.plan.data, "algorithm", None)  # of the ways that have several
-    group = algorithm.group_size if algorithm and algorithm.group_size > 1 else fabric.per_host
+    form = case.plan.data.exchange_form(case.plan)
+    group = form.group_size if form.group_size > 1 else fabric.per_host
     inside = fabric.pooled(group)
-    native = algorithm is None or algorithm.name == "native"  # of the backend: over all ports; else message by message
+    native = form.native  # by the backend, over all ports; else message by message
 
     def hierarchical(nodes: int, link: Link) -> Exchange:
         assert inside is not None
@@ -115,19 +125,17 @@ def _reductions(case: Case, size: float) -> list[Candidate]:
 def _own(case: Case) -> list[Candidate]:
     """The plan's all-reduce where it sends less than all gradients in every step: compressed, or every few steps."""
     plan = case.plan
-    compression = getattr(getattr(plan.data, "compression", None), "kind", "none")
-    every = plan.data.sync_every
-    if compression == "none" and every == 1:
+    form, every = plan.data.exchange_form(plan), plan.data.sync_every
+    if not form.compression and every == 1:
         return []
-    size = case.size if compression == "none" else _compressed_bytes(plan)
+    size = _compressed_bytes(plan) if form.compression else case.size
     if not size:  # what is sent is no sum over all of dp: Adasum's updates, sums within process sets
         return []
-    algorithm = _algorithm(plan)
-    base = next((candidate for candidate in _reductions(case, size) if candidate.name == algorithm), None)
+    base = next((candidate for candidate in _reductions(case, size) if candidate.name == form.name), None)
     if base is None:
         return []
     label = base.label.removesuffix(" all-reduce")
-    label += f", {compression}" if compression != "none" else ""
+    label += f", {form.compression}" if form.compression else ""
     label += f", every {every} steps" if every > 1 else ""
     return [Candidate(OWN, label, lambda n, link: base.cost(n, link).every(every), base.legal, pooled=base.pooled)]
 
@@ -144,10 +152,9 @@ def _compressed_bytes(plan: Plan) -> float:
 def _shardings(case: Case) -> list[Candidate]:
     """What shards weights or the optimizer's state: ZeRO, FSDP and HSDP."""
     plan, size = case.plan, case.size
-    again = 2 * plan.batch.microbatches
-    once = plan.data.kind == "fsdp" and not plan.data.reduce_each_microbatch
-    scatters = 1 if once else plan.batch.microbatches
-    gathered = case.gathered if plan.data.kind == "fsdp" else size
+    form, again = plan.data.exchange_form(plan), 2 * plan.batch.microbatches
+    scatters = 1 if form.scatters_once else plan.batch.microbatches
+    gathered = case.gathered if form.gathers_rounded else size
 
     def sharded(scatters: int, gathers: int) -> Callable[[int, Link], Exchange]:
         return lambda n, link: forms.sharded(size, n, link, scatters) + forms.sharded(gathered, n, link, gathers)
@@ -156,13 +163,13 @@ def _shardings(case: Case) -> list[Candidate]:
         Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
         Candidate(GATHERED_AGAIN, _fsdp_label(again, scatters), sharded(scatters, again), pooled=True),
     ]
-    if _as_set(plan) == SCATTERED_AGAIN:
+    if form.name == SCATTERED_AGAIN:
         label = f"{plan.data.kind}: scattered {plan.batch.microbatches} times"
         found.append(Candidate(SCATTERED_AGAIN, label, sharded(plan.batch.microbatches, 1), pooled=True))
     shard, inside = plan.data.shard, case.fabric.pooled(plan.data.shard)
     if not 1 < shard < case.nodes:
         return found
-    gathers = again if plan.data.reshard_after_forward else 1
+    gathers = again if form.gathers_again else 1
 
     def hsdp(nodes: int, link: Link) -> Exchange:
         assert inside is not None
@@ -212,27 +219,4 @@ def _servers(case: Case) -> list[Candidate]:
 
 def chosen(case: Case) -> str | None:
     """The name of the plan's own way; None for a way that is not known here."""
-    return OWN if _own(case) else _as_set(case.plan)
-
-
-def _as_set(plan: Plan) -> str | None:
-    """The name of the plan's way when it sends all gradients in every step."""
-    strategy = plan.data
-    if strategy.kind == "fsdp":
-        if 1 < strategy.shard < plan.mesh.size("dp"):
-            return HSDP
-        if strategy.reshard_after_forward:
-            return GATHERED_AGAIN
-        return SCATTERED_AGAIN if strategy.reduce_each_microbatch and plan.batch.microbatches > 1 else SHARDED
-    if strategy.kind == "ps":
-        return SERVERS if plan.servers > 1 else ONE_SERVER
-    if strategy.kind == "zero2" and plan.batch.microbatches > 1 and not plan.pipeline.splits_backward:
-        return SCATTERED_AGAIN  # in every backward pass, unless gradients come after all of them
-    return SHARDED if strategy.kind in ("zero1", "zero2") else _algorithm(plan)
-
-
-def _algorithm(plan: Plan) -> str | None:
-    """How a way of whole copies sums; the backend's own all-reduce counts as a ring."""
-    if plan.data.kind not in ("ddp", "ring", "horovod", "local_sgd", "diloco"):
-        return None
-    return OF_ALGORITHM.get(getattr(getattr(plan.data, "algorithm", None), "name", "native"))
+    return OWN if _own(case) else case.plan.data.exchange_form(case.plan).name

@@ -13,7 +13,6 @@ from parallelrun.plan.compare import compare
 from parallelrun.plan.comparison import Comparison
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
-from parallelrun.plan.load import server_strategy_of, strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import counted, gib
 
@@ -104,14 +103,13 @@ def server_rows(plan: Plan) -> list[dict[str, Any]]:
     """Every server: its rank, how much it owns and holds, and the largest share over the mean (1.0: even)."""
     if not plan.servers:
         return []
-    strategy = server_strategy_of(plan)
-    memories = [strategy.server_memory(server, plan) for server in range(plan.servers)]
+    memories = [plan.data.server_memory(server, plan) for server in range(plan.servers)]
     mean = sum(memory.weights for memory in memories) / plan.servers
     return [
         {
             "server": server,
             "rank": plan.num_workers + server,
-            "shards": strategy.num_shards(server, plan),
+            "shards": plan.data.num_shards(server, plan),
             "of_mean": memory.weights / mean,
             **_bytes(memory),
         }
@@ -147,7 +145,7 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
 def _across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
     """A hint where experts lie on several hosts that a flat all-to-all does not know of."""
     ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
-    if ep == 1 or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
+    if plan.expert is None or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
         return []
     inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
     two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
@@ -171,7 +169,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "recompute": plan.recompute,
         "dropout": plan.dropout,
         "batch": {**asdict(plan.batch), "replica_batch": plan.batch.replica_batch},
-        "data": asdict(plan.data),
+        "data": plan.data.document(),
         "tensor": {"kind": plan.tensor.kind, **asdict(plan.tensor)},
         "pipeline": {"kind": plan.pipeline.kind, "chunks": plan.pipeline.virtual_stages},
         "experts": expert_facts.facts(plan),
@@ -212,10 +210,9 @@ def link_rows(plan: Plan) -> list[dict[str, int]]:
     """Bytes of a step from rank to rank, where the data strategy itself decides who sends to whom; none for large
     worlds,
     whose links are the squares of their ranks."""
-    links = getattr(strategies_of(plan).data, "links", None)
-    if links is None or plan.mesh.size("dp") == 1 or plan.world > LINKED_RANKS:
+    if plan.mesh.size("dp") == 1 or plan.world > LINKED_RANKS:
         return []
-    return [{"from": pair[0], "to": pair[1], "bytes": amount} for pair, amount in sorted(links(plan).items())]
+    return [{"from": pair[0], "to": pair[1], "bytes": size} for pair, size in sorted(plan.data.links(plan).items())]
 
 
 def _model(plan: Plan) -> dict[str, Any]:

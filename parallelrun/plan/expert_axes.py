@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from math import gcd
 
+from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.plan.strategy import DataWayPlan, Request
+from parallelrun.plan.data_strategy import DataStrategy, FlattenedDims, MeshDims
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors, either, nearest
 
 EP, DP, EXPERT = "ep", "dp", "expert_"
-MeshDims = tuple[tuple[str, int], ...]
-FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
@@ -32,7 +32,7 @@ def degree(config: Config, asked: int | None, dp: int, experts: int, filled: lis
         if config.strategy.expert.fills or (asked or 1) > 1:
             said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={preset}"
             what = f"{said} spreads the experts of a layer over ranks, and model={config.model.preset} has none"
-            fixes = ["model.experts=8"] if config.model.name == "gpt" else []
+            fixes = ["model.experts=8"] if "experts" in definitions.model(config).sizes else []
             fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
             fix = " or ".join(fixes)
             problems.append(Problem(what, "ep" if (asked or 1) > 1 else "strategy", fix, kind="undefined"))
@@ -62,20 +62,20 @@ def _listed(number: int) -> str:
     return ", ".join(map(str, found if len(found) <= 12 else [*found[:6], "...", *found[-3:]]))
 
 
-def check(request: Request, strategy: DataWayPlan) -> list[Problem]:
+def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
     """What a data strategy has against experts that are spread over its ranks."""
     if strategy.check(request):  # those are told first: an illegal way has no settings to ask
         return []
-    return [*_check_data_strategy(request, strategy), *_check_mesh_dims(request, strategy.mesh_dims(request)[0])]
+    data = strategy.resolve(request)
+    return [*_check_data_strategy(request, data), *_check_mesh_dims(request, data.mesh_dims(request.dp)[0])]
 
 
-def _check_data_strategy(request: Request, strategy: DataWayPlan) -> list[Problem]:
+def _check_data_strategy(request: Request, data: DataStrategy) -> list[Problem]:
     """Tokens go to other ranks inside every step, and experts have copies on a part of dp only: a way says that it
     takes them (`takes_experts`)."""
-    data, kind = strategy.resolve(request), request.config.strategy.data.kind
-    if data.in_step and getattr(strategy, "takes_experts", False):
+    if data.in_step and data.takes_experts:
         return []
-    where, said = "strategy.data.kind", f"strategy.data.kind={kind}" + (f" ({data.detail})" if data.detail else "")
+    where, said = "strategy.data.kind", f"strategy.data.kind={data.kind}" + (f" ({data.detail})" if data.detail else "")
     if data.in_step:
         what = f"ep={request.ep}: {said} holds whole layers only, and no layer of experts that is spread over dp"
     else:

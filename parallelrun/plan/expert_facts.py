@@ -26,8 +26,14 @@ def facts(plan: Plan) -> dict[str, Any] | None:
         "capacity": router.capacity(tokens, spec.experts) if router.limited else None,
         "eval_capacity": router.capacity(tokens, spec.experts, training=False) if router.limited else None,
         "router": asdict(router),
-        "way": asdict(plan.expert),
+        "way": _dispatcher(plan),
     }
+
+
+def _dispatcher(plan: Plan) -> dict[str, Any]:
+    if plan.expert is None:
+        return {"kind": "none", "chunks": 1, "group_size": 1, "overlap": True}
+    return {"kind": plan.expert.kind, **asdict(plan.expert)}
 
 
 def views(plan: Plan) -> dict[str, str]:

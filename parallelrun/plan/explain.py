@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.structure import Plan
 
@@ -13,11 +12,10 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
     if plan.world == 1:
         what = "one rank sends nothing, so there is nothing to explain"
         raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
-    strategies = strategies_of(plan)
     asked = [
         (plan.tensor, plan.mesh.size("tp") > 1),
-        (strategies.expert, strategies.expert is not None),
+        (plan.expert, plan.expert is not None),
         (plan.pipeline, plan.mesh.size("pp") > 1),
-        (strategies.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
+        (plan.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
     ]
     return tuple(strategy.explain(plan) for strategy, has_ranks in asked if has_ranks and strategy is not None)

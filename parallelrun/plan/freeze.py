@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallelrun import registry
 from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import ConfigError, Problem
 
@@ -92,8 +91,7 @@ def _filled(config: Config, plan: Plan) -> Config:
 def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
     """The data strategy with the number of its servers, where it has any, and without what it does not read."""
     data = config.strategy.data
-    reads = registry.load("strategies", f"data.{data.kind}", "plan").Way.reads
-    read = {key: getattr(data, key) for key in (*reads, "kind")}
+    read = {key: getattr(data, key) for key in (*plan.data.reads, "kind")}
     return replace(DataStrategyConfig(**read), servers=plan.servers or None)
 
 

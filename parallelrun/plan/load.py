@@ -1,34 +1,38 @@
-"""The strategies that a plan has chosen, from the registry. Torch-free."""
+"""The classes of strategies by axis and kind, from the registry. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from parallelrun import registry
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.plan import routing
+from parallelrun.plan.data_strategy import DataStrategy
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
-from parallelrun.plan.strategy import DataWayPlan, ExpertWayPlan, Request, ServerWayPlan
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.request import Request
 from parallelrun.plan.tensor_strategy import TensorStrategy
-
-
-@dataclass(frozen=True)
-class Strategies:
-    """The chosen ways' torch-free halves. expert: None where every rank has all experts (ep=1)."""
-
-    data: DataWayPlan
-    tensor: type[TensorStrategy]
-    pipeline: type[PipelineSchedule]
-    expert: ExpertWayPlan | None = None
-
 
 Base = TypeVar("Base")
 
 
+@dataclass(frozen=True)
+class StrategyClasses:
+    """The classes that a config chooses. expert: None where every rank has all experts (ep=1)."""
+
+    data: type[DataStrategy]
+    tensor: type[TensorStrategy]
+    pipeline: type[PipelineSchedule]
+    expert: type[ExpertDispatcher] | None = None
+
+
+def data_strategy(kind: str) -> type[DataStrategy]:
+    """Return the class of a data strategy. Raises KeyError for an unknown kind."""
+    return strategy_class("data", kind, DataStrategy)
+
+
 def tensor_strategy(kind: str) -> type[TensorStrategy]:
-    """Return the class of a tensor-parallel strategy. Raises KeyError for an unknown kind."""
+    """Return the class of a tensor strategy. Raises KeyError for an unknown kind."""
     return strategy_class("tensor", kind, TensorStrategy)
 
 
@@ -37,9 +41,9 @@ def pipeline_schedule(kind: str) -> type[PipelineSchedule]:
     return strategy_class("pipeline", kind, PipelineSchedule)
 
 
-def splits_backward(request: Request) -> bool:
-    """Return whether the request's schedule computes input and weight gradients in separate passes."""
-    return request.pp > 1 and pipeline_schedule(request.config.strategy.pipeline.kind).splits_backward
+def expert_dispatcher(kind: str) -> type[ExpertDispatcher]:
+    """Return the class of an expert dispatcher. Raises KeyError for an unknown kind."""
+    return strategy_class("expert", kind, ExpertDispatcher)
 
 
 def strategy_class(axis: str, kind: str, base: type[Base]) -> type[Base]:
@@ -55,22 +59,6 @@ def strategy_class(axis: str, kind: str, base: type[Base]) -> type[Base]:
     raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
 
 
-def load_strategy(axis: str, kind: str) -> Any:
-    """The `Way` of an axis (`data` | `pipeline` | `expert`) and kind. KeyError for an unknown kind."""
-    return registry.load("strategies", f"{axis}.{kind}", "plan").Way()
-
-
-def strategies_of(plan: Plan) -> Strategies:
-    """The torch-free halves of a plan's ways."""
-    return Strategies(
-        load_strategy("data", plan.data.kind),
-        type(plan.tensor),
-        type(plan.pipeline),
-        load_strategy("expert", plan.expert.kind) if plan.expert.kind != routing.NO_DISPATCHER else None,
-    )
-
-
-def server_strategy_of(plan: Plan) -> ServerWayPlan:
-    """The data strategy of a plan with servers."""
-    assert plan.servers, f"{plan.data.kind} has no servers"
-    return load_strategy("data", plan.data.kind)
+def splits_backward(request: Request) -> bool:
+    """Return whether the request's schedule computes input and weight gradients in separate passes."""
+    return request.pp > 1 and pipeline_schedule(request.config.strategy.pipeline.kind).splits_backward

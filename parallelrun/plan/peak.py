@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan.load import Strategies, strategies_of
 from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.structure import Plan, Stage
 from parallelrun.plan.tensor_strategy import LayerBackward
@@ -96,7 +95,6 @@ class _Walk:
 
     def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
-        self._ways = strategies_of(plan)
         self._stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
         others = tuple(sorted((axis, place) for axis, place in coordinate.items() if axis != "pp"))
@@ -107,7 +105,6 @@ class _Walk:
             index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
         }
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
-        self._flow = getattr(self._ways.data, "backward_bytes", None) if plan.mesh.size("dp") > 1 else None
         self._waiting = {index: self._waits(index, 0) for index in self._stages}
 
     def worst(self) -> Moment:
@@ -129,8 +126,9 @@ class _Walk:
             if action.kind in "BW":
                 begun[index] += 1
                 waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
-        ending = getattr(self._ways.data, "ending_bytes", None)
-        last = ending(self._pp_rank, self._coordinate, self._plan) if ending and self._plan.mesh.size("dp") > 1 else 0
+        last = 0
+        if self._plan.mesh.size("dp") > 1:
+            last = self._plan.data.ending_bytes(self._pp_rank, self._coordinate, self._plan)
         end = Moment(self._complete(begun), 0, last + batch)
         return end if worst is None or end.total > worst.total else worst
 
@@ -139,7 +137,7 @@ class _Walk:
         spec = self._plan.spec
         key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
         if key not in self._plan.known:
-            self._plan.known[key] = _backward_block(spec.block(name), self._plan, self._ways)
+            self._plan.known[key] = _backward_block(spec.block(name), self._plan)
         return self._plan.known[key]
 
     def _gradients_of(self, index: int) -> list[int]:
@@ -160,8 +158,10 @@ class _Walk:
     def _waits(self, index: int, number: int) -> list[int] | None:
         key = "waits", self._number[index], number
         if key not in self._shared:
-            self._shared[key] = self._flow(index, number, self._coordinate, self._plan) if self._flow else None
-        return self._shared[key]
+            plan, alone = self._plan, self._plan.mesh.size("dp") == 1
+            self._shared[key] = None if alone else plan.data.backward_bytes(index, number, self._coordinate, plan)
+        waiting: list[int] | None = self._shared[key]
+        return waiting
 
     def _complete(self, begun: Iterable[int]) -> int:
         """Gradients that the data strategy does not take from the weights: those of stages whose backward has run
@@ -201,9 +201,9 @@ def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinat
     return list(sizes.values())
 
 
-def _backward_block(block: BlockSpec, plan: Plan, strategies: Strategies) -> BackwardBlock:
+def _backward_block(block: BlockSpec, plan: Plan) -> BackwardBlock:
     passes = plan.tensor.layer_backwards(block, plan)
-    extra = strategies.expert.saved_bytes(block, plan) if strategies.expert else 0
+    extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
     kept = plan.tensor.saved_bytes(block, plan) + extra
     again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
     return BackwardBlock(kept, passes, max(0, again))

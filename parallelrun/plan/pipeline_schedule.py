@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from parallelrun.plan.messages import Explanation
-    from parallelrun.plan.strategy import Request
+    from parallelrun.plan.request import Request
     from parallelrun.plan.structure import Collective, Plan
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from parallelrun.layout import Layout
 from parallelrun.plan import peak, routing, sample_sets
-from parallelrun.plan.load import server_strategy_of, strategies_of
 from parallelrun.plan.parameters import HeldParameter, distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
 from parallelrun.precision import BYTES
@@ -62,24 +61,23 @@ def steps_between(plan: Plan, purpose: str) -> int:
 def collectives(plan: Plan, rank: int) -> list[Collective]:
     """Everything `rank` sends in one steady training step, by axis, operation and purpose; control traffic apart.
 
-    The step is one that sends all that is ever sent (`DataWay.full_step`); `steps_between` says how rare a row is.
+    The step is one that sends all that is ever sent (`DataStrategy.full_step`); `steps_between` says how rare a row is.
 
     The strategies' own rows (the data strategy's include the sums over partial axes and of tied copies, which are sized
     by its
     shards) and one all-reduce of the control numbers. Where there are servers, these agree with each worker instead.
     """
     if plan.role(rank) == "server":
-        return merge(server_strategy_of(plan).server_collectives(rank - plan.num_workers, plan))
-    strategies = strategies_of(plan)
+        return merge(plan.data.server_collectives(rank - plan.num_workers, plan))
     coordinate = plan.mesh.coordinate(rank)
     pp_rank = coordinate["pp"]
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(pp_rank) for name in stage.blocks)
     rows = [
         *plan.tensor.collectives(blocks, plan),
         *plan.pipeline.collectives(pp_rank, plan),
-        *strategies.data.collectives(pp_rank, coordinate, plan),
+        *plan.data.collectives(pp_rank, coordinate, plan),
         *sample_sets.collectives(blocks, plan),
-        *(strategies.expert.collectives(blocks, plan) if strategies.expert else []),
+        *(plan.expert.collectives(blocks, plan) if plan.expert else []),
     ]
     if plan.servers:
         return merge(rows)
@@ -127,26 +125,24 @@ def _numel(held: HeldParameter, layout: Layout, plan: Plan, coordinate: Mapping[
 def memory(plan: Plan, rank: int) -> Memory:
     """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers keep the optimizer's state."""
     if plan.role(rank) == "server":
-        return server_strategy_of(plan).server_memory(rank - plan.num_workers, plan)
-    strategies = strategies_of(plan)
-    coordinate = plan.mesh.coordinate(rank)
+        return plan.data.server_memory(rank - plan.num_workers, plan)
+    data, coordinate = plan.data, plan.mesh.coordinate(rank)
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
-    num_states = plan.optimizer_states + getattr(strategies.data, "kept_states", 0)  # diloco: its outer optimizer's
-    buckets = plan.mesh.size("dp") > 1 and hasattr(strategies.data, "backward_bytes")
+    num_states = plan.optimizer_states + data.kept_states
+    is_combined = plan.mesh.size("dp") > 1
     weights = gradients = states = 0
     for held, count in distinct_parameters(plan, coordinate["pp"]):
-        for_weight = strategies.data.weight_layout(held.spec, held.layout, plan)
-        for_gradient = strategies.data.gradient_layout(held.spec, held.layout, plan)
-        for_state = strategies.data.state_layout(held.spec, held.layout, plan)
+        for_weight = data.weight_layout(held.spec, held.layout, plan)
+        for_gradient = data.gradient_layout(held.spec, held.layout, plan)
+        for_state = data.state_layout(held.spec, held.layout, plan)
         weights += count * _numel(held, for_weight, plan, coordinate) * stored
         if held.spec.frozen:
             continue
-        gradients += count * _numel(held, for_gradient, plan, coordinate) * reduce if buckets else 0
+        if is_combined and data.keeps_gradients:
+            gradients += count * _numel(held, for_gradient, plan, coordinate) * reduce
         states += 0 if plan.servers else count * _numel(held, for_state, plan, coordinate) * stored * num_states
-    keeps = getattr(strategies.data, "held_bytes", None) if plan.mesh.size("dp") > 1 else None
-    gradients += keeps(coordinate["pp"], coordinate, plan) if keeps else 0
-    gather = getattr(strategies.data, "gathered_bytes", None)  # only ways that shard weights hold some gathered
-    gathered = gather(coordinate["pp"], coordinate, plan) if gather else 0
+    gradients += data.held_bytes(coordinate["pp"], coordinate, plan) if is_combined else 0
+    gathered = data.gathered_bytes(coordinate["pp"], coordinate, plan)
     moment = peak.worst(plan, coordinate["pp"], coordinate)
     return Memory(
         weights + gathered,
@@ -173,8 +169,6 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
     the tensor axes, and by data coordinate where shards of what is summed last (partial axes, tied copies) are uneven,
     or where the data strategy says so (`sending_classes`). Every server is one by itself.
     """
-    state_layout = strategies_of(plan).data.state_layout
-    sending_classes = getattr(strategies_of(plan).data, "sending_classes", None)
     num_tensor, num_data = plan.mesh.size("tp"), plan.mesh.size("dp")
     originals = {original for _, original in plan.tied_copies}
     classes = []
@@ -182,14 +176,14 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
         held = [parameter for parameter, _ in distinct_parameters(plan, pp_ranks[0])]
         parts = {(h.spec.shape, h.layout) for h in held}
         last = [h for h in held if (h.layout.partial or h.spec.name in originals) and not h.spec.frozen]
-        shards = {(h.spec.shape, state_layout(h.spec, h.layout, plan)) for h in last}
+        shards = {(h.spec.shape, plan.data.state_layout(h.spec, h.layout, plan)) for h in last}
         for first, num_alike in _alike(plan, parts, [plan.mesh.rank(pp=pp_ranks[0], tp=i) for i in range(num_tensor)]):
             tensor = plan.mesh.coordinate(first)["tp"]
             replicas = [plan.mesh.rank(pp=pp_ranks[0], dp=i, tp=tensor) for i in range(num_data)]
             found = _alike(plan, shards, replicas) if shards else [(first, num_data)]
-            if sending_classes:
-                coordinate = plan.mesh.coordinate(first)
-                found = [(replicas[i], count) for i, count in sending_classes(pp_ranks[0], coordinate, plan)]
+            own = plan.data.sending_classes(pp_ranks[0], plan.mesh.coordinate(first), plan)
+            if own is not None:
+                found = [(replicas[i], count) for i, count in own]
             classes += [(rank, len(pp_ranks) * num_alike * count) for rank, count in found]
     return classes + [(rank, 1) for rank in range(plan.num_workers, plan.world)]
 

@@ -26,26 +26,22 @@ from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
 from parallelrun.plan.load import (
-    Strategies,
-    load_strategy,
+    StrategyClasses,
+    data_strategy,
+    expert_dispatcher,
     pipeline_schedule,
-    server_strategy_of,
-    strategies_of,
     tensor_strategy,
 )
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Batch, Equivalence, ExpertWay, Plan, Stage
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Batch, Equivalence, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
 from parallelrun.precision import TABLE
 from parallelrun.wording import did_you_mean, either
 
 REFERENCE_SCHEDULE = "1f1b"  # its memory decides how many microbatches are filled in
 LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
-
-
-__all__ = ["load_strategy", "resolve", "server_strategy_of", "strategies_of"]
 
 
 def resolve(
@@ -140,12 +136,12 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     return len(problems)
 
 
-def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> Strategies:
-    return Strategies(
-        load_strategy("data", config.strategy.data.kind),
+def _ways(config: Config, spec: ModelSpec, degrees: Degrees) -> StrategyClasses:
+    return StrategyClasses(
+        data_strategy(config.strategy.data.kind),
         tensor_strategy(config.strategy.tensor.kind),
         pipeline_schedule(_pipeline_kind(config, degrees)),
-        load_strategy("expert", routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
+        expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
     )
 
 
@@ -155,12 +151,11 @@ def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem
     kind = config.strategy.data.kind
     if not registry.has("strategies", f"data.{kind}"):
         return 0
-    count = getattr(load_strategy("data", kind), "num_servers", None)
-    asked = config.strategy.data.servers
+    strategy, asked = data_strategy(kind), config.strategy.data.servers
     if cluster is not None:
-        problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", has_servers=count is not None)
-        return count(len(cluster.ps)) if count else 0
-    return count(asked) if count else 0
+        problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", strategy.has_servers)
+        asked = len(cluster.ps)
+    return strategy.num_servers(asked)
 
 
 def _pipeline_kind(config: Config, degrees: Degrees) -> str:
@@ -184,14 +179,14 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
                 what = f"model.vocab={config.model.vocab}, but dataset {config.dataset.name} has {vocab} token ids"
                 problems.append(Problem(what, "model.vocab", f"model.vocab={vocab}", kind="arithmetic"))
             vocab = config.model.vocab
-        return registry.load("models", config.model.name, "spec").make(config, vocab or 0)
+        return definitions.model(config).make(config, vocab or 0)
     except ConfigError as error:
         problems += error.problems
         return None
 
 
 def _request(
-    config: Config, spec: ModelSpec, degrees: Degrees, strategies: Strategies, problems: list[Problem]
+    config: Config, spec: ModelSpec, degrees: Degrees, strategies: StrategyClasses, problems: list[Problem]
 ) -> Request:
     """The filled request, with the strategies' violations appended."""
     number = _virtual_stages(config, spec, degrees)
@@ -227,11 +222,11 @@ def _request(
     return request
 
 
-def _set_problems(request: Request, strategies: Strategies) -> list[Problem]:
+def _set_problems(request: Request, strategies: StrategyClasses) -> list[Problem]:
     return sample_sets.resolve(request, strategies.data.resolve(request))[1]
 
 
-def _fits(request: Request, strategies: Strategies, degrees: Degrees) -> bool:
+def _fits(request: Request, strategies: StrategyClasses, degrees: Degrees) -> bool:
     """Does this batch fit a device, as far as the cluster says?
 
     Under REFERENCE_SCHEDULE, whatever the schedule: else the points of a sweep would differ in their batches too.
@@ -273,7 +268,7 @@ def _depth(request: Request) -> list[Problem]:
     fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
     if request.virtual_stages > 1 and most // request.pp > 1:
         fixes.append(f"virtual_stages={most // request.pp}")
-    if request.config.model.name in ("gpt", "bert", "mlp"):
+    if "layers" in definitions.model(request.config).sizes:
         fixes.append(f"model.layers={num_stages}")
     return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
 
@@ -290,7 +285,7 @@ def _actions(request: Request) -> list[Problem]:
 
 
 def _stages(
-    config: Config, spec: ModelSpec, request: Request, strategies: Strategies
+    config: Config, spec: ModelSpec, request: Request, strategies: StrategyClasses
 ) -> tuple[tuple[Stage, ...], list[Problem]]:
     num_stages = request.pp * request.virtual_stages
     cuts, problems = partition.cut(spec, config, num_stages)
@@ -301,23 +296,22 @@ def _stages(
 def _plan(
     config: Config,
     request: Request,
-    strategies: Strategies,
+    strategies: StrategyClasses,
     degrees: Degrees,
     stages: tuple[Stage, ...],
     notes: tuple[str, ...],
 ) -> Plan:
     ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
-    data_dims, data_flattened = expert_axes.split(*strategies.data.mesh_dims(request), *ep_axes)
+    data = strategies.data.resolve(request)
+    data_dims, data_flattened = expert_axes.split(*data.mesh_dims(request.dp), *ep_axes)
     tensor_dims, tensor_flattened = strategies.tensor.mesh_dims(request)
     assert request.batch is not None
-    fill = getattr(strategies.data, "filled", None)  # only ways that fill anything in
-    data_filled = fill(request) if fill else ()
     plan = Plan(
         preset=config.strategy.name,
         world=degrees.world,
         mesh=MeshShape((("pp", request.pp), *data_dims, *tensor_dims), (*data_flattened, *tensor_flattened)),
         batch=request.batch,
-        data=strategies.data.resolve(request),
+        data=data,
         tensor=strategies.tensor.resolve(request),
         pipeline=strategies.pipeline.resolve(request),
         stages=stages,
@@ -333,15 +327,13 @@ def _plan(
         filled=(
             *degrees.filled,
             *strategies.tensor.filled(request),
-            *data_filled,
+            *strategies.data.filled(request),
             *lr_scale.filled(config, request.dp),
         ),
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
-        expert=strategies.expert.resolve(request) if strategies.expert else ExpertWay(routing.NO_DISPATCHER),
+        expert=strategies.expert.resolve(request) if strategies.expert else None,
     )
-    promises = [
-        strategy.equivalence(plan) for strategy in (strategies.data, plan.tensor, strategies.expert) if strategy
-    ]
+    promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]
     return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
 
 

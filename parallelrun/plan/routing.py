@@ -15,12 +15,11 @@ from parallelrun.config.schema import Config, ExpertConfig, ModelConfig, RouterC
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import routing_statistics as statistics
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted, did_you_mean, divisors, either, nearest
 
-NO_DISPATCHER = "none"  # the expert dispatcher's kind where every rank has all experts
 PURPOSE, WORLD = "routing", "world"
 KEY, WAY = "model.router.", "strategy.expert."
 MODEL = "model=moe_gpt"  # what has experts
@@ -213,7 +212,7 @@ def frozen(config: Config, plan: Plan) -> Config:
 
 
 def _frozen_way(config: Config, plan: Plan) -> ExpertConfig:
-    if plan.expert.kind == NO_DISPATCHER:
+    if plan.expert is None:
         return ExpertConfig()
     return replace(config.strategy.expert, kind=plan.expert.kind, fills=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from parallelrun import definitions, registry
 from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -90,17 +91,6 @@ WHOLE = {
     "cluster.gpus_per_node": 1,
 }
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` says how large they may be
-EXPERTS = {"experts": 0, "expert_ffn": 1, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}
-# sizes of a model, by its name; at least 1, but for those of EXPERTS
-MODEL_WHOLE = {
-    "gpt": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", *EXPERTS),
-    "bert": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
-    "mlp": ("layers", "hidden", "ffn", "vocab"),
-    "matmul": ("rows", "inner", "columns"),
-    "resnet": ("image", "channels", "width", "vocab"),
-    "alexnet": ("image", "channels", "width", "ffn", "vocab"),
-    "vgg": ("image", "channels", "width", "ffn", "vocab"),
-}
 # key: (least, is it allowed itself, bound above or None, is that allowed itself)
 REAL: dict[str, tuple[float, bool, float | None, bool]] = {
     "optimizer.lr": (0, True, None, False),
@@ -189,8 +179,8 @@ def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
 def model(config: Config) -> list[Problem]:
     """Sizes and router of the model, each by itself: what its spec cannot be made without (how they divide, the spec
     and `plan.routing` check)."""
-    sizes = MODEL_WHOLE.get(config.model.name, ())
-    problems = [p for size in sizes for p in _whole(f"model.{size}", getattr(config.model, size), EXPERTS.get(size, 1))]
+    sizes = definitions.model(config).sizes if registry.has("models", config.model.name) else {}
+    problems = [p for key, least in sizes.items() for p in _whole(f"model.{key}", getattr(config.model, key), least)]
     return problems + _by_tables(config, of_router=True)
 
 

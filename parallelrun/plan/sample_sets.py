@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from parallelrun.errors import Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, DataWay, Plan, SampleSets
+from parallelrun.plan.data_strategy import DataStrategy
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Plan, SampleSets
 from parallelrun.precision import BYTES
 from parallelrun.wording import divisors, either, nearest
 
@@ -18,7 +19,7 @@ LOCAL = "local"
 PURPOSE = "statistics"
 
 
-def resolve(request: Request, data: DataWay) -> tuple[SampleSets | None, list[Problem]]:
+def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, list[Problem]]:
     """(the sets of the plan, None for a model without BatchNorm; violations). The request has no others."""
     if not any(layer.layer_role == SAMPLE_SET_ROLE for layer in request.spec.layers()):
         return None, []

@@ -9,9 +9,9 @@ from parallelrun import definitions
 from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
-from parallelrun.plan.load import pipeline_schedule, tensor_strategy
+from parallelrun.plan.load import data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
-from parallelrun.registry import has, load, names
+from parallelrun.registry import has, names
 from parallelrun.wording import did_you_mean, one_of
 
 # keys that say which strategies are chosen and how they work
@@ -105,7 +105,7 @@ def _contradiction(short: str, asked: object, long: str, said: object, given: fr
 
 def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
     """Per key of `strategy.data`: whether the way ignores it, and what the user may have meant."""
-    reads = load("strategies", f"data.{kind}", "plan").Way.reads if has("strategies", f"data.{kind}") else ()
+    reads = data_strategy(kind).reads if has("strategies", f"data.{kind}") else ()
     hints = {
         "shard": "strategy=hsdp",
         **dict.fromkeys(("reshard_after_forward", "reduce_each_microbatch"), "strategy=fsdp"),

@@ -11,18 +11,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.model_spec import ModelSpec
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
+    from parallelrun.plan.data_strategy import DataStrategy
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
 # fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
 WORLD, EMBEDDING = "world", "embedding"  # axes of groups beside the mesh's: all ranks, the holders of a tied weight
-SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataWay.sync_every` steps
+SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataStrategy.sync_every` steps
 
 
 @dataclass(frozen=True)
@@ -37,87 +39,6 @@ class Batch:
     def replica_batch(self) -> int:
         """Samples of one data replica in a step."""
         return self.micro_batch * self.microbatches
-
-
-@dataclass(frozen=True)
-class DataWay:
-    """kind: ddp, zero1, fsdp ... shard: ranks that share one copy of the weights (fsdp; HSDP when below dp), else 1.
-    reduce_each_microbatch: gradients are reduced in every backward pass, so that none are kept unsharded (fsdp).
-
-    A way with more to say has a frozen subclass of its own (in its folder's `settings.py`) and makes it in `settle`.
-    """
-
-    kind: str
-    shard: int = 1
-    reshard_after_forward: bool = False
-    reduce_each_microbatch: bool = False
-    bucket_bytes: int = 25 * 2**20
-
-    @property
-    def detail(self) -> str:
-        """How the way is set, in a few words for the user; empty where its name says all."""
-        return ""
-
-    @property
-    def independent(self) -> bool:
-        """True where every data replica has weights of its own between synchronisations (local SGD, DiLoCo).
-
-        Its gradient is then that of the mean over its own samples (dp x its part of the global mean), measured and
-        clipped by itself; `verify` and checkpoints keep what each replica holds.
-        """
-        return False
-
-    def spare_workers(self, num_workers: int) -> int:
-        """How many of them the run can lose and go on. Never the first, which speaks for the run."""
-        return 0
-
-    @property
-    def in_step(self) -> bool:
-        """Do all replicas go through every step together, so that layers may exchange something inside it?"""
-        return not self.independent
-
-    @property
-    def sync_every(self) -> int:
-        """Every how many steps the collectives of purpose SYNC are sent."""
-        return 1
-
-    def group_size(self, axis: str) -> int | None:
-        """Ranks in the groups that the way makes itself and names `axis`; None where it makes none of that name."""
-        return None
-
-    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
-        """The dp coordinates of the group that `worker` is in, of groups that the way makes itself and names `axis`."""
-        return None
-
-    def has_batch(self, step: int, worker: int) -> bool:
-        """False where dp coordinate `worker` has run out of data before step `step`: its gradient is then zero."""
-        return True
-
-    def num_counted(self, step: int, num_workers: int) -> int:
-        """The replicas that the mean over replicas is taken of in step `step`."""
-        return num_workers
-
-    def checked(self, steps: int) -> DataWay:
-        """The way as `verify` runs it for `steps` steps: what happens in some steps only shall happen in them."""
-        return self
-
-    def full_step(self, step: int) -> int:
-        """The first step from `step` on that sends everything the way ever sends: the one that is counted."""
-        return step
-
-
-@dataclass(frozen=True)
-class ExpertWay:
-    """kind: none (ep=1: every rank has all experts) | capacity | dropless.
-
-    chunks: parts of a microbatch's groups that go one after the other. group_size: ranks of an inner group of the
-    two-level all-to-all, 1 where there is one level. overlap: start sending, compute what does not wait for it.
-    """
-
-    kind: str = "none"
-    chunks: int = 1
-    group_size: int = 1
-    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,7 +88,7 @@ class Plan:
     world: int
     mesh: MeshShape
     batch: Batch
-    data: DataWay
+    data: DataStrategy
     tensor: TensorStrategy
     pipeline: PipelineSchedule
     stages: tuple[Stage, ...]
@@ -183,7 +104,7 @@ class Plan:
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
-    expert: ExpertWay = ExpertWay()
+    expert: ExpertDispatcher | None = None  # None: every rank has all experts (ep=1)
 
     @cached_property
     def known(self) -> dict[object, Any]:

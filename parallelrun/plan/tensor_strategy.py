@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from parallelrun.plan.messages import Explanation
-    from parallelrun.plan.strategy import Request
+    from parallelrun.plan.request import Request
 
 MeshDims = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]
 

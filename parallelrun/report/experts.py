@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.expert_facts import facts
-from parallelrun.plan.structure import ExpertWay, Plan
+from parallelrun.plan.structure import Plan
 from parallelrun.wording import counted
 
 MOST_LAYERS = 4
@@ -25,7 +26,7 @@ def panel(plan: Plan) -> Text:
     if found["capacity"] is not None:
         limit = f"an expert takes at most {found['capacity']:,} of them, {found['eval_capacity']:,} in evaluation"
     text.append(f"\na routing group is {tokens}: {limit}")
-    if ep == 1:
+    if plan.expert is None:
         return text.append("\nevery rank has all experts")
     held = counted(found["held"], "expert")
     return text.append(
@@ -33,7 +34,7 @@ def panel(plan: Plan) -> Text:
     )
 
 
-def _levels(strategy: ExpertWay) -> str:
+def _levels(strategy: ExpertDispatcher) -> str:
     levels = f" in two levels, {strategy.group_size} ranks in the inner one" if strategy.group_size > 1 else ""
     return levels + (f", in {strategy.chunks} parts one after the other" if strategy.chunks > 1 else "")
 

@@ -84,17 +84,11 @@ def _table(*columns: str, **options: Any) -> Table:
 def _head(plan: Plan) -> Text:
     text = Text()
     strategies = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
-    if plan.data.kind == "fsdp":
-        kept = "let go after forward" if plan.data.reshard_after_forward else "kept between microbatches"
-        often = "in every backward pass" if plan.data.reduce_each_microbatch else "once a step"
-        strategies[0] += (
-            f" (copies shared by {plan.data.shard} ranks, gathered weights {kept}, gradients reduced {often})"
-        )
-    elif plan.data.detail:
+    if plan.data.detail:
         strategies[0] += f" ({plan.data.detail})"
     if plan.tensor.sequence_parallel:
         strategies[1] += " with sequence parallel"
-    if plan.expert.kind != "none":
+    if plan.expert:
         strategies.append(f"expert {plan.expert.kind}")
     if plan.pipeline.virtual_stages > 1:
         strategies[2] += f" ({plan.pipeline.virtual_stages} stages per rank)"

@@ -19,8 +19,8 @@ from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.optimizer import Optimizer
 from parallelrun.plan import lr_scale
 from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.routing import NO_DISPATCHER
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, data_runtime
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.pipeline_runner import PipelineRunner, build_runner
 from parallelrun.train.reader import Reader
@@ -36,7 +36,7 @@ class Training:
     plan: Plan
     mesh: Mesh
     parts: list[Network]
-    data: Any  # DataRuntime of the plan's data strategy
+    data: DataRuntime
     gradients: Gradients
     runner: PipelineRunner
     optimizer: Optimizer
@@ -83,17 +83,15 @@ class Training:
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and coordinate.get("tp", 0) == 0
 
 
-def _tensor_runtime(kind: str) -> Callable[[Network, Plan, Mesh], None]:
-    """`parallelize` of a tensor strategy: cut the parameters of a network on meta and replace its layers, in place."""
-    parallelize: Callable[[Network, Plan, Mesh], None] = registry.load(
-        "strategies", f"tensor.{kind}", "runtime"
-    ).parallelize
-    return parallelize
+def _parallelize(axis: str, kind: str, network: Network, plan: Plan, mesh: Mesh) -> None:
+    """Let a strategy's `runtime.parallelize` cut parameters and replace layers of a network on meta, in place."""
+    runtime = registry.load("strategies", f"{axis}.{kind}", "runtime")
+    parallelize: Callable[[Network, Plan, Mesh], None] = runtime.parallelize
+    parallelize(network, plan, mesh)
 
 
 def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
-    """This rank's stages on the meta device, placed by the tensor and expert dispatchers, with recompute and compile
-    applied.
+    """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
 
     One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
     """
@@ -103,9 +101,9 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
-    _tensor_runtime(plan.tensor.kind)(network, plan, mesh)
-    if plan.expert.kind != NO_DISPATCHER:
-        registry.load("strategies", f"expert.{plan.expert.kind}", "runtime").place(network, plan, mesh)
+    _parallelize("tensor", plan.tensor.kind, network, plan, mesh)
+    if plan.expert:
+        _parallelize("expert", plan.expert.kind, network, plan, mesh)
     network.rounds_weights = plan.precision.compute != plan.precision.stored
     recompute.apply(network, plan.recompute)
     if config.compile:
@@ -118,10 +116,10 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
     config = lr_scale.numbered(config, plan)
     mesh = build_mesh(plan, device)
     parts = build_parts(config, plan, mesh)
-    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
-    data_strategy.shard(parts, plan, mesh)
+    runtime = data_runtime(plan)
+    runtime.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
-    data = data_strategy.attach(parts, plan, mesh)
+    data = runtime.attach(parts, plan, mesh)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch
     sampler = Sampler(len(dataset.train), size, config.seed)

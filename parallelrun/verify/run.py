@@ -11,7 +11,6 @@ from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
 from parallelrun.records import write_json
@@ -37,10 +36,10 @@ def checked_config(config: Config) -> Config:
 
 
 def checked_plan(config: Config, plan: Plan) -> Plan:
-    """The plan of the checked config; what ways do in some steps only, they do within those that are checked."""
+    """The plan of the checked config; everything that is rare happens within the checked steps."""
     data = plan.data.checked(config.verify.steps)
     plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name, data=data)
-    promised = strategies_of(plan).data.equivalence(plan)
+    promised = plan.data.equivalence(plan)
     return replace(plan, equivalence=promised) if promised.kind == plan.equivalence.kind else plan
 
 

@@ -13,19 +13,12 @@ from math import prod
 from parallelrun.layout import Layout
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, DataWay, Plan
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 
 from .sharding import shard_dim
 
 FIRST_BUCKET_BYTES = 2**20
-
-
-def resolve(request: Request) -> DataWay:
-    """The DataWay of a way that has no settings but the size of its buckets."""
-    data = request.config.strategy.data
-    return DataWay(data.kind, bucket_bytes=int(data.bucket_mb * 2**20))
 
 
 def fill(sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from parallelrun.errors import Problem
 from parallelrun.plan import simulate
 from parallelrun.plan.messages import Exchange, Explanation, Message, Round, ranks_over
 from parallelrun.plan.pipeline_schedule import Action, PipelineSchedule
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 

@@ -1,7 +1,7 @@
 """Ranks that torchrun and mpirun have started: one run, one voice, one exit code.
 
 One cold start under each real launcher; the endings on warm processes that carry mpirun's variables. (srun's mapping:
-tests/unit/test_launch_environment.py.)
+tests/unit/launch/test_environment.py.)
 """
 
 from __future__ import annotations

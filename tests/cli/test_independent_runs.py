@@ -23,16 +23,16 @@ def read(path: Path) -> Any:
 
 def verify_with_momentum_forgotten(config: Config, plan: Plan, context: WorkerContext) -> int:
     """`verify` where DiLoCo begins every round without momentum."""
-    from parallelrun.strategies.data.diloco.runtime import DilocoRuntime
+    from parallelrun.strategies.data.diloco.runtime import DiLoCoRuntime
 
-    right = DilocoRuntime.synchronise
+    right = DiLoCoRuntime.synchronise
 
-    def wrong(self: DilocoRuntime) -> None:
+    def wrong(self: DiLoCoRuntime) -> None:
         for momentum in self._momentum:
             momentum.zero_()
         right(self)
 
-    DilocoRuntime.synchronise = wrong
+    DiLoCoRuntime.synchronise = wrong
     return verify.run(config, plan, context)
 
 

@@ -163,7 +163,7 @@ def test_a_hang_names_the_rank_that_does_not_come_and_keeps_all_stacks(hanging, 
     assert run.wait() == 7, run.stderr
     assert (run.status["exit_code"], run.status["failed_rank"], run.status["step"]) == (7, 2, 3)
     assert "hangs: no progress for 4 s" in run.stderr
-    assert 4 < run.noticed_after(2) < 20  # 4 s by its clock (tests/unit/test_launch_times.py), and a slow machine
+    assert 4 < run.noticed_after(2) < 20  # 4 s by its clock (tests/unit/launch/test_times.py), and a slow machine
     assert "in misbehave" in run.log(2)
     assert all("in all_reduce" in run.log(rank) for rank in (0, 1, 3))
     assert not survivors(run.rank_pids(), GONE_S)

@@ -15,19 +15,18 @@ from parallelrun.mesh import Group
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts
 from parallelrun.models.moe.routing import Routing
-from parallelrun.plan.structure import ExpertWay
-from parallelrun.strategies.expert.axes import INNER, OUTER
-from parallelrun.strategies.expert.capacity import places
-from parallelrun.strategies.expert.capacity.dispatch import CapacityDispatch
-from parallelrun.strategies.expert.dispatch import Dispatch
-from parallelrun.strategies.expert.dropless.dispatch import DroplessDispatch
-from parallelrun.strategies.expert.exchange import Exchange, Meter, finish, start
-from parallelrun.strategies.expert.levels import Levels
-from parallelrun.strategies.expert.travel import Order, Swap
+from parallelrun.plan.load import expert_dispatcher
+from parallelrun.strategies.expert.capacity import slots
+from parallelrun.strategies.expert.capacity.runtime import CapacityTokenDispatcher
+from parallelrun.strategies.expert.common.all_to_all import AllToAll, ByteCounter, finish, start
+from parallelrun.strategies.expert.common.dispatcher import TokenDispatcher
+from parallelrun.strategies.expert.common.plan import INNER, OUTER
+from parallelrun.strategies.expert.common.rows import BlockTranspose, ExpertGroups, RowPermutation
+from parallelrun.strategies.expert.dropless.runtime import DroplessTokenDispatcher
 
 EXPERTS, HIDDEN, FFN, GROUPS, GROUP_TOKENS, CHOICES = 8, 4, 6, 4, 6, 2
 TOKENS = GROUPS * GROUP_TOKENS
-KINDS = {"capacity": CapacityDispatch, "dropless": DroplessDispatch}
+KINDS = {"capacity": CapacityTokenDispatcher, "dropless": DroplessTokenDispatcher}
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ def groups_of_world(inner: int) -> tuple[Group, ...]:
     return tuple(found)
 
 
-def dispatch_of(case: Case) -> Dispatch:
-    strategy = ExpertWay(case.kind, case.chunks, case.group_size, case.overlap)
-    levels = Levels(groups_of_world(case.group_size), EXPERTS // dist.get_world_size())
-    return KINDS[case.kind](strategy, levels)
+def dispatch_of(case: Case) -> TokenDispatcher:
+    strategy = expert_dispatcher(case.kind)(case.chunks, case.group_size, case.overlap)
+    groups = ExpertGroups(groups_of_world(case.group_size), EXPERTS // dist.get_world_size())
+    return KINDS[case.kind](strategy, groups)
 
 
 def routing_of(load: str, rank: int) -> Routing:
@@ -152,7 +151,7 @@ def permuted_gradient() -> tuple[Tensor, Tensor]:
     """(what arrived, the gradient of what was sent), where the gradient comes in other strides than the rows."""
     (group,) = groups_of_world(1)
     rows = (torch.arange(8.0, dtype=torch.float64).view(4, 2) + 100 * group.index).requires_grad_()
-    exchange = Exchange(group, Meter(), overlap=True)
+    exchange = AllToAll(group, ByteCounter(), overlap=True)
     arrived = finish(start(rows, exchange), exchange)
     grad = torch.arange(8.0, dtype=torch.float64).view(2, 4) + 100 * group.index
     (arrived.t() * grad).sum().backward()
@@ -176,17 +175,17 @@ def order_of_events(case: Case) -> list[str]:
             log.append(f"{ctx.name} backward")
             return grad, None
 
-    begin, end = Exchange.begin, Exchange.end
+    begin, end = AllToAll.begin, AllToAll.end
 
-    def heard_begin(self: Exchange, rows: Tensor, backward: bool = False, counted: bool = True) -> Tensor:
+    def heard_begin(self: AllToAll, rows: Tensor, backward: bool = False, counted: bool = True) -> Tensor:
         log.append("send")
         return begin(self, rows, backward, counted)
 
-    def heard_end(self: Exchange) -> Tensor:
+    def heard_end(self: AllToAll) -> Tensor:
         log.append("wait")
         return end(self)
 
-    Exchange.begin, Exchange.end = heard_begin, heard_end
+    AllToAll.begin, AllToAll.end = heard_begin, heard_end
     rank, world = dist.get_rank(), dist.get_world_size()
     local = EXPERTS // world
     experts, (x, grad) = experts_of(rank * local, (rank + 1) * local), tokens_of(rank)
@@ -208,11 +207,13 @@ def strided_output() -> None:
 def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
     """`passes`, with a bug planted."""
     if fault == "arrival order":  # experts read rows as they come, by rank
-        Swap.there = Swap.back = Order.there = Order.back = lambda self, rows: rows
+        BlockTranspose.apply = BlockTranspose.invert = RowPermutation.apply = RowPermutation.invert = (
+            lambda self, rows: rows
+        )
     elif fault == "expert order":  # rows are packed for one level
-        Levels.places = lambda self, device: torch.arange(EXPERTS, device=device)
+        ExpertGroups.send_order = lambda self, device: torch.arange(EXPERTS, device=device)
     elif fault == "gradient of the row alone":  # as if every row that comes back had weight 1 in backward
-        spreads = (rows._Combine, places._Combine)
+        spreads = (rows._CombineRows, slots._CombineSlots)
         for node in spreads:
             backward = node.backward
             node.backward = staticmethod(

@@ -1,4 +1,4 @@
-"""Ranks of a parameter server for tests: the real loops of workers and servers, in a directory of the test's own."""
+"""Run the real workers and servers of a parameter server on test ranks, each run in its own directory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.data.ps import log, runtime, worker
-from parallelrun.strategies.data.ps.buffers import Buffers
+from parallelrun.strategies.data.ps import apply_log, runtime, worker
+from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, DroppedPush
+from parallelrun.strategies.data.ps.connections import ShardBuffers
 from parallelrun.strategies.data.ps.store import ShardStore
 from tests.plans import tiny_config
 from tests.pool import run_ranks
@@ -62,11 +63,11 @@ def body(directory: str, overrides: dict[str, Any], verb: str, change: str) -> i
     return runtime.run(config, resolve(config), context)
 
 
-# changes
+# changes of the program, made on every rank before the run
 
 
 def add_instead_of_mean(config: Config) -> None:
-    """Planted: servers sum what they should average."""
+    """Planted bug: servers sum the gradients instead of averaging them."""
     original = ShardStore.mean
 
     def mean(self, gradients, weights) -> None:
@@ -77,7 +78,7 @@ def add_instead_of_mean(config: Config) -> None:
 
 
 def worker_1_keeps_its_weights(config: Config) -> None:
-    """Planted: what worker 1 pulls never reaches its module."""
+    """Planted bug: worker 1 copies only its first pull into its module."""
     if dist.get_rank() == 1:
         calls = []
 
@@ -86,7 +87,7 @@ def worker_1_keeps_its_weights(config: Config) -> None:
             if len(calls) == 1:
                 original(self)
 
-        original, Buffers.unpack = Buffers.unpack, unpack
+        original, ShardBuffers.unpack = ShardBuffers.unpack, unpack
 
 
 def worker_2_ends_early(config: Config) -> None:
@@ -95,24 +96,24 @@ def worker_2_ends_early(config: Config) -> None:
 
 
 def worker_2_stalls_once(config: Config) -> None:
-    """All take 15 ms a step; worker 2 stands still once."""
-    worker.pause_before_push = lambda strategy, index, clock: time.sleep(0.2 if (index, clock) == (2, 6) else 0.015)
+    """Every step takes 15 ms, except one of worker 2 that takes 200 ms."""
+    worker.pause_before_push = lambda settings, index, clock: time.sleep(0.2 if (index, clock) == (2, 6) else 0.015)
 
 
 def worker_2_is_slow(config: Config) -> None:
-    """All take 15 ms a step; worker 2 four times as long."""
-    worker.pause_before_push = lambda strategy, index, clock: time.sleep(0.06 if index == 2 else 0.015)
+    """Every step takes 15 ms, and 60 ms on worker 2."""
+    worker.pause_before_push = lambda settings, index, clock: time.sleep(0.06 if index == 2 else 0.015)
 
 
-# what a run has left
+# files of a finished run
 
 
-def updates(directory: Path, server: int = 0) -> list[log.Applied]:
-    return [row for row in log.read(directory) if isinstance(row, log.Applied) and row.server == server]
+def updates(directory: Path, server: int = 0) -> list[AppliedUpdate]:
+    return [row for row in apply_log.read(directory) if isinstance(row, AppliedUpdate) and row.server == server]
 
 
-def drops(directory: Path) -> list[log.Dropped]:
-    return [row for row in log.read(directory) if isinstance(row, log.Dropped)]
+def drops(directory: Path) -> list[DroppedPush]:
+    return [row for row in apply_log.read(directory) if isinstance(row, DroppedPush)]
 
 
 def document(directory: Path, name: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_a_way_equals_one_device_and_sends_what_the_plan_says(cell: str) -> None
     assert_equal(parity({**MOE, **CELLS[cell]}))
 
 
-@pytest.mark.parametrize("way", [ZERO1, {**FSDP, "microbatches": 2}], ids=["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", [ZERO1, {**FSDP, "microbatches": 2}], ids=["zero1", "fsdp"])
 def test_a_selection_bias_follows_the_load_however_it_is_split(strategy: dict[str, Any]) -> None:
     router = {f"model.router.{key}": value for key, value in values("strategy", "aux_free")["router"].items()}
     assert router["model.router.bias_rate"] > 0

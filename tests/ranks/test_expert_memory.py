@@ -9,7 +9,6 @@ from torch import Tensor
 
 from parallelrun.mesh import build_mesh
 from parallelrun.models import dropout, initialise
-from parallelrun.plan.resolve import strategies_of
 from parallelrun.train.build import build_parts
 from tests.live_bytes import saving
 from tests.pool import run_ranks
@@ -50,9 +49,9 @@ def saved(cases: list[dict]) -> list[tuple[int, int]]:
             with saving(see):
                 network.block("layers.0")(x)
         kept = sum(storage.nbytes() for address, storage in storages.items() if address not in parameters)
-        block, strategies = plan.spec.block("layers.0"), strategies_of(plan)
-        assert strategies.expert is not None
-        found.append((kept, plan.tensor.saved_bytes(block, plan) + strategies.expert.saved_bytes(block, plan)))
+        block = plan.spec.block("layers.0")
+        assert plan.expert is not None
+        found.append((kept, plan.tensor.saved_bytes(block, plan) + plan.expert.saved_bytes(block, plan)))
     return found
 
 

@@ -10,7 +10,6 @@ import torch
 
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.plan import prediction
-from parallelrun.plan.load import strategies_of
 from parallelrun.train import checkpointing
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
@@ -83,8 +82,8 @@ def frozen_under(overrides: dict[str, Any], folder: Path, resume: bool) -> dict[
     for step in (start + 1, start + 2):
         train_step(training, step, 0.01, scaler)
     said = prediction.memory(plan, training.mesh.rank)
-    strategy, place = strategies_of(plan).data, plan.mesh.coordinate(training.mesh.rank)
-    row = strategy.held_bytes(place["pp"], place, plan) if plan.data.kind == "zero1" else 0  # where a sum arrives
+    place = plan.mesh.coordinate(training.mesh.rank)
+    row = plan.data.held_bytes(place["pp"], place, plan) if plan.data.kind == "zero1" else 0  # where a sum arrives
     modules = {name: p for part in training.parts for name, p in part.named_parameters()}
     weights = sum(p.numel() * p.element_size() for p in modules.values())
     gradients = 0 if plan.data.kind != "zero1" else sum(p.numel() * p.element_size() for p in reduced(training))

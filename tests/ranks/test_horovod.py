@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.strategies.data.horovod import adasum, settings
+from parallelrun.strategies.data.horovod import adasum
+from parallelrun.strategies.data.horovod.plan import Horovod
 from parallelrun.train.build import Training
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
@@ -87,7 +88,7 @@ def lone_workers_divide_by_everyone(training: Training) -> None:
 
 
 def joined_workers_are_not_counted(training: Training) -> None:
-    settings.HorovodWay.num_counted = lambda self, step, num_workers: num_workers - 1
+    Horovod.num_counted = lambda self, step, num_workers: num_workers - 1
 
 
 def broadcast_forgotten(training: Training) -> None:

@@ -167,7 +167,7 @@ BUGS: list[tuple[dict[str, Any], Callable[[Training], None]]] = [
 ]
 
 
-@pytest.mark.parametrize("way, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")[:40])
+@pytest.mark.parametrize("strategy, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")[:40])
 def test_a_planted_bug_is_caught_by_the_verdict(strategy: dict[str, Any], bug: Callable[[Training], None]) -> None:
     document = parity({**SETTING, "dp": 2, **strategy}, fault=bug)
     assert not document["passed"]
@@ -224,7 +224,7 @@ def test_replicas_differ_between_meetings_and_are_alike_bit_for_bit_after_one() 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("way", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("strategy", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
 def test_bytes_are_one_part_in_h_of_those_of_ddp(strategy: dict[str, Any]) -> None:
     steps = 4
     whole = after({"dp": 2}, steps)[0][2]["gradients"]
@@ -237,7 +237,7 @@ def test_bytes_are_one_part_in_h_of_those_of_ddp(strategy: dict[str, Any]) -> No
         assert row.payload_bytes * steps // prediction.steps_between(plan, SYNC) == sent[SYNC]
 
 
-@pytest.mark.parametrize("way", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("strategy", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
 def test_it_learns(strategy: dict[str, Any]) -> None:
     config = {"dp": 2, **strategy, "strategy.data.sync_every": 5, "optimizer.clip": 1.0, "optimizer.name": "adamw"}
     losses = after(config, 30, lr=0.003)[0][1]

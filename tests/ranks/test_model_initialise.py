@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallelrun import registry
 from parallelrun.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build_parts
+from parallelrun.train.data_runtime import data_runtime
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 
@@ -42,7 +42,7 @@ def held(overrides: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     plan = resolve(config)
     mesh = build_mesh(plan, torch.device("cpu"))
     parts = build_parts(config, plan, mesh)
-    data = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
+    data = data_runtime(plan)
     data.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, SEED)
     data.attach(parts, plan, mesh)
@@ -57,7 +57,6 @@ def values(overrides: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("overrides", PLANS.values(), ids=PLANS)
 def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[str, Any]) -> None:
     plan = tiny_plan(overrides)
-    data_strategy = registry.load("strategies", f"data.{plan.data.kind}", "plan").Way()
     original = dict(plan.spec.tied)
     whole = {name: initialise.logical(spec, SEED) for name, spec in plan.spec.parameters.items()}
     seen = set()
@@ -65,7 +64,7 @@ def test_every_rank_holds_its_part_of_the_same_logical_weights(overrides: dict[s
         for name, value in parameters:
             logical = original.get(name, name)
             spec = plan.spec.parameters[logical]
-            layout = data_strategy.weight_layout(spec, plan.tensor.layout(spec, plan), plan)
+            layout = plan.data.weight_layout(spec, plan.tensor.layout(spec, plan), plan)
             ranges = layout.ranges(spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
             expected = whole[logical][tuple(slice(*pair) for pair in ranges)]
             assert torch.equal(value, expected), f"{name} on rank {rank}"

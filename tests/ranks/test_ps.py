@@ -1,6 +1,7 @@
-"""The parameter server on real ranks: the rows `PS sync`, `PS async`, `SSP` and `backup workers` of the reference's
-section 7. Sync is proved against one device; the others by their apply log, twice: by the way's own replay, bit for
-bit, and by plain arithmetic written here."""
+"""The parameter server on real ranks: sync, async, SSP and backup workers.
+
+Sync is proved against one device. The others are proved by their apply log, twice: by the strategy's own replay, bit
+for bit, and by plain arithmetic written here."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from parallelrun.data.order import Sampler
-from parallelrun.strategies.data.ps import log
-from parallelrun.strategies.data.ps.rerun import Rerun
+from parallelrun.strategies.data.ps import apply_log
+from parallelrun.strategies.data.ps.reference import LogReplay, checked
 from parallelrun.train import schedule
 from parallelrun.train.build import build
 from parallelrun.train.reader import Reader
@@ -32,7 +33,7 @@ def delays(*seconds: float) -> dict:
 
 
 def final_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights of the run's last checkpoint, whole, by name."""
+    """The weights of the run's last checkpoint, unsharded, by name."""
     from safetensors.torch import load_file
 
     folder = directory / "checkpoints" / f"step_{last_step(directory)}"
@@ -55,7 +56,7 @@ def last_step(directory: Path) -> int:
 
 
 def by_plain_arithmetic(directory: Path, overrides: dict) -> dict[str, torch.Tensor]:
-    """The apply log of one server again: plain tensors, plain SGD, the mean of whole gradients."""
+    """Replay the apply log of one server with plain tensors, plain SGD and the mean of unsharded gradients."""
     config, plan = ps_config(overrides), ps_plan(overrides)
     alone, alone_plan = single_device(config, plan)
     training = build(alone, replace(alone_plan, batch=plan.batch), torch.device("cpu"))
@@ -64,7 +65,7 @@ def by_plain_arithmetic(directory: Path, overrides: dict) -> dict[str, torch.Ten
     names = [p.name for p in training.parameters]
     history = [[p.tensor.detach().clone() for p in training.parameters]]
 
-    def gradient(push: log.Push) -> list[torch.Tensor]:
+    def gradient(push: apply_log.Push) -> list[torch.Tensor]:
         for parameter, value in zip(training.parameters, history[push.pulled]):
             parameter.tensor.data.copy_(value)
             parameter.tensor.grad = None
@@ -160,10 +161,10 @@ def test_async_applies_every_push_on_arrival_and_its_log_tells_the_run(tmp_path)
     assert sorted((row.pushes[0].worker, row.clock) for row in rows) == [(w, c) for w in range(3) for c in range(1, 9)]
     assert sum(servers["staleness"].values()) == 24 == servers["updates"]
     assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
-    again = Rerun(ps_config(settings), ps_plan(settings), torch.device("cpu"))
-    again.run(log.read(tmp_path))
+    replay = LogReplay(ps_config(settings), ps_plan(settings), torch.device("cpu"))
+    replay.run(apply_log.read(tmp_path))
     final = final_weights(tmp_path)
-    assert all(torch.equal(value, final[name]) for name, value in again.weights().items())
+    assert all(torch.equal(value, final[name]) for name, value in replay.weights().items())
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 25))
     assert all(line["staleness"] == row.staleness[0] for line, row in zip(lines, rows))
@@ -236,7 +237,7 @@ def test_staleness_0_is_sync_bit_for_bit(tmp_path) -> None:
 
 
 def test_a_passing_stall_is_hidden_and_a_permanent_one_is_not(tmp_path) -> None:
-    """Four workers' worth of slack: the others use it up once, or again and again (reference, section 1)."""
+    """The other workers wait only for a stall that is longer than the slack of the staleness bound."""
     settings = {"steps": 16, **SSP, "strategy.data.staleness": 12}
     run(tmp_path / "once", settings, change="worker_2_stalls_once")
     run(tmp_path / "always", {**settings, "strategy.data.staleness": 3}, change="worker_2_is_slow")
@@ -324,9 +325,7 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
 
 
 def test_checked_config_is_what_both_roles_verify() -> None:
-    """Servers and workers derive the same from the frozen file: nobody is told."""
-    from parallelrun.strategies.data.ps.verify import checked
-
+    """Servers and workers derive it from the frozen file; nothing is sent."""
     config, plan = checked(ps_config({}, "verify"), ps_plan({}))
     assert (config.steps, config.optimizer.name, plan.precision.name) == (3, "sgd", "fp64")
     assert checked_config(config).optimizer == config.optimizer

@@ -1,4 +1,4 @@
-"""fp16 under a parameter server: what overflows changes no weights, and the worker's loss scale falls."""
+"""fp16 under a parameter server: an overflowing step changes no weights and lowers the worker's loss scale."""
 
 from __future__ import annotations
 

@@ -1,69 +1,45 @@
-"""What a bert is made of: blocks, layers, parameters and FLOPs. Torch-free; `network.py` is built to match it.
-
-Post-LN encoder (Devlin et al. 2019) with the masked-language-model head: transform, activation, norm, tied decoder.
-Left out, as in RoBERTa (Liu et al. 2019): next-sentence prediction with its pooler, and token types. The decoder has no
-bias over the vocabulary.
-"""
+"""The blocks, layers, parameters and FLOPs of a bert. Torch-free; `network.py` builds the same parameters."""
 
 from __future__ import annotations
 
 from parallelrun import definitions
 from parallelrun.config.schema import Config, ModelConfig
+from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
-from parallelrun.models.gpt import spec as gpt
+from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.models.transformer import spec as transformer
 
 FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied_embeddings": True, "experts": 0}
 
 
-def make(config: Config, vocab: int) -> ModelSpec:
-    """The spec of the bert that `config.model` describes. Raises ConfigError.
+class BertDefinition(ModelDefinition):
+    """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` counts that id.
-    """
-    model = config.model
-    problems = _fixed(model) + gpt.check(model) + _room_for_mask(config)
-    if problems:
-        raise ConfigError(*problems)
-    vocab = model.vocab if model.vocab is not None else vocab + 1
-    layers = tuple(_encoder(f"layers.{index}", model) for index in range(model.layers))
-    return ModelSpec(
-        name=model.preset,
-        kind="tokens",
-        blocks=(_embedding(model, vocab), *layers, _head(model, vocab)),
-        sample_shape=(model.seq,),
-        boundary_shape=(model.seq, model.hidden),
-        targets_per_sample=model.seq,
-        vocab=vocab,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=gpt.kv_heads(model),
-        ffn=gpt.ffn_size(model),
-        seq=model.seq,
-        num_layers=model.layers,
-        activation=model.activation,
-        norm=model.norm,
-        attention_dropout=model.attention_dropout,
-        tied=(gpt.TIED,),
-        mask_token=vocab - 1,
-    )
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"), 1)
 
-
-def _fixed(model: ModelConfig) -> list[Problem]:
-    """What makes a bert a bert cannot be chosen."""
-    return [
-        Problem(f"model.{key}={getattr(model, key)} is not a bert's", f"model.{key}", f"model.{key}={value}")
-        for key, value in FIXED.items()
-        if getattr(model, key) != value
-    ]
+    def make(self, config: Config, vocab: int) -> ModelSpec:
+        """vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` includes that id."""
+        model = config.model
+        problems = [
+            Problem(f"model.{key}={getattr(model, key)} is not a bert's", f"model.{key}", f"model.{key}={value}")
+            for key, value in FIXED.items()
+            if getattr(model, key) != value
+        ]
+        problems += transformer.check(model) + _room_for_mask(config)
+        if problems:
+            raise ConfigError(*problems)
+        vocab = model.vocab if model.vocab is not None else vocab + 1
+        layers = (_block(f"layers.{index}", model) for index in range(model.layers))
+        blocks = (_embedding(model, vocab), *layers, _head(model, vocab))
+        return transformer.transformer_spec(model, vocab, blocks, tied=(transformer.TIED,), mask_token=vocab - 1)
 
 
 def _room_for_mask(config: Config) -> list[Problem]:
-    """The last id of a given vocabulary is [MASK]: no token of the data may have it."""
-    asked = config.model.vocab
-    if asked is None or definitions.dataset(config).vocab_follows_model:
+    """The last id of a given vocabulary is [MASK], so no token of the data may have it."""
+    asked, dataset = config.model.vocab, definitions.dataset(config)
+    if asked is None or dataset.vocab_follows_model:
         return []
-    known = definitions.dataset(config).vocab_size(config)
+    known = dataset.vocab_size(config)
     if known is None or known < asked:
         return []
     what = f"model.vocab={asked}: a bert needs one id more than dataset {config.dataset.name}'s {known}, for [MASK]"
@@ -71,38 +47,33 @@ def _room_for_mask(config: Config) -> list[Problem]:
 
 
 def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
-    normal = Initialiser("normal", model.init_std)
-    tokens = ParameterSpec("embedding.tokens.weight", (vocab, model.hidden), normal, "embedding")
-    position = ParameterSpec("embedding.position.weight", (model.seq, model.hidden), normal, "position_embedding")
-    layers = (
-        LayerSpec("embedding.tokens", "embedding", vocab, model.hidden, (tokens,)),
-        LayerSpec("embedding.position", "position_embedding", model.hidden, model.hidden, (position,)),
-        gpt.norm("embedding.norm", model),
-        gpt.dropout("embedding.dropout", model),
+    norm, dropout = (
+        transformer.norm_layer("embedding.norm", model),
+        transformer.dropout_layer("embedding.dropout", model),
     )
+    layers = (*transformer.embedding_layers(model, vocab), norm, dropout)
     return BlockSpec("embedding", "embedding", layers, forward_flops=0.0)
 
 
-def _encoder(name: str, model: ModelConfig) -> BlockSpec:
-    normal = Initialiser("normal", model.init_std)
-    heads = {"q": model.heads, "k": gpt.kv_heads(model), "v": gpt.kv_heads(model)}
+def _block(name: str, model: ModelConfig) -> BlockSpec:
+    normal = transformer.normal(model)
     layers = (
-        gpt.columns(f"{name}.attention.qkv", model.hidden, gpt.projections(model), model.bias, normal, heads),
-        gpt.row(f"{name}.attention.out", model.hidden, model.hidden, model.bias, normal),
-        gpt.dropout(f"{name}.attention.dropout", model),
-        gpt.norm(f"{name}.attention_norm", model),
-        gpt.columns(f"{name}.mlp.up", model.hidden, gpt.expansions(model), model.bias, normal),
-        gpt.row(f"{name}.mlp.down", gpt.ffn_size(model), model.hidden, model.bias, normal),
-        gpt.dropout(f"{name}.mlp.dropout", model),
-        gpt.norm(f"{name}.mlp_norm", model),
+        *transformer.attention_layers(f"{name}.attention", model, normal),
+        transformer.norm_layer(f"{name}.attention_norm", model),
+        *transformer.mlp_layers(f"{name}.mlp", model, normal, normal),
+        transformer.norm_layer(f"{name}.mlp_norm", model),
     )
-    return BlockSpec(name, "transformer", layers, gpt.transformer_flops(layers, model))
+    return BlockSpec(name, "transformer", layers, transformer.transformer_flops(layers, model))
 
 
 def _head(model: ModelConfig, vocab: int) -> BlockSpec:
-    transform = gpt.linear(
-        "head.transform", model.hidden, model.hidden, model.bias, Initialiser("normal", model.init_std)
+    hidden, normal = model.hidden, transformer.normal(model)
+    layers = (
+        transformer.linear_layer("head.transform", hidden, hidden, model.bias, normal, role="linear"),
+        transformer.norm_layer("head.norm", model),
+        transformer.head_layer(model, vocab, tied=True),
     )
-    head = LayerSpec("head.head", "head", model.hidden, vocab, tied=gpt.TIED[1])
-    flops = 2.0 * (model.hidden * model.hidden + model.hidden * vocab) * model.seq
-    return BlockSpec("head", "head", (transform, gpt.norm("head.norm", model), head), flops)
+    return BlockSpec("head", "head", layers, 2.0 * (hidden * hidden + hidden * vocab) * model.seq)
+
+
+MODEL = BertDefinition()

@@ -1,31 +1,39 @@
-"""X (rows x inner) by W (inner x columns) as a spec, so that its plans are checked like any. Torch-free."""
+"""The product X (rows x inner) by W (inner x columns) as a spec, so that its plans are checked like any. Torch-free."""
 
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
+from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
 
 WEIGHT = "product.weight"
 
 
-def make(config: Config, vocab: int) -> ModelSpec:
-    """One block, one column layer; its sample is X, which the lesson cuts. `vocab` is unread. Raises ConfigError."""
-    model = config.model
-    sizes = {"rows": model.rows, "inner": model.inner, "columns": model.columns}
-    problems = too_small(sizes)
-    if problems:
-        raise ConfigError(*problems)
-    weight = ParameterSpec(WEIGHT, (model.columns, model.inner), Initialiser("normal", 1.0), "column_parallel")
-    layer = LayerSpec("product", "column_parallel", model.inner, model.columns, (weight,))
-    flops = 2.0 * model.rows * model.inner * model.columns
-    return ModelSpec(
-        name=model.preset,
-        kind="features",
-        blocks=(BlockSpec("product", "product", (layer,), flops, saved_elements=float(model.rows * model.inner)),),
-        sample_shape=(model.rows, model.inner),
-        boundary_shape=(model.rows, model.inner),
-        targets_per_sample=model.rows,
-        vocab=model.columns,
-        num_layers=1,
-    )
+class MatmulDefinition(ModelDefinition):
+    """One block with one column-parallel layer; its sample is X, which the lesson splits. `vocab` is unread."""
+
+    sizes = dict.fromkeys(("rows", "inner", "columns"), 1)
+    is_lesson = True
+
+    def make(self, config: Config, vocab: int) -> ModelSpec:
+        rows, inner, columns = config.model.rows, config.model.inner, config.model.columns
+        problems = too_small({"rows": rows, "inner": inner, "columns": columns})
+        if problems:
+            raise ConfigError(*problems)
+        weight = ParameterSpec(WEIGHT, (columns, inner), Initialiser("normal", 1.0), "column_parallel")
+        layer = LayerSpec("product", "column_parallel", inner, columns, (weight,))
+        flops = 2.0 * rows * inner * columns
+        return ModelSpec(
+            name=config.model.preset,
+            kind="features",
+            blocks=(BlockSpec("product", "product", (layer,), flops, saved_elements=float(rows * inner)),),
+            sample_shape=(rows, inner),
+            boundary_shape=(rows, inner),
+            targets_per_sample=rows,
+            vocab=columns,
+            num_layers=1,
+        )
+
+
+MODEL = MatmulDefinition()

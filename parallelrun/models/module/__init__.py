@@ -13,6 +13,6 @@
   `unflatten(-1, (-1, head_dim))`.
 - The module may say `sample_shape` (shape of one sample of features), `heads` and `kv_heads` as attributes.
 
-nn.Dropout is replaced by dropout by hash, so that it too is the same under every plan. Initial weights are the module's
-own, built on CPU under the run's seed; that needs the whole model in a rank's memory for a moment.
+nn.Dropout is replaced by dropout by hash, so that it is the same under every plan. The initial weights are the module's
+own, built on CPU under the run's seed, for which the complete model must fit into a rank's memory for a moment.
 """

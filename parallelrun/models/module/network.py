@@ -1,4 +1,4 @@
-"""A user's module as a Network: whole, or as the chain of the blocks they name."""
+"""A user's module as a Network: one block, or the chain of the blocks that the user names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parallelrun.models.network import Network, store
 from parallelrun.models.rounding import rounded
 from parallelrun.precision import Precision
 
-ROOT = "module"
+ROOT = "module"  # the name of the user's module in the network
 
 
 class UserNetwork(Network):
-    """Holds the user's module as `module`; its blocks are that, or modules inside it."""
+    """Holds the user's module as `module`; its blocks are that module, or modules inside it."""
 
     def __init__(self, module: nn.Module, spec: ModelSpec, loss: nn.Module):
         super().__init__(spec, loss)
@@ -31,7 +31,7 @@ class UserNetwork(Network):
         self.needs_every_gradient = False
 
     def split(self, parts: Sequence[Sequence[str]]) -> list[Network]:
-        """See `Network.split`. By then the role layers are those of the tensor strategy."""
+        """See `Network.split`. It is called after the tensor strategy has replaced the role layers."""
         if self.needs_every_gradient:
             let_gradients_through(self.module)
         return super().split(parts)
@@ -43,19 +43,20 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     with torch.device("cpu"):
         module = source.build(config, spec.vocab)
         source.apply_roles(module, config, dtype)
-    _tell_dropout_its_width(module, config, spec)
-    _forget(module)
+    _set_dropout_widths(module, config, spec)
+    _empty_parameters(module)
     store(module, precision.stored)
     for part in module.modules():
         _compute_in(part, dtype)
     network = UserNetwork(module, spec, layers.TokenLoss(config.model.label_smoothing))
-    network.needs_every_gradient = _goes_through_all(config)
+    shards_weights = config.strategy.data.kind == "fsdp" and (config.dp or 1) > 1
+    network.needs_every_gradient = (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights
     network.own_values = lambda seed: own_values(config, spec.vocab)
     return network
 
 
 def own_values(config: Config, vocab: int) -> dict[str, Tensor]:
-    """The initial values the module gives itself under `config.seed`, by one-device name."""
+    """The initial values that the module gives itself under `config.seed`, by one-device name."""
     with torch.device("cpu"):
         module = source.build(config, vocab)
     return {f"{ROOT}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
@@ -66,38 +67,32 @@ def block_names(module: nn.Module, patterns: Sequence[str], where: str) -> list[
 
     A `*` stays within one level: `layers.*` is `layers.0`, not `layers.0.fc1`. Raises ConfigError.
     """
-    names = [name for name, _ in module.named_modules() if name]
-    found: list[str] = []
+    names = [name.split(".") for name, _ in module.named_modules() if name]
+    found: dict[str, None] = {}
     for pattern in patterns:
         parts = pattern.split(".")
         hits = [
-            name
-            for name in names
-            if name.count(".") == len(parts) - 1 and all(map(fnmatchcase, name.split("."), parts)) and name not in found
+            x for x in names if len(x) == len(parts) and all(map(fnmatchcase, x, parts)) and ".".join(x) not in found
         ]
         if not hits:
             what = f"model.blocks: no module of {where} is called {pattern!r}"
             raise ConfigError(Problem(what, "model.blocks", suggested_blocks(module)))
-        found += hits
-    return found
+        found |= dict.fromkeys(map(".".join, hits))
+    return list(found)
 
 
 def suggested_blocks(module: nn.Module) -> str:
-    """`model.blocks=[...]` of the module's children in order, lists of modules opened."""
-    names = [f"{name}.*" if isinstance(part, (nn.ModuleList, nn.Sequential)) else name
-             for name, part in module.named_children() if any(True for _ in part.parameters())]  # fmt: skip
+    """`model.blocks=[...]` with the module's children in order; of lists of modules, their items."""
+    names = [
+        f"{name}.*" if isinstance(part, (nn.ModuleList, nn.Sequential)) else name
+        for name, part in module.named_children()
+        if any(True for _ in part.parameters())
+    ]
     return shlex.quote(f"model.blocks=[{','.join(names)}]")
 
 
-def chain(module: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """What the blocks of those names make of x, one after the other."""
-    for name in names:
-        x = module.get_submodule(name)(x)
-    return x
-
-
-def dropped_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
-    """What every dropout that drops is given when module(x) runs, by name: the shape."""
+def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """The input shape of every dropout layer with a rate above 0 when module(x) runs, by the layer's name."""
     found: dict[str, tuple[int, ...]] = {}
     hooks = [
         part.register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: tuple(inputs[0].shape)}))
@@ -112,8 +107,8 @@ def dropped_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _tell_dropout_its_width(module: nn.Module, config: Config, spec: ModelSpec) -> None:
-    """A mask is by global element index: a dropout on split columns must know how wide they are on one device."""
+def _set_dropout_widths(module: nn.Module, config: Config, spec: ModelSpec) -> None:
+    """Tell dropout on split features how wide they are on one device: a mask is by global element index."""
     dropouts = {name: part for name, part in module.named_modules() if isinstance(part, layers.HashDropout)}
     if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
         return
@@ -121,37 +116,31 @@ def _tell_dropout_its_width(module: nn.Module, config: Config, spec: ModelSpec) 
         copy = source.build(config, spec.vocab)
         source.apply_roles(copy, config, torch.float32)
         dtype = torch.int64 if spec.kind == "tokens" else torch.float32
-        shapes = dropped_shapes(copy.eval(), torch.zeros((1, *spec.sample_shape), dtype=dtype))
+        shapes = dropout_shapes(copy.eval(), torch.zeros((1, *spec.sample_shape), dtype=dtype))
     for name, shape in shapes.items():
         dropouts[name].hidden = shape[-1]
 
 
 def let_gradients_through(module: nn.Module) -> None:
-    """Let backward run through all layers, frozen ones at the input included, as if those were trained.
+    """Make backward run through all layers, frozen ones at the input included, as if they were trained.
 
-    Pipeline schedules send a gradient over every boundary, FSDP gathers for every backward, and a tensor strategy's
-    ranks
-    sum input gradients: each must happen on every rank, and as often as the plan says, whatever is frozen. Elsewhere
-    autograd stops where nothing below is trained, which saves that part of the work.
+    Pipeline schedules send a gradient over every boundary, FSDP gathers for every backward, and tensor-parallel ranks
+    sum input gradients: each must happen on every rank, and as often as the plan predicts, whatever is frozen.
+    Otherwise autograd stops below the first trained layer, which saves that part of the work.
     """
     first = next((part for part in module.modules() if dict(part.named_parameters(recurse=False))), None)
     for part in module.modules():
-        own = list(part.parameters(recurse=False))
-        if (part is first or isinstance(part, (nn.Embedding, layers.TokenEmbedding))) and own:
-            part.register_forward_hook(_ask_for_gradient)
+        is_input = part is first or isinstance(part, (nn.Embedding, layers.TokenEmbedding))
+        if is_input and any(True for _ in part.parameters(recurse=False)):
+            part.register_forward_hook(_require_gradient)
 
 
-def _ask_for_gradient(part: nn.Module, inputs: Any, out: Any) -> None:
+def _require_gradient(part: nn.Module, inputs: Any, out: Any) -> None:
     if torch.is_grad_enabled() and isinstance(out, Tensor) and out.is_floating_point() and not out.requires_grad:
         out.requires_grad_()
 
 
-def _goes_through_all(config: Config) -> bool:
-    splits_weights = config.strategy.data.kind == "fsdp" and (config.dp or 1) > 1
-    return (config.tp or 1) > 1 or (config.pp or 1) > 1 or splits_weights
-
-
-def _forget(module: nn.Module) -> None:
+def _empty_parameters(module: nn.Module) -> None:
     """Replace every Parameter by an empty one on meta; one that several modules share stays shared."""
     empty: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -163,8 +152,8 @@ def _forget(module: nn.Module) -> None:
 
 
 def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
-    """Make a module that is no role layer follow the precision table: floating inputs and its own weights are rounded
-    to the compute dtype while its forward runs, buffers for good."""
+    """Make a module that is no role layer follow the precision table: its floating inputs and own weights are rounded
+    to the compute dtype while its forward runs, its buffers permanently."""
     for name, buffer in list(part.named_buffers(recurse=False)):
         if buffer.is_floating_point():
             setattr(part, name, buffer.to(dtype))
@@ -175,8 +164,7 @@ def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:
     def round_weights(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for name in own:  # an entry of __dict__ hides the Parameter of that name from attribute look-up
             part.__dict__[name] = rounded(part.get_parameter(name), dtype)
-        floating = (isinstance(x, Tensor) and x.is_floating_point() for x in inputs)
-        return tuple(x.to(dtype) if wide else x for x, wide in zip(inputs, floating))
+        return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def restore(part: nn.Module, *_: Any) -> None:
         for name in own:

@@ -1,7 +1,7 @@
 """The experts of one layer: the same MLP many times, each with its own weights and its own rows.
 
-Rows come sorted by expert, either equally many for each (a batched product) or any number (a grouped one; MegaBlocks,
-Gale et al. 2022).
+Rows are sorted by expert: either equally many for each (a batched product) or any number (a grouped product;
+MegaBlocks, Gale et al. 2022).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Experts(RoleLayer):
 
     @property
     def num_experts(self) -> int:
-        """How many are held here."""
+        """The number of experts held here."""
         return self.up.size(0)
 
     def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -61,6 +61,7 @@ def grouped_multiply(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def one_by_one(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """`grouped_multiply`, a product for each expert: those without rows stay in the graph too, with zero gradients."""
+    """`grouped_multiply` with a product for each expert; experts without rows stay in the graph, with zero
+    gradients."""
     parts = zip(rows.split(counts.tolist()), weights.unbind(0))
     return torch.cat([functional.linear(part, weight) for part, weight in parts])

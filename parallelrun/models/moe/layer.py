@@ -1,19 +1,20 @@
-"""The layer that stands in the place of an MLP: a router, experts, and maybe one MLP beside them that all tokens share.
+"""The layer with experts that replaces an MLP: a router, experts, and maybe a shared expert that sees every token.
 
-Who goes to which expert is the router's (`routing.py`); how rows get to experts is a Dispatch's, which an expert
-dispatcher
-replaces by one that sends them to other ranks.
+The router assigns tokens to experts (`routing.py`). A token dispatcher brings them there; an expert-parallel strategy
+replaces the local one by one that sends tokens to other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallelrun.models.layers import Activation, ExpertInput, ExpertOutput
+from parallelrun.model_spec import RouterSpec
+from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule
+from parallelrun.models.transformer.modules import FeedForward, LayerFactory
 
 from . import rows
 from . import spec as sizes
@@ -21,26 +22,22 @@ from .experts import Experts
 from .router import Router
 from .routing import Routing
 
-if TYPE_CHECKING:
-    from parallelrun.model_spec import RouterSpec
-    from parallelrun.models.gpt.network import Factory
 
-
-class Dispatch(Protocol):
-    """Brings rows to the experts and back."""
+class TokenDispatcher(Protocol):
+    """Brings tokens to the experts and combines the results."""
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (T, hidden) -> (its tokens' weighted sums over what their experts give, a fresh tensor (T, hidden); what
-        `beside` gives, which is called before the experts are: it does not wait for rows that are on their way)."""
+        """x (T, hidden) -> (for each token the weighted sum of its experts' outputs, a new tensor (T, hidden); the
+        result of `beside`, which is called before the experts, so that it overlaps with the dispatch)."""
 
     def take_bytes(self) -> int:
-        """Payload of the all-to-alls since this was last asked."""
+        """Payload bytes of the all-to-alls since the last call."""
 
 
-class LocalDispatch:
-    """All experts are here: nothing is sent."""
+class LocalDispatcher:
+    """All experts are on this rank: nothing is sent."""
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
@@ -55,8 +52,8 @@ class LocalDispatch:
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """y as it is; in backward the auxiliary sum gets the gradient `scale`, as if scale x auxiliary were part of the
-    loss. So a loss of a layer needs no way out of the network (nor out of a pipeline stage)."""
+    """y unchanged; in backward `auxiliary` gets the gradient `scale`, as if scale x auxiliary were part of the loss. So
+    the loss of a layer need not be passed out of the network or the pipeline stage."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, auxiliary: Tensor, scale: float) -> Tensor:
@@ -69,45 +66,31 @@ class AuxiliaryLoss(torch.autograd.Function):
         return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
-class Shared(nn.Module):
-    """The MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one); no dropout of its own."""
+class MoE(TensorModule):
+    """x (batch, seq, hidden) -> the same shape. A token that no expert keeps gets 0, and only the residual carries it.
 
-    def __init__(self, make: Factory):
-        super().__init__()
-        outputs = sizes.shared_expansions(make.model)
-        self.up = make.columns(outputs)
-        self.activation = Activation(make.model.activation)
-        self.down = make.row(outputs["up"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(*self.up(x)))
-
-
-class MoE(nn.Module):
-    """x (batch, seq, hidden) -> the same shape. A token that no expert keeps gets 0: the residual carries it.
-
-    dispatch: an expert dispatcher puts its own here. auxiliary_scale: what a routing group's auxiliary loss counts in
-    the
-    gradients; set before each step. Not compiled: how many rows an expert gets differs from step to step.
+    dispatch: set by an expert-parallel strategy. auxiliary_scale: the weight of a routing group's auxiliary loss in the
+    gradients; set before each step. Not compiled: the number of tokens of an expert differs from step to step.
     """
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, name: str, make: Factory, router: RouterSpec):
+    def __init__(self, name: str, make: LayerFactory, router: RouterSpec):
         super().__init__()
         model = make.model
         self.enter = ExpertInput(make.dtype)
         self.router = Router(model.hidden, model.experts, router, make.seed, f"{name}.router", make.dtype)
         self.experts = Experts(model.experts, model.hidden, sizes.expert_ffn(model), model.activation, make.dtype)
         self.leave = ExpertOutput(make.dtype)
-        self.shared = Shared(make) if model.shared_experts else None
+        # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
+        self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None
         self.dropout = make.dropout(f"{name}.dropout")
-        self.dispatch: Dispatch = LocalDispatch()
+        self.dispatch: TokenDispatcher = LocalDispatcher()
         self.auxiliary_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         whole = self.enter(x)
-        routing = self.router(whole)
+        routing: Routing = self.router(whole)
         shared = self.shared
         beside = None if shared is None else lambda: shared(x)
         mixed, extra = self.dispatch(whole.flatten(0, 1), routing, self.experts, beside)
@@ -115,5 +98,5 @@ class MoE(nn.Module):
         if extra is not None:
             y = y + extra
         if routing.auxiliary is not None:
-            y = AuxiliaryLoss.apply(y, routing.auxiliary, self.auxiliary_scale)
+            y = AuxiliaryLoss.apply(y, routing.auxiliary, self.auxiliary_scale)  # type: ignore[no-untyped-call]
         return self.dropout(y)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from parallelrun.models.layers import RoleLayer
 from parallelrun.models.moe.routing import Routing, draws_second, route
 
 
-class Decisions(Protocol):
-    """Says by which scores a router decides instead of its own: `verify` holds two trainings to the same decisions."""
+class HeldDecisions(Protocol):
+    """Replaces the scores by which a router decides: `verify` makes two trainings take the same decisions."""
 
     def scores(self, site: str, training: bool, sample_ids: Tensor, scores: Tensor) -> Tensor:
         """scores: the router's own, of sample_ids (batch,): (batch, seq, num_experts), which is the result's shape."""
@@ -25,14 +25,16 @@ class Decisions(Protocol):
 
 
 class Router(RoleLayer):
-    """x (batch, seq, hidden), whole -> Routing of its batch x seq tokens, in groups of spec.group_samples samples.
+    """x (batch, seq, hidden), the full sequence -> Routing of its tokens, in groups of spec.group_samples samples.
 
     Parameters `weight` (num_experts, hidden) and, if spec.bias_rate > 0, the frozen `selection_bias` (num_experts,).
     The weight is not rounded to the compute dtype: a router in low precision is unstable (Fedus et al. 2021, 2.4).
-    seed, site: with the sample ids of `dropout.scope` and the position, what jitter and the second expert are drawn by.
+    Jitter and the second expert are drawn by hash of seed, site, the sample ids of `dropout.scope` and the token's
+    index.
     """
 
     layer_role = "router"
+    __call__: Any
 
     def __init__(
         self, hidden: int, num_experts: int, spec: RouterSpec, seed: int, site: str, compute_dtype: torch.dtype
@@ -46,10 +48,10 @@ class Router(RoleLayer):
             self.selection_bias = None
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
-        self.decisions: Decisions | None = None
-        self._seen: dict[int, Tensor] = {}  # by microbatch: what is computed again overwrites itself
+        self.decisions: HeldDecisions | None = None
+        self._seen: dict[int, Tensor] = {}  # by microbatch: recomputation overwrites its own
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Routing:
         spec, (batch, seq, _) = self.spec, x.shape
         assert batch % spec.group_samples == 0, f"{batch} samples in groups of {spec.group_samples} at {self.site}"
@@ -80,8 +82,8 @@ class Router(RoleLayer):
         return chosen_by.view_as(scores)
 
     def take_statistics(self) -> Tensor | None:
-        """The statistics (fp64, see `statistics`) of all microbatches trained on since this was last asked, summed;
-        None if there were none. A microbatch that was computed again counts once."""
+        """The summed statistics (fp64, see `plan.routing_statistics`) of all microbatches trained on since the last
+        call; None if there were none. A recomputed microbatch counts once."""
         seen = list(self._seen.values())
         self._seen.clear()
         return torch.stack(seen).sum(0) if seen else None

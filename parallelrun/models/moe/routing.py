@@ -1,11 +1,11 @@
-"""Who goes to which expert, with which weight, and who is dropped: pure functions of the router's logits.
+"""Routing: the expert and weight of each token, and which tokens are dropped, as pure functions of the router's logits.
 
 GShard's Algorithm 1 (Lepikhin et al. 2020), Switch (Fedus et al. 2021), top-k with softmax or sigmoid scores (Mixtral,
 DeepSeek-V3) and expert choice (Zhou et al. 2022). A routing group is routed by itself, so that the same tokens are
-dropped under every plan. Nothing here waits for the device, and nothing of size assignments x experts is made.
+dropped under every plan. Nothing here waits for the device, and no tensor has the size assignments x experts.
 
-Equal scores: the expert of the lower index is chosen, and the earlier token stays. `argmax` and stable sorts promise
-that on every device and for every batch size; `topk` promises no order of equals.
+Equal scores: the expert with the lower index is chosen, and the earlier token is kept. `argmax` and stable sorts
+guarantee that on every device and for every batch size; `topk` does not.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from parallelrun.model_spec import RouterSpec
 
-LEAST_SUM = 1e-20  # of weights that are divided by their sum (DeepSeek-V3's), so that 0 / 0 is 0, backward too
+LEAST_SUM = 1e-20  # smallest sum by which weights are divided (DeepSeek-V3's), so that 0 / 0 is 0, in backward too
 
 
 class Routing(NamedTuple):
-    """Where the T tokens of one microbatch go: A assignments of a token to an expert.
+    """The A assignments of the T tokens of one microbatch to experts.
 
-    A tuple, because torch 2.11's FSDP finds no tensors in a dataclass that a module gives, and so would not gather a
+    A tuple, because torch 2.11's FSDP finds no tensors in a dataclass that a module returns, and so would not gather a
     router's weights for its backward.
 
-    tokens, experts: int64 (A,); in order of choice, then token (A = T x choices), for expert choice of group, expert,
-    place (A = G x E x C). weights: (A,), differentiable, 0 where not kept. kept: bool (A,). slots: int64 (A,), place
-    among the `capacity` places of its expert in its group: unique per (group, expert) and below capacity where kept,
-    meaningless elsewhere. num_tokens = num_groups equal groups of consecutive tokens.
+    tokens, experts: int64 (A,); ordered by choice, then token (A = T x choices); under expert choice by group, expert,
+    slot (A = G x E x C). weights: (A,), differentiable, 0 where dropped. kept: bool (A,). slots: int64 (A,), the
+    capacity slot in its expert and group: unique per (group, expert) and below `capacity` where kept, meaningless
+    elsewhere. The tokens form num_groups equal groups of consecutive tokens.
     auxiliary: 0-d, differentiable: aux_coefficient x aux + z_coefficient x z, summed over groups; None where both
     coefficients are 0 or in evaluation. statistics: fp64 (statistics.size(num_experts),), detached.
     """
@@ -51,9 +51,9 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Assignments as in Routing, and of them: load, int64 (G, E), wanted before any is dropped; counted, the same of
-    those that the auxiliary loss counts, `num_counted` in each group; kept_load, int64 (E,); lost, int64 (3,): first
-    choices and later choices that were not kept, tokens that no expert kept."""
+    """Assignments as in Routing, and counts: load, int64 (G, E), of all assignments; counted, the same of those that
+    the auxiliary loss counts, `num_counted` in each group; kept_load, int64 (E,); lost, int64 (3,): dropped first
+    choices, dropped later choices, tokens that no expert kept."""
 
     tokens: Tensor
     experts: Tensor
@@ -106,12 +106,12 @@ def route(
         chosen = _tokens_choose(scores, deciding, ranking, spec, num_groups, capacity, draws)
     # balanced value 1: E^2 times the mean over experts that is GShard's l_aux; Switch's scale
     aux = (chosen.counted * shares.view(logits.shape).mean(1)).sum() * (num_experts / chosen.num_counted)
-    # any column gives log-sum-exp, the logit less its log-share, in one kernel instead of logsumexp's six
+    # log-sum-exp is the logit less its log-share, for any expert: one kernel instead of logsumexp's six
     z = (rows[:, 0] - log_shares[:, 0]).square().sum() / group_size
     counted = [one for one in ((spec.aux_coefficient, aux), (spec.z_coefficient, z)) if training and one[0]]
-    terms = [coefficient * loss for coefficient, loss in counted]  # without the others' graphs
+    terms = [coefficient * loss for coefficient, loss in counted]  # leaves the graphs of unused losses out
     auxiliary = terms[0] + terms[1] if len(terms) == 2 else terms[0] if terms else None
-    sizes = (entropy.new_full((1,), rows.size(0)), entropy.new_full((1,), num_groups))  # no copy that waits for a GPU
+    sizes = (entropy.new_full((1,), rows.size(0)), entropy.new_full((1,), num_groups))  # no copy from the host
     means = (aux.detach().view(1), z.detach().view(1), entropy.view(1))
     vector = torch.cat((chosen.load.sum(0), chosen.kept_load, *sizes, chosen.lost, *means))
     return Routing(
@@ -121,7 +121,7 @@ def route(
 
 
 def draws_second(spec: RouterSpec, training: bool) -> bool:
-    """Is it drawn whether a token's second expert is used?"""
+    """Whether the use of a token's second expert is drawn at random."""
     return training and spec.kind == "gshard" and spec.second_expert == "random"
 
 
@@ -134,7 +134,7 @@ def _tokens_choose(
     capacity: int,
     draws: Tensor | None,
 ) -> _Chosen:
-    """Every token goes to its `top_k` best experts while they have room. scores, deciding, ranking: (T, E)."""
+    """Assign every token to its `top_k` best experts while they have free slots. scores, deciding, ranking: (T, E)."""
     (num_tokens, num_experts), choices = scores.shape, spec.top_k
     fixed = {"gshard": 2, "switch": 1}.get(spec.kind, choices)
     assert choices == fixed <= num_experts, f"{spec.kind} with top_k={choices} of {num_experts} experts"
@@ -143,7 +143,7 @@ def _tokens_choose(
     chosen_scores = scores.gather(1, best).t()  # (choices, T), as all that follows
     deciding = deciding.gather(1, best).t()
     early = spec.renormalise == "before" and choices > 1
-    weights = _made_one(chosen_scores) if early else chosen_scores
+    weights = _normalised(chosen_scores) if early else chosen_scores
     experts = best.t().reshape(-1)
     tokens = torch.arange(num_tokens, device=scores.device).expand(choices, num_tokens).reshape(-1)
     keys = experts
@@ -151,13 +151,13 @@ def _tokens_choose(
         keys = experts + tokens.div(group_size, rounding_mode="floor") * num_experts
     priorities = None
     if spec.drop_policy == "probability":
-        priorities = (_made_one(deciding) if early else deciding).reshape(-1)
-    slots, load = _places(keys, num_groups * num_experts, priorities)
+        priorities = (_normalised(deciding) if early else deciding).reshape(-1)
+    slots, load = _slots(keys, num_groups * num_experts, priorities)
     load = load.view(num_groups, num_experts)
     kept, kept_load = slots < capacity, load.clamp(max=capacity).sum(0)
     if draws is not None:
-        # the second's share of the two, whatever `renormalise` makes of the weights: the paper's probability
-        kept[num_tokens:] &= 2 * _made_one(deciding)[1] > draws.reshape(-1)
+        # the paper's probability: the second's share of the two, independent of `renormalise`
+        kept[num_tokens:] &= 2 * _normalised(deciding)[1] > draws.reshape(-1)
         kept_load = torch.zeros_like(experts[:1]).expand(num_experts).scatter_add(0, experts, kept.long())
     lost = torch.zeros_like(experts[:1]).expand(3)
     if capacity < group_size or draws is not None:
@@ -165,7 +165,7 @@ def _tokens_choose(
         weights = weights * kept.view(choices, num_tokens)
         lost = torch.stack((refused[0].sum(), refused[1:].sum(), refused.all(0).sum()))
     if spec.renormalise == "after" and choices > 1:
-        weights = _made_one(weights)
+        weights = _normalised(weights)
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
     counted, num_counted = load, group_size * choices
@@ -176,14 +176,14 @@ def _tokens_choose(
     return _Chosen(tokens, experts, weights.reshape(-1), kept, slots, load, counted, num_counted, kept_load, lost)
 
 
-def _made_one(weights: Tensor) -> Tensor:
-    """(choices, T), each token's made to sum to 1. Not for a single choice, which keeps its score: the router would get
-    no gradient (Fedus et al. 2021, section 2.1)."""
+def _normalised(weights: Tensor) -> Tensor:
+    """(choices, T), normalised to sum 1 for each token. A single choice keeps its score instead: otherwise the router
+    would get no gradient (Fedus et al. 2021, section 2.1)."""
     return weights / weights.sum(0).clamp(min=LEAST_SUM)
 
 
 def _best(ranking: Tensor, choices: int) -> Tensor:
-    """int64 (T, choices): each token's experts, the best first. Measured on a CPU: several times faster than a sort."""
+    """int64 (T, choices): each token's experts, the best first. Several times faster than a sort on a CPU."""
     found = [ranking.argmax(-1, keepdim=True)]
     if choices > 1:
         left = ranking.clone()
@@ -193,11 +193,11 @@ def _best(ranking: Tensor, choices: int) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def _places(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(each assignment's number among those of its key, how many each key has), both int64.
+def _slots(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(each assignment's number among those of its key, the count of each key), both int64.
 
-    Numbers run in the order of `keys`, or from the highest priority down: they are the counters of Algorithm 1, which
-    count every assignment, also one that is refused.
+    Numbers follow the order of `keys`, or descending priority. They are the counters of Algorithm 1, which count
+    dropped assignments too.
     """
     if priorities is None:
         ordered, order = torch.sort(keys, stable=True)
@@ -205,16 +205,16 @@ def _places(keys: Tensor, num_keys: int, priorities: Tensor | None) -> tuple[Ten
         by_priority = torch.sort(priorities, descending=True, stable=True).indices
         ordered, order = torch.sort(keys[by_priority], stable=True)
         order = by_priority[order]
-    bounds = torch.searchsorted(ordered, torch.arange(num_keys + 1, device=keys.device))  # bincount waits for a GPU
+    bounds = torch.searchsorted(ordered, torch.arange(num_keys + 1, device=keys.device))  # bincount waits for the GPU
     numbers = torch.arange(keys.numel(), device=keys.device) - bounds[ordered]
     return torch.empty_like(keys).scatter_(0, order, numbers), bounds.diff()
 
 
 def _experts_choose(scores: Tensor, ranking: Tensor, spec: RouterSpec, num_groups: int, capacity: int) -> _Chosen:
-    """Every expert takes the `capacity` tokens of each group that score best with it.
+    """Assign to every expert the `capacity` tokens of each group that have the best scores for it.
 
-    A token's weights are its scores (Zhou et al. 2022), divided by the number of experts that took it unless
-    renormalise=none (Mesh-TensorFlow). Made to sum to 1, a token of one expert would give the router no gradient.
+    A token's weights are its scores (Zhou et al. 2022), divided by the number of its experts unless renormalise=none
+    (Mesh-TensorFlow). If they were normalised to sum 1, a token with one expert would give the router no gradient.
     """
     num_tokens, num_experts = scores.shape
     group_size, device = num_tokens // num_groups, scores.device

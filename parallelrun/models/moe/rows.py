@@ -1,8 +1,8 @@
-"""Rows of tokens sorted by expert, and back: the two steps around the experts, each one pass over memory.
+"""Tokens sorted by expert, and back: the two steps around the experts, each one pass over memory.
 
 A row is one kept assignment of a token to an expert. Both directions are gathers, in backward too: the sum over the
-rows of a token is an `embedding_bag`, several times faster than adding rows to places one after the other. Neither is a
-product with weights of the model, so that a backward in two halves (zero bubble) does nothing twice.
+rows of a token is an `embedding_bag`, several times faster than index_add. Neither multiplies by weights of the model,
+so a backward in two halves (zero bubble) does nothing twice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .routing import Routing
 
 
 @dataclass(frozen=True)
-class Order:
-    """Where the n rows of a microbatch of T tokens lie: sorted by expert, then as in Routing. All int64.
+class RowOrder:
+    """The order of the n rows of a microbatch of T tokens: sorted by expert, then as in Routing. All int64.
 
-    assignments: (n,), which assignment of the Routing a row is. tokens: (n,), whose row it is. counts: (experts,), rows
-    of each expert. by_token: (n,), the rows sorted by token. starts: (T,), where each token's begin in `by_token`.
+    assignments, tokens: (n,), each row's assignment in the Routing and its token. counts: (experts,), rows of each
+    expert. by_token: (n,), the rows sorted by token. starts: (T,), the index in `by_token` of each token's first row.
     """
 
     assignments: Tensor
@@ -36,35 +36,38 @@ class Order:
         return self.starts.size(0)
 
 
-def order_of(routing: Routing) -> Order:
+def order_of(routing: Routing) -> RowOrder:
     """The rows of all kept assignments."""
-    last = routing.num_experts  # what is not kept is sorted behind all experts
+    last = routing.num_experts  # dropped assignments are sorted behind all experts
     ordered, assignments = torch.sort(torch.where(routing.kept, routing.experts, last), stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(last + 1, device=ordered.device))
     assignments = assignments[: int(bounds[-1])]
     return order_rows(assignments, routing.tokens[assignments], bounds.diff(), routing.num_tokens)
 
 
-def order_rows(assignments: Tensor, tokens: Tensor, counts: Tensor, num_tokens: int) -> Order:
-    """The Order of rows that are sorted already."""
+def order_rows(assignments: Tensor, tokens: Tensor, counts: Tensor, num_tokens: int) -> RowOrder:
+    """The order of rows that are sorted already."""
     by_token = torch.argsort(tokens, stable=True)
     starts = torch.searchsorted(tokens[by_token], torch.arange(num_tokens, device=tokens.device))
-    return Order(assignments, tokens, counts, by_token, starts)
+    return RowOrder(assignments, tokens, counts, by_token, starts)
 
 
-def spread(x: Tensor, order: Order) -> Tensor:
+def spread(x: Tensor, order: RowOrder) -> Tensor:
     """x (T, hidden) -> (n, hidden): each row's token."""
-    return _Spread.apply(x, order.tokens, order.by_token, order.starts)
+    out: Tensor = _SpreadRows.apply(x, order.tokens, order.by_token, order.starts)  # type: ignore[no-untyped-call]
+    return out
 
 
-def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """rows (n, hidden), weights of the Routing (A,) -> (T, hidden): the weighted sum over each token's rows, a fresh
-    tensor, 0 where it has none."""
+def combine(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
+    """rows (n, hidden), weights of the Routing (A,) -> (T, hidden): the weighted sum over each token's rows, 0 for a
+    token without rows. A new tensor."""
     of_rows = weights.index_select(0, order.assignments).to(rows.dtype)
-    return _Combine.apply(rows, of_rows, order.tokens, order.by_token, order.starts)
+    combine: Any = _CombineRows.apply
+    out: Tensor = combine(rows, of_rows, order.tokens, order.by_token, order.starts)
+    return out
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(by_token, starts)
@@ -75,7 +78,7 @@ class _Spread(torch.autograd.Function):
         return _sums(grad.contiguous(), *ctx.saved_tensors), None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, tokens: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, tokens)
@@ -90,7 +93,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(T, hidden): for each token the sum of its rows, each times its weight."""
+    """(T, hidden): for each token the weighted sum of its rows."""
     if rows.size(0) == 0:
         return rows.new_zeros(starts.size(0), rows.size(1))
     scales = None if weights is None else weights[by_token]

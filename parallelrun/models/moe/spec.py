@@ -1,7 +1,7 @@
-"""What a layer with experts is made of, and which layers have them. Torch-free; `layer.py` is built to match it.
+"""The parameters of a layer with experts, and which layers have them. Torch-free; `layer.py` builds the same.
 
 Sources: GShard (Lepikhin et al. 2020): every second layer, two matrices an expert; Mixtral (Jiang et al. 2024): gated
-experts in every layer; DeepSeek-V3 (2024): the first layers dense, fine experts and a shared one beside them.
+experts in every layer; DeepSeek-V3 (2024): the first layers dense, many small experts and a shared one.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from parallelrun.config.schema import ModelConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec, too_small
+from parallelrun.models.transformer.spec import ffn_size
+
+SIZES = {"experts": 0, "expert_ffn": 1, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}  # least values
 
 
 def has_experts(index: int, model: ModelConfig) -> bool:
-    """Has layer `index` of a model with experts any? The last of every `expert_period` behind the dense ones."""
-    if not model.experts:
+    """Whether layer `index` has experts: after the dense layers, the last of every `expert_period` layers."""
+    if not model.experts or index < model.dense_layers:
         return False
-    behind = index - model.dense_layers
-    return behind >= 0 and behind % model.expert_period == model.expert_period - 1
+    return (index - model.dense_layers) % model.expert_period == model.expert_period - 1
 
 
 def expert_ffn(model: ModelConfig) -> int:
-    """Width of one expert's inside: as given, else the MLP's."""
-    if model.expert_ffn is not None:
-        return model.expert_ffn
-    return model.ffn if model.ffn is not None else 4 * model.hidden
+    """Inner width of one expert: as given, else the MLP's."""
+    return model.expert_ffn if model.expert_ffn is not None else ffn_size(model)
 
 
 def expert_weights(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
@@ -34,23 +34,22 @@ def expert_weights(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def inside_dim(weight: ParameterSpec) -> int:
-    """The dim of an expert's weight (see `expert_weights`) that is as wide as the expert's inside."""
+    """The dim of an expert's weight (see `expert_weights`) that has the expert's inner width."""
     return 2 if weight.name.endswith(".down") else 1
 
 
-def shared_expansions(model: ModelConfig) -> dict[str, int]:
-    """Outputs of the shared expert's column layer, by name: as wide inside as `shared_experts` experts."""
-    ffn = model.shared_experts * expert_ffn(model)
-    return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
+def shared_ffn(model: ModelConfig) -> int:
+    """Inner width of the shared expert: that of `shared_experts` experts."""
+    return model.shared_experts * expert_ffn(model)
 
 
 def router_spec(model: ModelConfig) -> RouterSpec | None:
-    """The router of every layer with experts; None where there are none."""
+    """The router of every layer with experts; None if no layer has any."""
     return RouterSpec(**vars(model.router)) if model.experts else None
 
 
 def check(model: ModelConfig) -> list[Problem]:
-    """What of the experts' sizes no plan could make right. What the router cannot do is `plan/routing.py`'s."""
+    """Problems of the experts' sizes that no plan could solve. `plan/routing.py` checks the router."""
     negative = {key: getattr(model, key) for key in ("experts", "dense_layers", "shared_experts")}
     problems = [
         Problem(f"model.{key}={size} must be at least 0", f"model.{key}", f"model.{key}=0")
@@ -72,9 +71,9 @@ def check(model: ModelConfig) -> list[Problem]:
 
 
 def router_and_experts(name: str, model: ModelConfig, normal: Initialiser, residual: Initialiser) -> list[LayerSpec]:
-    """The layers from entering to leaving the experts of `name`; what is beside them (a shared expert) is not in it.
+    """The layers from `expert_input` to `expert_output`, without a shared expert.
 
-    normal, residual: initialisers of what reads the residual stream and of what is added to it.
+    normal, residual: initialisers of the weights that read the residual stream and of those that are added to it.
     """
     hidden, experts = model.hidden, model.experts
     router = [ParameterSpec(f"{name}.router.weight", (experts, hidden), normal, "router")]
@@ -94,6 +93,6 @@ def router_and_experts(name: str, model: ModelConfig, normal: Initialiser, resid
 
 
 def multiplied(layer: LayerSpec, model: ModelConfig) -> int:
-    """Weights that one token is multiplied by in a router or expert layer: those of `top_k` experts."""
+    """Number of weights by which a router or expert layer multiplies one token: those of `top_k` experts."""
     weights = sum(parameter.numel for parameter in layer.parameters if not parameter.frozen)
     return weights if layer.layer_role == "router" else weights // model.experts * model.router.top_k

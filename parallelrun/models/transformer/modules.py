@@ -7,7 +7,7 @@ part of a tensor it is given.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.models import functions, layers
@@ -49,7 +49,7 @@ class LayerFactory:
         return layers.VocabHead(self.model.hidden, self.vocab, self.dtype, tied)
 
 
-class InputEmbedding(nn.Module):
+class InputEmbedding(layers.TensorModule):
     """Tokens (batch, seq) -> x (batch, seq, hidden)."""
 
     def __init__(self, make: LayerFactory):
@@ -61,14 +61,14 @@ class InputEmbedding(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The embedding before dropout."""
-        x: Tensor = self.tokens(tokens)
+        x = self.tokens(tokens)
         return x if self.position is None else self.position(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.dropout(self.embed(tokens))
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(layers.TensorModule):
     """Self-attention over the heads that `qkv` returns: all of them, or those of this rank."""
 
     def __init__(self, name: str, make: LayerFactory, causal: bool = True):
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(-2)))
 
 
-class FeedForward(nn.Module):
+class FeedForward(layers.TensorModule):
     """The MLP: up (or gate and up), activation, down. Without a name it has no dropout."""
 
     def __init__(self, make: LayerFactory, ffn: int, name: str | None):
@@ -97,13 +97,14 @@ class FeedForward(nn.Module):
         self.up = make.column(sizes.expansions(make.model, ffn))
         self.activation = layers.Activation(make.model.activation)
         self.down = make.row(ffn)
-        self.dropout = make.dropout(f"{name}.dropout") if name is not None else nn.Identity()
+        self.dropout = make.dropout(f"{name}.dropout") if name is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.down(self.activation(*self.up(x))))
+        y = self.down(self.activation(*self.up(x)))
+        return y if self.dropout is None else self.dropout(y)
 
 
-class OutputHead(nn.Module):
+class OutputHead(layers.TensorModule):
     """Final norm, then logits (batch, seq, vocab)."""
 
     def __init__(self, make: LayerFactory, tied: layers.TokenEmbedding | None):

@@ -1,1 +1,1 @@
-"""Image classifiers: one torch-free description of an architecture gives both its spec and its modules."""
+"""What alexnet, vgg and resnet share: architectures as data, from which spec and modules are built, and BatchNorm."""

@@ -1,8 +1,8 @@
-"""BatchNorm (Ioffe and Szegedy 2015) over sets of samples that are named by global sample index, never by the plan.
+"""BatchNorm (Ioffe and Szegedy 2015) over sets of samples that do not depend on the plan.
 
-A set is `size` consecutive samples of the global batch. Where a rank has whole sets, each is normalised by itself
-(ghost batch normalisation, Hoffer et al. 2017); where a set lies on several data replicas, they exchange its sums in
-forward and in backward. Either way the numbers are those of one device.
+A set is `size` consecutive samples of the global batch. A rank that has complete sets normalises each by itself (ghost
+batch normalisation, Hoffer et al. 2017); data replicas that share a set exchange its sums in forward and in backward.
+Either way the numbers are those of one device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PURPOSE = "statistics"
 
 
 @dataclass(frozen=True)
-class Piece:
+class SetPiece:
     """Samples [start, stop) of a microbatch that belong to set number `index` of the global batch."""
 
     index: int
@@ -34,11 +34,11 @@ class Piece:
     stop: int
 
 
-class Sets:
-    """Which samples of this rank's microbatches share statistics, and with whom.
+class SampleSetLayout:
+    """The sets of this rank's samples. size: samples of a set, into which each microbatch is cut.
 
-    size: samples of a set. Whole sets: each microbatch is cut into them. spread: a set has samples of other data
-    replicas; then there is one microbatch, `pieces` says which of its samples are in which set.
+    spread: sets have samples of other data replicas too; then there is one microbatch, and `pieces` are its parts by
+    set.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh):
@@ -50,10 +50,10 @@ class Sets:
         self.pieces = _pieces(first, first + plan.batch.replica_batch, self.size)
 
 
-def _pieces(first: int, stop: int, size: int) -> tuple[Piece, ...]:
+def _pieces(first: int, stop: int, size: int) -> tuple[SetPiece, ...]:
     """The samples [first, stop) of the global batch by set."""
     return tuple(
-        Piece(index, max(first, index * size) - first, min(stop, (index + 1) * size) - first)
+        SetPiece(index, max(first, index * size) - first, min(stop, (index + 1) * size) - first)
         for index in range(first // size, -(-stop // size))
     )
 
@@ -62,7 +62,8 @@ class BatchNorm(RoleLayer):
     """x (batch, channels, ...) normalised per channel, in at least fp32. Parameters `weight`, `bias` and, frozen,
     `running_mean`, `running_var`, which evaluation uses and `train.statistics` updates.
 
-    momentum: how far a step moves those. sets: given by `give_sets`; without, what arrives in training is one set.
+    momentum: the share of a step's statistics in the running ones. sets: see `give_sets`; None: each microbatch is one
+    set.
     """
 
     layer_role = SAMPLE_SET_ROLE
@@ -74,10 +75,10 @@ class BatchNorm(RoleLayer):
         self.bias = nn.Parameter(torch.empty(channels))
         self.running_mean = nn.Parameter(torch.empty(channels), requires_grad=False)
         self.running_var = nn.Parameter(torch.empty(channels), requires_grad=False)
-        self.sets: Sets | None = None
-        self._seen: dict[int, list[Tensor]] = {}  # by microbatch: what is computed again overwrites itself
+        self.sets: SampleSetLayout | None = None
+        self._seen: dict[int, list[Tensor]] = {}  # by microbatch: recomputation overwrites its own
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         compute = self.compute_dtype
         wide = x.to(accurate_dtype(compute))
@@ -85,49 +86,52 @@ class BatchNorm(RoleLayer):
         if not self.training:
             mean, var = self.running_mean.to(wide.dtype), self.running_var.to(wide.dtype)
             return functional.batch_norm(wide, mean, var, weight, bias, False, 0.0, self.eps).to(compute)
-        if self.sets is not None and self.sets.spread:
-            out, seen = _Spread.apply(wide, weight, bias, self.eps, self.sets)
-            statistics = list(seen.unbind())
+        if self.sets is None or not self.sets.spread:
+            out, statistics = self._complete_sets(wide, weight, bias)
         else:
-            out, statistics = self._whole_sets(wide, weight, bias)
+            normalise: Any = _NormaliseSpreadSets.apply
+            out, seen = normalise(wide, weight, bias, self.eps, self.sets)
+            statistics = list(seen.unbind())
         ids = dropout.current_sample_ids()
         self._seen[0 if ids is None else ids.data_ptr()] = statistics
         return out.to(compute)
 
-    def _whole_sets(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(every set of x normalised, the sets' statistics)."""
+    def _complete_sets(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(x normalised set by set, the sets' statistics)."""
         out, statistics = [], []
         for part in x.split(self.sets.size) if self.sets is not None else (x,):
             mean, var = x.new_zeros(2, x.size(1)).unbind()
-            # as "running" statistics with momentum 1, torch's kernel hands out those of this set
+            # with momentum 1, torch's kernel returns this set's statistics as the "running" ones
             out.append(functional.batch_norm(part, mean, var, weight, bias, True, 1.0, self.eps))
             statistics.append(torch.stack((mean, var)))
         return (out[0] if len(out) == 1 else torch.cat(out)), statistics
 
     def take_statistics(self) -> Tensor | None:
-        """fp64 (2, channels): mean and unbiased variance, averaged over the sets seen since this was last asked (this
-        rank's own, or all of them where sets are spread); None if there were none."""
+        """fp64 (2, channels): mean and unbiased variance, averaged over the sets since the last call (this rank's own,
+        or all of them if sets are spread); None if there were none."""
         seen = [one.double() for statistics in self._seen.values() for one in statistics]
         self._seen.clear()
         return torch.stack(seen).mean(0) if seen else None
 
 
-class _Spread(torch.autograd.Function):
-    """Normalises pieces of sets that several data replicas hold; one exchange in forward, one in backward."""
+class _NormaliseSpreadSets(torch.autograd.Function):
+    """Normalises sets that several data replicas share, with one exchange in forward and one in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sets: Sets) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sets: SampleSetLayout
+    ) -> tuple[Tensor, Tensor]:
         """x (batch, channels, ...) -> (the same normalised, fp64 (sets, 2, channels): mean and unbiased variance)."""
-        places = x[0, 0].numel()
+        area = x[0, 0].numel()
         table = x.new_zeros((sets.num_sets, 2, x.size(1)), dtype=torch.float64)
         for piece in sets.pieces:
             part = x[piece.start : piece.stop]
             var, mean = torch.var_mean(part, dim=_all_but_channels(x), correction=0)
-            count = (piece.stop - piece.start) * places
-            # second moments lose no digits that matter: the sums are in fp64, and var is already central
+            count = (piece.stop - piece.start) * area
+            # second moments are accurate enough here: the sums are in fp64, and var is already central
             table[piece.index] = count * torch.stack((mean.double(), var.double() + mean.double().square()))
         comm.all_reduce(table, sets.group, PURPOSE)
-        table /= sets.size * places
+        table /= sets.size * area
         mean, var = table[:, 0], (table[:, 1] - table[:, 0].square()).clamp_(min=0)
         ctx.save_for_backward(x, weight, mean.to(x.dtype), (var + eps).rsqrt().to(x.dtype))
         ctx.sets = sets
@@ -137,7 +141,7 @@ class _Spread(torch.autograd.Function):
             )
             for p in sets.pieces
         ]
-        unbiased = var * (sets.size * places / max(sets.size * places - 1, 1))
+        unbiased = var * (sets.size * area / max(sets.size * area - 1, 1))
         statistics = torch.stack((mean, unbiased), dim=1)
         ctx.mark_non_differentiable(statistics)
         return torch.cat(parts), statistics
@@ -145,20 +149,20 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight, mean, scale = ctx.saved_tensors
-        sets, dims, places = ctx.sets, _all_but_channels(x), x[0, 0].numel()
+        sets, dims, area = ctx.sets, _all_but_channels(x), x[0, 0].numel()
         sums = x.new_zeros((sets.num_sets, 2, x.size(1)))
         for p in sets.pieces:
             given = gradient[p.start : p.stop]
-            central = x[p.start : p.stop] - _spread_out(mean[p.index], x)
+            central = x[p.start : p.stop] - _per_channel(mean[p.index], x)
             sums[p.index] = torch.stack((given.sum(dims), (given * central).sum(dims) * scale[p.index]))
-        for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # of this replica: the data strategy sums them
+        for_weight, for_bias = sums[:, 1].sum(0), sums[:, 0].sum(0)  # this replica's: the data strategy sums them
         comm.all_reduce(sums, sets.group, PURPOSE)
-        sums /= sets.size * places
+        sums /= sets.size * area
         parts = []
         for p in sets.pieces:
-            normalised = (x[p.start : p.stop] - _spread_out(mean[p.index], x)) * _spread_out(scale[p.index], x)
-            through = _spread_out(sums[p.index, 0], x) + normalised * _spread_out(sums[p.index, 1], x)
-            parts.append((gradient[p.start : p.stop] - through) * _spread_out(weight * scale[p.index], x))
+            normalised = (x[p.start : p.stop] - _per_channel(mean[p.index], x)) * _per_channel(scale[p.index], x)
+            through = _per_channel(sums[p.index, 0], x) + normalised * _per_channel(sums[p.index, 1], x)
+            parts.append((gradient[p.start : p.stop] - through) * _per_channel(weight * scale[p.index], x))
         return torch.cat(parts), for_weight, for_bias, None, None
 
 
@@ -166,14 +170,14 @@ def _all_but_channels(x: Tensor) -> tuple[int, ...]:
     return (0, *range(2, x.dim()))
 
 
-def _spread_out(values: Tensor, like: Tensor) -> Tensor:
-    """(channels,) so that it broadcasts over `like` (batch, channels, ...)."""
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """(channels,) reshaped to broadcast over `like` (batch, channels, ...)."""
     return values.view(1, -1, *(1,) * (like.dim() - 2))
 
 
 def give_sets(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Tell every BatchNorm of this rank's blocks which samples share statistics."""
-    sets = Sets(plan, mesh)
+    """Give every BatchNorm of this rank's blocks the sets of the plan."""
+    sets = SampleSetLayout(plan, mesh)
     for module in network.modules():
         if isinstance(module, BatchNorm):
             module.sets = sets

@@ -1,4 +1,4 @@
-"""From an architecture to modules, with the names that its spec lists."""
+"""Image classifiers: from an architecture to modules, with the names that its spec lists."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
-from parallelrun.models.network import Network, store
+from parallelrun.models.network import Network, mount, store
 from parallelrun.models.rounding import rounded
+from parallelrun.models.vision import operations as ops
+from parallelrun.models.vision.batch_norm import BatchNorm
+from parallelrun.models.vision.spec import ClassifierDefinition
 from parallelrun.precision import Precision
-
-from . import architecture as parts
-from .batch_norm import BatchNorm
 
 
 class Convolution(nn.Module):
     """x (batch, inputs, height, width) -> (batch, outputs, ...). Parameters `weight` (outputs, inputs, kernel, kernel)
     and maybe `bias` (outputs), rounded to the compute dtype where they are used."""
 
-    def __init__(self, inputs: int, made: parts.Convolution, compute_dtype: torch.dtype):
+    def __init__(self, inputs: int, operation: ops.ConvolutionOp, compute_dtype: torch.dtype):
         super().__init__()
-        self.stride, self.padding, self.compute_dtype = made.stride, made.padding, compute_dtype
-        self.weight = nn.Parameter(torch.empty(made.outputs, inputs, made.kernel, made.kernel))
-        self.bias = nn.Parameter(torch.empty(made.outputs)) if made.bias else None
+        self.stride, self.padding, self.compute_dtype = operation.stride, operation.padding, compute_dtype
+        self.weight = nn.Parameter(torch.empty(operation.outputs, inputs, operation.kernel, operation.kernel))
+        self.bias = nn.Parameter(torch.empty(operation.outputs)) if operation.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.compute_dtype
@@ -35,87 +36,61 @@ class Convolution(nn.Module):
         return functional.conv2d(x.to(dtype), rounded(self.weight, dtype), bias, self.stride, self.padding)
 
 
-class Chain(nn.Module):
-    """A block: its operations in order, and the shortcut around them if it has one."""
+class OperationChain(nn.Module):
+    """One block: its operations in sequence, and the shortcut around them if it has one."""
 
-    def __init__(self, block: parts.Block, shape: parts.Shape, config: Config, dtype: torch.dtype):
+    def __init__(self, block: ops.OperationBlock, shape: ops.Shape, config: Config, dtype: torch.dtype):
         super().__init__()
-        self._steps = self._add(block, block.operations, shape, config, dtype)
-        self._around = None
-        if block.shortcut is not None:
-            self._around = self._add(block, block.shortcut, shape, config, dtype)
+        self._operations, self._shortcut = block.operations, block.shortcut
+        for operation, before in block.steps(shape):
+            if operation.name:
+                module = _module(operation, before, f"{block.name}.{operation.name}", config, dtype)
+                self.add_module(operation.name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._run(self._steps, x)
-        return out if self._around is None else functional.relu(out + self._run(self._around, x))
+        out = self._run(self._operations, x)
+        return out if self._shortcut is None else functional.relu(out + self._run(self._shortcut, x))
 
-    def _run(self, steps: Sequence[tuple[str, parts.Operation]], x: Tensor) -> Tensor:
-        for name, operation in steps:
-            x = getattr(self, name)(x) if name else _apply(operation, x)
+    def _run(self, operations: Sequence[ops.Operation], x: Tensor) -> Tensor:
+        for operation in operations:
+            x = getattr(self, operation.name)(x) if operation.name else _apply(operation, x)
         return x
 
-    def _add(
-        self,
-        block: parts.Block,
-        operations: Sequence[parts.Operation],
-        shape: parts.Shape,
-        config: Config,
-        dtype: torch.dtype,
-    ) -> list[tuple[str, parts.Operation]]:
-        """Make the modules; (name of the module or empty, operation) in order."""
-        for operation, before in zip(operations, parts.flow(operations, shape)):
-            if operation.name:
-                site = f"{block.name}.{operation.name}"
-                self.add_module(operation.name, _module(operation, before, site, config, dtype))
-        return [(operation.name, operation) for operation in operations]
 
-
-def _module(operation: parts.Operation, shape: parts.Shape, site: str, config: Config, dtype: torch.dtype) -> nn.Module:
-    """The module of an operation that has one."""
-    if isinstance(operation, parts.Convolution):
+def _module(operation: ops.Operation, shape: ops.Shape, site: str, config: Config, dtype: torch.dtype) -> nn.Module:
+    """The module of an operation that has a name."""
+    if isinstance(operation, ops.ConvolutionOp):
         return Convolution(shape[0], operation, dtype)
-    if isinstance(operation, parts.BatchNorm):
+    if isinstance(operation, ops.BatchNormOp):
         return BatchNorm(shape[0], config.model.norm_eps, config.model.norm_momentum, dtype)
-    if isinstance(operation, parts.Dropout):
+    if isinstance(operation, ops.DropoutOp):
         return layers.HashDropout(config.dropout, config.seed, site, shape[0], dtype)
-    assert isinstance(operation, parts.Linear), f"no module for {operation}"
+    assert isinstance(operation, ops.LinearOp), f"no module for {operation}"
     if operation.role == "column_parallel":
         return layers.ColumnLinear(shape[0], {"": operation.outputs}, True, dtype)
     kind = layers.RowLinear if operation.role == "row_parallel" else layers.UnsplitLinear
     return kind(shape[0], operation.outputs, True, dtype)
 
 
-def _apply(operation: parts.Operation, x: Tensor) -> Tensor:
-    """An operation without parameters."""
-    if isinstance(operation, parts.Relu):
+def _apply(operation: ops.Operation, x: Tensor) -> Tensor:
+    """The result of an operation without a module."""
+    if isinstance(operation, ops.ReluOp):
         return functional.relu(x)
-    if isinstance(operation, parts.MaxPool):
+    if isinstance(operation, ops.MaxPoolOp):
         return functional.max_pool2d(x, operation.kernel, operation.stride, operation.padding)
-    if isinstance(operation, parts.AveragePool):
+    if isinstance(operation, ops.AveragePoolOp):
         return functional.adaptive_avg_pool2d(x, operation.size)
-    assert isinstance(operation, parts.Flatten), f"{operation} is unknown"
+    assert isinstance(operation, ops.FlattenOp), f"{operation} is unknown"
     return x.flatten(1)
 
 
-class ImageNetwork(Network):
-    """The blocks of an architecture, by their dotted names."""
-
-    def __init__(self, blocks: Sequence[parts.Block], config: Config, spec: ModelSpec, dtype: torch.dtype):
-        super().__init__(spec, layers.TokenLoss(config.model.label_smoothing))
-        shape = spec.sample_shape
-        for block in blocks:
-            *parents, leaf = block.name.split(".")
-            place: nn.Module = self
-            for parent in parents:
-                if parent not in dict(place.named_children()):
-                    place.add_module(parent, nn.Module())
-                place = place.get_submodule(parent)
-            place.add_module(leaf, Chain(block, shape, config, dtype))
-            shape = block.out(shape)
-
-
-def assemble(blocks: Sequence[parts.Block], config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """The network of an architecture, its parameters uninitialised and stored as the precision says."""
-    network = ImageNetwork(blocks, config, spec, getattr(torch, precision.compute))
-    store(network, precision.stored)
-    return network
+def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
+    """The full network, its parameters uninitialised: call it under `torch.device("meta")`, then keep your blocks."""
+    definition = definitions.model(config)
+    assert isinstance(definition, ClassifierDefinition)
+    network = Network(spec, layers.TokenLoss(config.model.label_smoothing))
+    shape = spec.sample_shape
+    for block in definition.architecture(config, shape[1], spec.vocab):
+        mount(network, block.name, OperationChain(block, shape, config, getattr(torch, precision.compute)))
+        shape = block.out(shape)
+    return store(network, precision.stored)

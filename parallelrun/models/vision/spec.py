@@ -1,4 +1,4 @@
-"""From an architecture to its ModelSpec, and the sizes that all image classifiers share. Torch-free."""
+"""Image classifiers: from an architecture to its ModelSpec. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,34 +6,86 @@ from collections.abc import Sequence
 
 from parallelrun import definitions
 from parallelrun.config.schema import Config
+from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError, Problem
-from parallelrun.model_spec import BlockSpec, LayerSpec, ModelSpec
+from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.models.vision.operations import (
+    Architecture,
+    AveragePoolOp,
+    DropoutOp,
+    FlattenOp,
+    LinearOp,
+    Operation,
+    OperationBlock,
+    ReluOp,
+    Shape,
+    kept_elements,
+)
 
-from .architecture import Block, Shape, flow, kept_elements
-
-OPEN_SIZE = 224  # of images whose size neither the dataset nor the user says (ImageNet's usual crop)
+OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (ImageNet's usual crop)
 
 
-def image_shape(config: Config, least: int) -> Shape:
-    """(channels, height, width) of what the model reads: as asked, else the dataset's own, at least `least` wide.
+class ClassifierDefinition(ModelDefinition):
+    """Base of the image classifiers. Subclasses implement `architecture` and `least_size`."""
 
-    Raises ConfigError for a dataset that gives no images, or for a size below `least`.
-    """
-    own = definitions.dataset(config).image_shape(config)
+    sizes = dict.fromkeys(("image", "channels", "width", "vocab"), 1)
+
+    def architecture(self, config: Config, image: int, classes: int) -> Architecture:
+        """The blocks for images of `image` x `image` pixels. Raises ConfigError for settings that make no sense."""
+        raise NotImplementedError
+
+    def least_size(self, config: Config) -> int:
+        """The smallest height and width that the architecture can read."""
+        raise NotImplementedError
+
+    def make(self, config: Config, vocab: int) -> ModelSpec:
+        preset, shape = config.model.preset, _image_shape(config, self.least_size(config))
+        if vocab < 1:
+            what = f"model.vocab, the number of classes, is not known before dataset={config.dataset.name} is read"
+            raise ConfigError(Problem(what, "model.vocab", "path=FOLDER, or model.vocab=1000"))
+        blocks = self.architecture(config, shape[1], vocab)
+        specs: list[BlockSpec] = []
+        is_kept, before, features = True, shape, 0  # the loader keeps the images
+        for block in blocks:
+            kept, is_kept = kept_elements(block, before, is_kept)
+            steps = block.steps(before)
+            found = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
+            layers = tuple(layer for layer in found if layer is not None)
+            read = (x.in_features for x in layers if x.layer_role in ("column_parallel", "linear"))
+            features = next(read, features)
+            flops = sum(operation.flops(shape_in) for operation, shape_in in steps)
+            specs.append(BlockSpec(block.name, block.kind, layers, flops, kept, input_shape=before))
+            before = block.out(before)
+        assert before == (vocab,), f"{preset} gives {before}"
+        return ModelSpec(
+            name=preset,
+            kind="images",
+            blocks=tuple(specs),
+            sample_shape=shape,
+            boundary_shape=(features,),
+            targets_per_sample=1,
+            vocab=vocab,
+            num_layers=len(blocks),
+        )
+
+
+def _image_shape(config: Config, least: int) -> Shape:
+    """(channels, height, width) of the model's input: as asked, else the dataset's own, at least `least` wide."""
+    own, preset = definitions.dataset(config).image_shape(config), config.model.preset
     if own is None:
-        what = f"model={config.model.preset} reads images, and dataset={config.dataset.name} gives none"
+        what = f"model={preset} reads images, and dataset={config.dataset.name} gives none"
         raise ConfigError(Problem(what, "dataset", "dataset=digits", "parallelrun ls datasets", kind="undefined"))
     channels, size = own
     asked = config.model.image
     if asked is not None and asked < least:
-        what = f"model.image={asked}: {config.model.preset} halves its images down to nothing below {least}"
+        what = f"model.image={asked}: {preset} needs images of at least {least} x {least} pixels"
         raise ConfigError(Problem(what, "model.image", f"model.image={least}", kind="arithmetic"))
     size = asked or max(least, size or OPEN_SIZE)
     return config.model.channels or channels, size, size
 
 
-def stages(config: Config, default: Sequence[int]) -> list[int]:
-    """`model.stages`: how many layers or blocks each stage has. Raises ConfigError unless each is at least 1."""
+def num_per_stage(config: Config, default: Sequence[int]) -> list[int]:
+    """`model.stages`: the number of layers or blocks of each stage. Raises ConfigError unless each is at least 1."""
     given = list(config.model.stages) or list(default)
     if all(type(n) is int and n >= 1 for n in given):
         return given
@@ -41,47 +93,12 @@ def stages(config: Config, default: Sequence[int]) -> list[int]:
     raise ConfigError(Problem(what, "model.stages", f"model.stages={list(default)}".replace(" ", "")))
 
 
-def make(config: Config, blocks: Sequence[Block], shape: Shape, classes: int) -> ModelSpec:
-    """The spec of `blocks` on images of `shape`, the last of which gives `classes` logits."""
-    if classes < 1:
-        what = f"model.vocab, the number of classes, is not known before dataset={config.dataset.name} is read"
-        raise ConfigError(Problem(what, "model.vocab", "path=FOLDER, or model.vocab=1000"))
-    specs, is_kept, at = [], True, shape  # the images are the loader's
-    features = 0
-    for block in blocks:
-        kept, is_kept = kept_elements(block, at, is_kept)
-        layers = _layers(block, at)
-        features = next(
-            (layer.in_features for layer in layers if layer.layer_role in ("column_parallel", "linear")), features
-        )
-        specs.append(BlockSpec(block.name, block.kind, layers, _flops(block, at), kept, input_shape=at))
-        at = block.out(at)
-    assert at == (classes,), f"{config.model.preset} gives {at}"
-    return ModelSpec(
-        name=config.model.preset,
-        kind="images",
-        blocks=tuple(specs),
-        sample_shape=shape,
-        boundary_shape=(features,),
-        targets_per_sample=1,
-        vocab=classes,
-        num_layers=len(blocks),
-    )
-
-
-def _layers(block: Block, shape: Shape) -> tuple[LayerSpec, ...]:
-    found = []
-    for operations in (block.operations, block.shortcut or ()):
-        for operation, before in zip(operations, flow(operations, shape)):
-            layer = operation.layer(block.name, before)
-            if layer is not None:
-                found.append(layer)
-    return tuple(found)
-
-
-def _flops(block: Block, shape: Shape) -> float:
-    return sum(
-        operation.flops(before)
-        for operations in (block.operations, block.shortcut or ())
-        for operation, before in zip(operations, flow(operations, shape))
-    )
+def three_linear_layers(cells: int, ffn: int, classes: int, dropout_first: bool) -> OperationBlock:
+    """The classifier block of AlexNet and VGG: the image averaged to `cells` x `cells`, then three linear layers with
+    dropout between them."""
+    up, down = LinearOp("fc1", outputs=ffn, role="column_parallel"), LinearOp("fc2", outputs=ffn, role="row_parallel")
+    drops: tuple[Operation, ...] = (DropoutOp("dropout1"), DropoutOp("dropout2"))
+    inside = (drops[0], up, ReluOp(), drops[1], down, ReluOp()) if dropout_first else (
+        up, ReluOp(), drops[0], down, ReluOp(), drops[1])  # fmt: skip
+    steps = (AveragePoolOp(size=cells), FlattenOp(), *inside, LinearOp("fc3", outputs=classes))
+    return OperationBlock("classifier", "head", steps)

@@ -1,6 +1,6 @@
 """Which all-reduce a data strategy sums with: `strategy.data.algorithm` and `group_size`. Torch-free.
 
-For any way that reduces whole gradients: its settings keep an `Algorithm`, its `reads` takes KEYS.
+For any strategy that reduces whole gradients: it has a field `algorithm`, and its `reads` includes KEYS.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from parallelrun.errors import Problem
-from parallelrun.plan.strategy import Request
+from parallelrun.plan import data_cost
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors, either, nearest, one_of
 
-from .steps import ALGORITHMS, HIERARCHICAL, NATIVE
+from .steps import ALGORITHMS, HALVING_DOUBLING, HIERARCHICAL, NATIVE, RING, TREE
 
+COST_NAMES = {
+    NATIVE: data_cost.RING,
+    RING: data_cost.RING,
+    HALVING_DOUBLING: data_cost.HALVING,
+    HIERARCHICAL: data_cost.HIERARCHICAL,
+    TREE: data_cost.BINOMIAL,
+}
 KEYS = ("algorithm", "group_size")
 
 
@@ -25,6 +33,11 @@ class Algorithm:
 
     name: str = NATIVE
     group_size: int = 1
+
+    @property
+    def cost_name(self) -> str:
+        """The name of its cost in `plan.data_axis`. The backend's own all-reduce counts as a ring."""
+        return COST_NAMES[self.name]
 
 
 def of(request: Request, default: str) -> Algorithm:

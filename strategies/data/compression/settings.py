@@ -1,7 +1,7 @@
 """What of the gradients goes over the wire: as they are, as fp16, or as two thin factors. Torch-free.
 
-Any way that reduces whole gradients in buckets (ddp, ring, horovod) takes it: its DataWay is a `CompressedWay`, its
-plan predicts one all-reduce per `Message`, and its runtime sends through `runtime.compress`.
+Any strategy that reduces whole gradients in buckets (ddp, ring, horovod) takes it: it is a `CompressedStrategy`, which
+predicts one all-reduce per `Message`, and its runtime sends through `runtime.compress`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from math import prod
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
+from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.parameters import HeldParameter
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import DataWay, Equivalence, Plan
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Equivalence, Plan
 from parallelrun.precision import BYTES
 
 KEYS = ("compression", "powersgd_rank")
@@ -32,8 +33,8 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class CompressedWay(DataWay):
-    """A DataWay whose reduced gradients may be compressed."""
+class CompressedStrategy(DataStrategy):
+    """A strategy whose reduced gradients may be compressed."""
 
     compression: Compression = Compression()
 
@@ -56,12 +57,6 @@ def of(config: Config) -> Compression:
     data = config.strategy.data
     rank = data.powersgd_rank or DEFAULT_RANK
     return Compression(data.compression, rank if data.compression == "powersgd" else 0)
-
-
-def resolve(request: Request) -> CompressedWay:
-    """The DataWay of a way that has no settings but the size of its buckets and their compression."""
-    data = request.config.strategy.data
-    return CompressedWay(data.kind, bucket_bytes=int(data.bucket_mb * 2**20), compression=of(request.config))
 
 
 def check(request: Request) -> list[Problem]:

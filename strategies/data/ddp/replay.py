@@ -7,10 +7,9 @@ from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import Rule
 
 from ..compression import replay
-from ..compression.settings import CompressedWay
+from .plan import DDP
 
 
 def rule(config: Config, plan: Plan) -> Rule:
     """The rule of a plan whose gradients are compressed sums."""
-    assert isinstance(plan.data, CompressedWay)
-    return replay.rule(plan, plan.data.compression)
+    return replay.rule(plan, DDP.of(plan).compression)

@@ -14,42 +14,30 @@ from torch import Tensor, nn
 from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
 from ..bucketed import Bucket, Reducer, Slot
 from ..buckets import is_summed, partition
 from ..compression.runtime import Part, Waitable, compress
-from ..compression.settings import CompressedWay, Compression
-from ..local import LocalRuntime, Pair, by_axis, match, set_gradient, trained
-
-GroupOf = Callable[[str], Group]
+from ..compression.settings import CompressedStrategy, Compression
 
 
-def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Nothing: every rank keeps the whole weights."""
+class DDPRuntime(DataRuntime):
+    """The optimizer updates the weights themselves, by gradients that are views into the buckets."""
 
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights."""
-    pairs = match(parts, plan, mesh)
-    return DdpRuntime(pairs, plan, mesh.group) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
-
-
-class DdpRuntime(LocalRuntime):
-    """The optimizer updates the weights themselves, by gradients that lie in the buckets.
-
-    group_of: the group that sums over an axis.
-    """
-
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group_of: GroupOf):
-        super().__init__(pairs)
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
         pairs = trained(pairs)
         filled = partition([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
-        self._plan, self._group_of = plan, group_of
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._alone = [weight for held, weight in pairs if not is_summed(held, plan)]
-        buckets = [self._bucket([pairs[i] for i in bucket.indices], group_of(bucket.axis)) for bucket in filled]
+        buckets = [self._bucket([pairs[i] for i in bucket.indices], self.group_of(bucket.axis)) for bucket in filled]
         self._reducer = Reducer(buckets, plan)
         self.flat_gradients = by_axis((one.axis, bucket.buffer) for one, bucket in zip(filled, buckets))
+
+    def group_of(self, axis: str) -> Group:
+        """The group that sums over an axis."""
+        return self._mesh.group(axis)
 
     def begin_step(self) -> None:
         """Gradients are empty and backward passes are counted."""
@@ -91,9 +79,12 @@ class DdpRuntime(LocalRuntime):
     def _sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         """What starts the exchange of one bucket: of its buffer, with each parameter's view into it."""
         data = self._plan.data
-        compression = data.compression if isinstance(data, CompressedWay) else Compression()
+        compression = data.compression if isinstance(data, CompressedStrategy) else Compression()
         return compress(compression, self._plan, buffer, parts, partial(self._start_sum, group=group))
 
 
 def _whole(view: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(view, gradient)]
+
+
+RUNTIME = DDPRuntime

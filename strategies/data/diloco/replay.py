@@ -9,21 +9,20 @@ from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import Summed
 
-from .settings import DilocoWay
+from .plan import DiLoCo
 
 
-class Diloco(Summed):
+class DiLoCoRule(Summed):
     """Only what differs from plain data parallelism. The shared weights are those that the first step began with."""
 
     def __init__(self, plan: Plan):
-        assert isinstance(plan.data, DilocoWay)
-        self._way = plan.data
+        self._strategy = DiLoCo.of(plan)
         self._shared: dict[str, Tensor] = {}
         self._outer: torch.optim.Optimizer | None = None
 
     def begin(self, weights: list[dict[str, Tensor]]) -> None:
         """Keep what all replicas begin with."""
-        strategy = self._way
+        strategy = self._strategy
         self._shared = {name: weight.clone() for name, weight in weights[0].items()}
         self._outer = torch.optim.SGD(
             list(self._shared.values()),
@@ -38,7 +37,7 @@ class Diloco(Summed):
 
     def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
         """At the end of a round: the outer step by the mean movement, and everyone goes on from its result."""
-        if step % self._way.sync_every and step != self._way.steps:
+        if step % self._strategy.sync_every and step != self._strategy.steps:
             return
         assert self._outer is not None
         for name, shared in self._shared.items():
@@ -49,6 +48,6 @@ class Diloco(Summed):
                 one[name].copy_(shared)
 
 
-def rule(config: Config, plan: Plan) -> Diloco:
+def rule(config: Config, plan: Plan) -> DiLoCoRule:
     """The rule of a plan."""
-    return Diloco(plan)
+    return DiLoCoRule(plan)

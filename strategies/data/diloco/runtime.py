@@ -6,32 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from parallelrun.mesh import Group, Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import Pair
 
-from ..local import LocalRuntime, Pair, match
-from ..local_sgd.runtime import IndependentRuntime, shard
-from .settings import DilocoWay
-
-__all__ = ["attach", "shard"]
+from ..local_sgd.runtime import IndependentRuntime
+from .plan import DiLoCo
 
 SHARED, MOMENTUM = "outer/shared", "outer/momentum"
 
 
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights."""
-    return DilocoRuntime(match(parts, plan, mesh), plan, mesh.group("dp"))
-
-
-class DilocoRuntime(IndependentRuntime):
+class DiLoCoRuntime(IndependentRuntime):
     """shared: the weights that all replicas began the round with; momentum: the outer optimizer's. Alike everywhere."""
 
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
-        super().__init__(pairs, plan, group)
-        assert isinstance(plan.data, DilocoWay)
-        self._outer = plan.data
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
+        self._outer = DiLoCo.of(plan)
         self._shared = [weight.clone() for weight in self._weights]
         self._momentum = [torch.zeros_like(weight) for weight in self._weights]
         self.kept = {
@@ -59,3 +50,6 @@ class DilocoRuntime(IndependentRuntime):
         for weight, shared, momentum in zip(self._weights, self._shared, self._momentum):
             shared.copy_(weight)
             momentum.zero_()
+
+
+RUNTIME = DiLoCoRuntime

@@ -8,66 +8,76 @@ it, so a minor version of torch that sends something else fails there.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Self
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm, FlattenedDims, MeshDims
 from parallelrun.plan.load import splits_backward, tensor_strategy
-from parallelrun.plan.messages import Explanation, explanation_of_calls
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 from .. import buckets
 from ..sharding import check_splits, shard_dim, shard_layout
-from .units import Unit, is_whole, shard_axis, units
+from .units import Unit, is_whole, make_units, shard_axis
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
 
-class Way:
-    """Every rank holds its shard; a block's weights are gathered while it computes."""
+@dataclass(frozen=True)
+class FSDP(DataStrategy):
+    """Every rank holds its shard; a block's weights are gathered while it computes.
 
-    explained = (
+    reshard_after_forward: gathered weights are freed after forward. reduce_each_microbatch: gradients are reduced in
+    every backward pass, so that none are kept unsharded.
+    """
+
+    kind = "fsdp"
+    description = (
         "Each rank holds a shard of every block's weights. An all-gather collects a block's weights just before it "
         "computes, forward and backward; a reduce-scatter sums its gradients and leaves each rank its shard.",
         "Zhao et al. 2023",
     )
     reads = ("shard", "reshard_after_forward", "reduce_each_microbatch")
     takes_experts = True
+    keeps_gradients = True
 
-    def explain(self, plan: Plan) -> Explanation:
-        """The collectives of rank 0, for `parallelrun explain`."""
-        coordinate = plan.mesh.coordinate(0)
-        found = self.collectives(coordinate["pp"], coordinate, plan)
-        return explanation_of_calls("data", plan.data.kind, *self.explained, plan, found)
+    reshard_after_forward: bool = False
+    reduce_each_microbatch: bool = False
 
-    def check(self, request: Request) -> list[Problem]:
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
         problems = [*check_splits(request, "fsdp"), *_check_shard(request)]
         return [*problems, *_check_split_backward(request), *_check_empty_vocabulary_shard(request)]
 
-    def resolve(self, request: Request) -> DataWay:
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
         data = request.config.strategy.data
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
-        return DataWay(
-            data.kind,
+        return cls(
             shard=data.shard or request.dp,
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
             reduce_each_microbatch=not splits_backward(request) if reduce_each is None else reduce_each,
         )
 
-    def mesh_dims(
-        self, request: Request
-    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        shard = request.config.strategy.data.shard or request.dp
-        if shard >= request.dp or request.dp % shard:  # what does not divide is refused by `check`
-            return (("dp", request.dp),), ()
-        parts = (("dp_replicate", request.dp // shard), ("dp_shard", shard))
+    @property
+    def detail(self) -> str:
+        kept = "let go after forward" if self.reshard_after_forward else "kept between microbatches"
+        often = "in every backward pass" if self.reduce_each_microbatch else "once a step"
+        return f"copies shared by {self.shard} ranks, gathered weights {kept}, gradients reduced {often}"
+
+    def mesh_dims(self, dp: int) -> tuple[MeshDims, FlattenedDims]:
+        if self.shard >= dp:
+            return super().mesh_dims(dp)
+        parts = (("dp_replicate", dp // self.shard), ("dp_shard", self.shard))
         return parts, (("dp", ("dp_replicate", "dp_shard")),)
 
     def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
@@ -78,15 +88,23 @@ class Way:
 
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """Split as the weights, unless a step reduces several microbatches at once: until then gradients are whole."""
-        once = not plan.data.reduce_each_microbatch
+        once = not self.reduce_each_microbatch
         whole = once and (plan.batch.microbatches > 1 or plan.pipeline.splits_backward)
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
+
+    def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
+        """The FSDP units of a pp rank."""
+        key = "fsdp units", pp_rank
+        if key not in plan.known:
+            plan.known[key] = make_units(plan, pp_rank, self.reshard_after_forward)
+        found: tuple[Unit, ...] = plan.known[key]
+        return found
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Most bytes of gathered weights at once: all that is kept, and of what is let go two blocks (one to come)."""
         if plan.mesh.size("dp") == 1:
             return 0
-        sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in units(plan, pp_rank)]
+        sizes = [(unit, _gathered_bytes(unit, coordinate, plan)) for unit in self.units(plan, pp_rank)]
         kept = sum(size for unit, size in sizes if not unit.reshard)
         let_go: Counter[tuple[int, str]] = Counter()
         for unit, size in sizes:
@@ -98,8 +116,8 @@ class Way:
         """In passes that reduce, the gradients of the block behind, on their way. Until a pass reduces, whole gradients
         are held (`gradient_layout`)."""
         pp_rank, names = plan.stages[stage].pp_rank, plan.stages[stage].blocks
-        own = [unit for unit in units(plan, pp_rank) if unit.stage == stage]
-        reduces = plan.data.reduce_each_microbatch or number == plan.batch.microbatches - 1
+        own = [unit for unit in self.units(plan, pp_rank) if unit.stage == stage]
+        reduces = self.reduce_each_microbatch or number == plan.batch.microbatches - 1
         sent = dict.fromkeys(names, 0)
         for unit in own:
             if unit.block and reduces:
@@ -115,14 +133,14 @@ class Way:
         if plan.mesh.size("dp") == 1:
             return final
         rows = []
-        for unit in units(plan, pp_rank):
-            num_gathers = _num_gathers(unit, plan)
+        for unit in self.units(plan, pp_rank):
+            num_gathers = self._num_gathers(unit, plan)
             gathered = num_gathers * _gathered_bytes(unit, coordinate, plan)
             rows.append(Collective(unit.axis, "all_gather", ENGINE, num_gathers, gathered))
             if not unit.trained.parameters:
                 continue
             reduced = buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
-            often = plan.batch.microbatches if plan.data.reduce_each_microbatch else 1
+            often = plan.batch.microbatches if self.reduce_each_microbatch else 1
             rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, often, often * reduced))
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
@@ -134,16 +152,26 @@ class Way:
             rows.append(Collective(bucket.axis, "all_reduce", "gradients", 1, payload))
         return merge(rows) + final
 
+    def _num_gathers(self, unit: Unit, plan: Plan) -> int:
+        """All-gathers of a unit in one step: two a microbatch if resharded after forward, else one."""
+        if unit.reshard:
+            return 2 * plan.batch.microbatches
+        alternates = self.reshard_after_forward and plan.mesh.size("pp") == 1
+        return plan.batch.microbatches if alternates else 1
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        name = data_cost.SHARDED
+        if 1 < self.shard < plan.mesh.size("dp"):
+            name = data_cost.HSDP
+        elif self.reshard_after_forward:
+            name = data_cost.GATHERED_AGAIN
+        elif self.reduce_each_microbatch and plan.batch.microbatches > 1:
+            name = data_cost.SCATTERED_AGAIN
+        once, again = not self.reduce_each_microbatch, self.reshard_after_forward
+        return ExchangeForm(name, scatters_once=once, gathers_again=again, gathers_rounded=True)
+
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")
-
-
-def _num_gathers(unit: Unit, plan: Plan) -> int:
-    """All-gathers of a unit in one step: twice a microbatch if let go after forward, once if only after backward."""
-    if unit.reshard:
-        return 2 * plan.batch.microbatches
-    alternates = plan.data.reshard_after_forward and plan.mesh.size("pp") == 1
-    return plan.batch.microbatches if alternates else 1
 
 
 def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:

@@ -22,24 +22,25 @@ from parallelrun import torch_private
 from parallelrun.mesh import Mesh
 from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, match, set_gradient, trained
 
-from ..ddp.runtime import DdpRuntime
-from ..local import LocalRuntime, frozen, match, set_gradient, trained
+from ..ddp.runtime import DDPRuntime
 from ..sharding import shard_dim, shard_layout
-from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis, units
+from .plan import FSDP
+from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis
 
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
 REPLICATE = "dp_replicate"
 Meshes = dict[str, DeviceMesh]  # by the axis that splits weights
 
 
-def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
+def _shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
     """Wrap the units of this rank's stages, on meta: from now on a rank holds its shards only."""
     if mesh.group("dp").size == 1:
         return
     pp_rank = mesh.coordinate.get("pp", 0)
     part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
-    own = units(plan, pp_rank)
+    own = FSDP.of(plan).units(plan, pp_rank)
     axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in own)])
     copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
     meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
@@ -60,18 +61,20 @@ def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights."""
-    if mesh.group("dp").size == 1:
-        return LocalRuntime(match(parts, plan, mesh))
-    return FsdpRuntime(parts, plan, mesh)
-
-
-class FsdpRuntime(LocalRuntime):
+class FSDPRuntime(DataRuntime):
     """The optimizer updates local tensors that share storage with FSDP's sharded parameters."""
 
+    @classmethod
+    def shard(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
+        """Wrap the units of this rank's stages."""
+        _shard(parts, plan, mesh)
+
+    @classmethod
+    def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
+        return cls(parts, plan, mesh) if plan.mesh.size("dp") > 1 else super().attach(parts, plan, mesh)
+
     def __init__(self, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh):
-        self._plan = plan
+        self._plan, self._strategy = plan, FSDP.of(plan)
         self._modules = list(_wrapped(parts))
         self._holders = [holder for part in parts for holder in getattr(part, HOLDERS, [])]
         self._roots = [part for part in (*parts, *self._holders) if isinstance(part, FSDPModule)]
@@ -80,12 +83,12 @@ class FsdpRuntime(LocalRuntime):
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
-        self._whole = DdpRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh.group)
+        self._whole = DDPRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh)
         with torch.no_grad():
             parameters = {held.name: _part(held, weight, plan) for held, weight in pairs if not is_whole(held, plan)}
         parameters |= {p.name: p for p in (*self._whole.parameters, *self._whole.frozen)}
         self.parameters = [parameters[held.name] for held, _ in trained(pairs)]
-        self.frozen = [parameters[held.name] for held, _ in frozen(pairs)]
+        self.frozen = [parameters[held.name] for held, _ in pairs if held.spec.frozen]
         self._sharded = [(parameters[held.name], w) for held, w in trained(pairs) if not is_whole(held, plan)]
         self.flat_gradients = self._whole.flat_gradients
         self._num_backwards = dict.fromkeys(parts, 0)
@@ -151,9 +154,9 @@ class FsdpRuntime(LocalRuntime):
         if self._is_last.get(root) == last:
             return
         self._is_last[root] = last
-        root.set_requires_gradient_sync(last or self._plan.data.reduce_each_microbatch)
+        root.set_requires_gradient_sync(last or self._strategy.reduce_each_microbatch)
         root.set_requires_all_reduce(last)
-        root.set_reshard_after_backward(last or self._plan.data.reshard_after_forward)
+        root.set_reshard_after_backward(last or self._strategy.reshard_after_forward)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -283,3 +286,6 @@ def _wrapped(parts: Sequence[nn.Module]) -> Iterator[FSDPModule]:
     for part in parts:
         yield from (module for module in part.modules() if isinstance(module, FSDPModule))
         yield from getattr(part, HOLDERS, [])
+
+
+RUNTIME = FSDPRuntime

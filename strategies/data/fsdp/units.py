@@ -70,15 +70,8 @@ def is_whole(held: HeldParameter, plan: Plan) -> bool:
     return plan.mesh.size(shard_axis(plan, held.layout)) == 1
 
 
-def units(plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
-    """The units of pp rank `position`, by stage, in forward order; a stage's root and shared weight come last."""
-    key = "fsdp units", pp_rank
-    if key not in plan.known:
-        plan.known[key] = _units(plan, pp_rank)
-    return plan.known[key]
-
-
-def _units(plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
+def make_units(plan: Plan, pp_rank: int, reshard_after_forward: bool) -> tuple[Unit, ...]:
+    """The units of a pp rank, by stage, in forward order; a stage's root and shared weight come last."""
     held = [parameter for parameter in held_parameters(plan, pp_rank) if not is_whole(parameter, plan)]
     by_block: dict[str, list[HeldParameter]] = {}
     for parameter in held:
@@ -93,12 +86,12 @@ def _units(plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
                 # The stage's last block is needed at once for its backward (only pp=1 alternates so): letting it go
                 # would gather it twice in a row.
                 last = plan.mesh.size("pp") == 1 and block == stage.blocks[-1]
-                reshard = plan.data.reshard_after_forward and not last
+                reshard = reshard_after_forward and not last
                 out += _of_block(mine, reshard, plan)
         shared = tuple(p for block in stage.blocks if block in together for p in by_block.get(block, ()))
         if shared:
             assert {p.spec.layer_role for p in shared}.isdisjoint({"expert"}), "experts beside a tied weight"
-            reshard = plan.data.reshard_after_forward and plan.mesh.size("pp") > 1
+            reshard = reshard_after_forward and plan.mesh.size("pp") > 1
             out.append(Unit(ROOT, stage.index, "", shared, reshard, _rounded(shared), shard_axis(plan)))
     weights = tuple(p for p in held if p.name in across)
     if weights:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
 
-from .settings import HorovodWay
+from .plan import Horovod
 
 
-def make_group(strategy: HorovodWay, plan: Plan, mesh: Mesh) -> Group:
+def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
     """This rank's process set along dp; all of dp where there are no sets.
 
     Every rank makes every set's group, in the same order: by the other axes' coordinates, then by the set.

@@ -10,24 +10,24 @@ from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import Rule, Summed
 
 from ..compression import replay as compressed
-from .settings import ADASUM, HorovodWay
+from .checks import ADASUM
+from .plan import Horovod
 
 Tensors = dict[str, Tensor]
 
 
 def rule(config: Config, plan: Plan) -> Rule:
     """The rule of a plan."""
-    strategy = plan.data
-    assert isinstance(strategy, HorovodWay)
+    strategy = Horovod.of(plan)
     sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
     if strategy.reduction == ADASUM:
-        return Adasum(plan, sets, strategy.compression.kind == "fp16")
+        return AdasumRule(plan, sets, strategy.compression.kind == "fp16")
     if strategy.process_sets:
-        return Apart({members: compressed.rule(plan, strategy.compression) for members in sets})
+        return ProcessSetRule({members: compressed.rule(plan, strategy.compression) for members in sets})
     return compressed.rule(plan, strategy.compression)
 
 
-class Apart(Summed):
+class ProcessSetRule(Summed):
     """Each set of workers has a rule of its own for its sums, and takes the mean."""
 
     def __init__(self, rules: dict[tuple[int, ...], Summed]):
@@ -42,7 +42,7 @@ class Apart(Summed):
         return out
 
 
-class Adasum(Summed):
+class AdasumRule(Summed):
     """Workers keep their gradients; what their optimizers have changed the weights by is combined in pairs of pairs."""
 
     def __init__(self, plan: Plan, sets: list[tuple[int, ...]], half: bool):

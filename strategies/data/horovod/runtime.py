@@ -7,65 +7,65 @@ have changed by is combined.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from parallelrun import torch_private
+from parallelrun.context import WorkerContext
 from parallelrun.layout import Layout
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.structure import Plan
+from parallelrun.train.build import Training
+from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 
 from ..allreduce.runtime import all_reduce
 from ..allreduce.settings import over
 from ..buckets import fill, reduce_bytes
 from ..compression.runtime import Part, Waitable
-from ..ddp.runtime import DdpRuntime, shard
-from ..local import LocalRuntime, Pair, match, trained
+from ..ddp.runtime import DDPRuntime
 from .adasum import all_combine
 from .broadcast import broadcast_optimizer, broadcast_weights
+from .checks import ADASUM
+from .plan import Horovod
 from .process_sets import make_group
-from .settings import ADASUM, HorovodWay
 from .stalls import StallWatch
 from .submissions import Submissions
 from .timeline import Timeline
 
 T = TypeVar("T")
 
-__all__ = ["AdasumRuntime", "HorovodRuntime", "attach", "shard"]
 
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights, which are those of worker 0 afterwards."""
-    pairs = match(parts, plan, mesh)
-    everyone = mesh.group("dp")
-    if everyone.size == 1:
-        return LocalRuntime(pairs)
-    strategy = plan.data
-    assert isinstance(strategy, HorovodWay)
-    for axis, own in _by_copies([(held.layout, weight) for held, weight in pairs], plan):
-        broadcast_weights([weight.detach() for weight in own], mesh.group(axis))
-    group = make_group(strategy, plan, mesh)
-    kind = AdasumRuntime if strategy.reduction == ADASUM else HorovodRuntime
-    return kind(pairs, plan, mesh, group)
-
-
-class HorovodRuntime(DdpRuntime):
+class HorovodRuntime(DDPRuntime):
     """Gradients are summed, or within a process set averaged, and every exchange is noted for those who watch."""
 
+    @classmethod
+    def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
+        """Return the runtime; the weights are those of worker 0 afterwards."""
+        if plan.mesh.size("dp") == 1:
+            return super().attach(parts, plan, mesh)
+        pairs, strategy = match(parts, plan, mesh), Horovod.of(plan)
+        for axis, own in _by_copies([(held.layout, weight) for held, weight in pairs], plan):
+            broadcast_weights([weight.detach() for weight in own], mesh.group(axis))
+        group = make_group(strategy, plan, mesh)
+        runtime = AdasumRuntime if strategy.reduction == ADASUM else HorovodRuntime
+        return runtime(pairs, plan, mesh, group)
+
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
-        self._submissions = Submissions()
-        self._mesh, self._group = mesh, group
-        super().__init__(pairs, plan, lambda axis: group if axis == "dp" else mesh.group(axis))
+        self._submissions, self._group = Submissions(), group
+        super().__init__(pairs, plan, mesh)
         self._watch: StallWatch | None = None
         self._timeline: Timeline | None = None
 
-    def begin_run(self, training: Any, context: Any, start: int) -> None:
+    def group_of(self, axis: str) -> Group:
+        """The process set, or the group over experts' copies."""
+        return self._group if axis == "dp" else super().group_of(axis)
+
+    def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
         """Make optimizer states those of worker 0 (after a resume), and start to watch."""
-        strategy = self._plan.data
-        assert isinstance(strategy, HorovodWay)
+        strategy = Horovod.of(self._plan)
         if start and not strategy.independent:
             for axis, held in _by_copies([(p.layout, p) for p in training.held], self._plan):
                 broadcast_weights([p.tensor.detach() for p in held], self._mesh.group(axis))
@@ -111,8 +111,7 @@ class HorovodRuntime(DdpRuntime):
         return list(zip(names, [slot.parameter for slot in slots], strict=True))
 
     def _start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        data = self._plan.data
-        assert isinstance(data, HorovodWay)
+        data = Horovod.of(self._plan)
         algorithm = over(data.algorithm, group.axis, self._plan) if not data.process_sets else data.algorithm
         return all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
 
@@ -137,17 +136,17 @@ class Done:
         """It is over."""
 
 
-class AdasumRuntime(LocalRuntime):
+class AdasumRuntime(DataRuntime):
     """Every worker updates its weights by its own gradient; then updates are combined, and all weights are alike."""
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh, group: Group):
-        super().__init__(pairs)
-        self._group, self._mesh = group, mesh
+        super().__init__(pairs, plan, mesh)
+        self._group = group
         weights = [weight.detach() for _, weight in trained(pairs)]
         filled = fill([weight.numel() * reduce_bytes(plan) for weight in weights], plan.data.bucket_bytes)
         self._weights = [[weights[index] for index in bucket] for bucket in filled]
         self._before = [_flat(bucket) for bucket in self._weights]
-        self._half = isinstance(plan.data, HorovodWay) and plan.data.compression.kind == "fp16"
+        self._half = Horovod.of(plan).compression.kind == "fp16"
         self._stepping = False
 
     def begin_step(self) -> None:
@@ -180,3 +179,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _fill_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     torch_private.copy_all([part.view_as(tensor) for part, tensor in zip(parts, tensors)], list(tensors))
+
+
+RUNTIME = HorovodRuntime

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallelrun import torch_private
 
-from .settings import HorovodWay
+from .plan import Horovod
 from .submissions import Submissions
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def find_stalls(
 
 def watched_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Ranks that wait for each other: those of dp, or of each process set."""
-    strategy = plan.data
-    assert isinstance(strategy, HorovodWay)
+    strategy = Horovod.of(plan)
     everyone = sorted({plan.mesh.group_of(rank, "dp") for rank in range(plan.mesh.num_ranks)})
     sets = strategy.process_sets or (tuple(range(plan.mesh.size("dp"))),)
     return [tuple(ranks[worker] for worker in one) for ranks in everyone for one in sets]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallelrun.plan.structure import Plan
 
-from .settings import HorovodWay
+from .plan import Horovod
 
 STEPS_ROW = 0
 
@@ -31,7 +31,7 @@ class Timeline:
         self,
         path: Path,
         buckets: Sequence[tuple[tuple[str, ...], Tensor]],
-        strategy: HorovodWay,
+        strategy: Horovod,
         device: torch.device,
     ):
         self._file = path.open("w")

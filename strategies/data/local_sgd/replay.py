@@ -9,10 +9,10 @@ from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import Summed
 
-from .settings import IndependentWay
+from .plan import LocalSGD
 
 
-class LocalSgd(Summed):
+class LocalSGDRule(Summed):
     """Only what differs from plain data parallelism."""
 
     def __init__(self, sync_every: int, steps: int):
@@ -32,7 +32,7 @@ class LocalSgd(Summed):
                 one[name].copy_(mean)
 
 
-def rule(config: Config, plan: Plan) -> LocalSgd:
+def rule(config: Config, plan: Plan) -> LocalSGDRule:
     """The rule of a plan. It reads the plan's numbers and none of the runtime's code."""
-    assert isinstance(plan.data, IndependentWay)
-    return LocalSgd(plan.data.sync_every, plan.data.steps)
+    strategy = LocalSGD.of(plan)
+    return LocalSGDRule(strategy.sync_every, strategy.steps)

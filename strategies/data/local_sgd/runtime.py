@@ -9,30 +9,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelrun import comm
-from parallelrun.mesh import Group, Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import SYNC, Plan
+from parallelrun.train.data_runtime import DataRuntime, Pair, match
 
 from ..buckets import fill
-from ..local import LocalRuntime, Pair, match
-from .settings import IndependentWay
+from .plan import LocalSGD
 
 
-def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Nothing: every replica keeps whole weights."""
-
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights."""
-    return LocalSgdRuntime(match(parts, plan, mesh), plan, mesh.group("dp"))
-
-
-class IndependentRuntime(LocalRuntime):
+class IndependentRuntime(DataRuntime):
     """A replica that trains by itself; `synchronise` is called at the end of every step of which the plan says so."""
 
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group: Group):
-        super().__init__(pairs)
-        assert isinstance(plan.data, IndependentWay)
-        self._way, self._group = plan.data, group
+    @classmethod
+    def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
+        return cls(match(parts, plan, mesh), plan, mesh)  # DiLoCo has an outer step at dp=1 too
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
+        self._strategy, self._group = LocalSGD.of(plan), mesh.group("dp")
         self._weights = [parameter.tensor.detach() for parameter in self.parameters]
         sizes = [weight.numel() * weight.element_size() for weight in self._weights]
         self._buckets = fill(sizes, plan.data.bucket_bytes)
@@ -40,7 +34,7 @@ class IndependentRuntime(LocalRuntime):
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Meet the other replicas if it is time to."""
-        if self._way.is_sync(step):
+        if self._strategy.is_sync(step):
             self.synchronise()
 
     def synchronise(self) -> None:
@@ -72,9 +66,12 @@ class IndependentRuntime(LocalRuntime):
             member.copy_(part.view_as(member))
 
 
-class LocalSgdRuntime(IndependentRuntime):
+class LocalSGDRuntime(IndependentRuntime):
     """Replicas meet by averaging their weights; the optimizer's state stays local."""
 
     def synchronise(self) -> None:
         """Everyone's weights become their mean."""
         self.average(self._weights)
+
+
+RUNTIME = LocalSGDRuntime

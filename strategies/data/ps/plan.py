@@ -1,92 +1,166 @@
-"""Parameter server (Li et al. 2014; Dean et al. 2012): servers own the weights, workers pull them and push gradients.
+"""The torch-free half of a parameter server: its settings, what it refuses, and its predicted traffic and memory.
 
-The servers are the last ranks and no part of the mesh: dp counts the workers.
+The servers are the last ranks and outside the mesh: dp counts the workers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 from parallelrun.errors import Problem
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.messages import Explanation
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import counted, one_of
 
-from ..replicated import Replicated
-from . import shards, traffic
-from .protocol import has_barrier
-from .settings import CONSISTENCIES, SSP, SYNC, ParameterServerWay
+from . import protocol, shards
+from .shards import Shard
 
+SYNC, ASYNC, SSP = "sync", "async", "ssp"
+CONSISTENCIES = (SYNC, ASYNC, SSP)
 DEFAULT_STALENESS = 2
 
 
-class Way(Replicated):
-    """Workers hold a copy of the weights, which the servers own, with the optimizer's state."""
+@dataclass(frozen=True)
+class ParameterServer(DataStrategy):
+    """Workers hold a copy of the weights; servers own the weights and the optimizer's state.
 
+    consistency: sync (one update from all workers' gradients), async (one update per push) or ssp (async, but no worker
+    is more than `staleness` clocks ahead of the slowest). staleness: None unless ssp. backup_workers: of sync, the
+    number of gradients that an update does not wait for. delays: (worker, seconds) added to each of its steps, to show
+    the effect of a slow worker. shard_min_bytes: tensors are cut into pieces of at least this size.
+    """
+
+    kind = "ps"
     reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
+    has_servers = True
 
-    def num_servers(self, asked: int | None) -> int:
-        """Ranks that are no workers. asked: `strategy.data.servers`."""
+    servers: int = 1
+    consistency: str = SYNC
+    staleness: int | None = None
+    backup_workers: int = 0
+    delays: tuple[tuple[int, float], ...] = ()
+    shard_min_bytes: int = 256 * 2**10
+
+    @property
+    def detail(self) -> str:
+        bound = f", staleness {self.staleness}" if self.consistency == SSP else ""
+        spare = f", {counted(self.backup_workers, 'backup worker')}" if self.backup_workers else ""
+        return f"{self.consistency}{bound}{spare}, {counted(self.servers, 'server')}"
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether an update averages the gradients of several workers. With staleness 0, ssp is sync."""
+        return self.consistency == SYNC or self.staleness == 0
+
+    @property
+    def in_step(self) -> bool:
+        return self.synchronous and not self.backup_workers
+
+    def spare_workers(self, num_workers: int) -> int:
+        return num_workers - self.quorum(num_workers)
+
+    def delay(self, worker: int) -> float:
+        """Seconds that `worker` waits in each of its steps."""
+        return dict(self.delays).get(worker, 0.0)
+
+    def quorum(self, num_workers: int) -> int:
+        """Return the number of gradients in one update."""
+        return max(1, num_workers - self.backup_workers) if self.synchronous else 1
+
+    @classmethod
+    def num_servers(cls, asked: int | None) -> int:
+        """Ranks that are not workers. asked: `strategy.data.servers`."""
         return asked if isinstance(asked, int) and asked > 0 else 1
 
-    def check(self, request: Request) -> list[Problem]:
-        data = request.config.strategy.data
-        found = [] if data.consistency is None else one_of("consistency", data.consistency, CONSISTENCIES)
-        found += _other_axes(request)
-        if found:
-            return found
-        return [
-            problem
-            for check in (_check_staleness, _check_backup, _check_delays, _check_router, _check_shares)
-            for problem in check(request)
-        ]
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        asked = request.config.strategy.data.consistency
+        problems = [] if asked is None else one_of("consistency", asked, CONSISTENCIES)
+        problems += _check_other_axes(request)
+        checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
+        return problems or [problem for check in checks for problem in check(request)]
 
-    def resolve(self, request: Request) -> ParameterServerWay:
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
         data = request.config.strategy.data
-        consistency = _consistency(request)
-        return ParameterServerWay(
-            data.kind,
+        return cls(
             servers=request.servers,
-            consistency=consistency,
+            consistency=_consistency(request),
             staleness=_staleness(request),
             backup_workers=data.backup_workers or 0,
             delays=tuple((worker, float(seconds)) for worker, seconds in enumerate(data.delays) if seconds > 0),
             shard_min_bytes=int(data.shard_min_kb * 2**10),
         )
 
-    def filled(self, request: Request) -> tuple[str, ...]:
-        """The bound of ssp, where none was given."""
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        """The default bound of ssp, where the user gave none."""
         if _consistency(request) != SSP or request.config.strategy.data.staleness is not None:
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """One worker's pull and push of a step."""
-        return traffic.of_worker(plan)
+        """One worker's messages in a step."""
+        return protocol.worker_traffic(plan, server_bytes(plan))
 
     def explain(self, plan: Plan) -> Explanation:
-        """One step of every worker: see `traffic`."""
-        return traffic.explanation(plan)
+        return protocol.explanation(plan, server_bytes(plan), self.synchronous)
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
-        """One server's part in a step of every worker."""
-        return traffic.of_server(plan, server)
+        """One server's messages while every worker does one step."""
+        return protocol.server_traffic(plan, server_bytes(plan)[server], self.synchronous)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
-        """Bytes of one server."""
-        return traffic.server_memory(plan, server)
+        """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
+        weights = server_bytes(plan)[server]
+        leaves_out = ("the framework's own memory", "messages on their way")
+        gradients = 2 * protocol.gradient_bytes(plan, weights)
+        return Memory(weights, gradients, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
 
     def num_shards(self, server: int, plan: Plan) -> int:
-        """Tensors, or parts of them, that one server owns."""
-        return len(shards.of_server(plan, server))
+        """Tensors, or pieces of tensors, that one server owns."""
+        return len(server_shards(plan, server))
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(data_cost.SERVERS if plan.servers > 1 else data_cost.ONE_SERVER)
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        strategy = plan.data
-        assert isinstance(strategy, ParameterServerWay)
-        if has_barrier(strategy) and not strategy.backup_workers:
+        if self.in_step:
             return Equivalence("exact")
-        what = "its own apply log, update for update"
-        return Equivalence("replay", what)
+        return Equivalence("replay", "its own apply log, update for update")
+
+
+def _sharding(plan: Plan) -> tuple[ModelSpec, int, int, int]:
+    """The arguments of `shards.assign`: everything that the assignment depends on."""
+    settings = ParameterServer.of(plan)
+    return plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored]
+
+
+def all_shards(plan: Plan) -> tuple[Shard, ...]:
+    """All servers' shards; see `shards.assign`."""
+    return shards.assign(*_sharding(plan))
+
+
+def server_shards(plan: Plan, server: int) -> tuple[Shard, ...]:
+    """The shards of one server, in the order of `all_shards`."""
+    return tuple(shard for shard in all_shards(plan) if shard.server == server)
+
+
+def server_bytes(plan: Plan) -> tuple[int, ...]:
+    """Bytes of weights that each server owns."""
+    return shards.loads(*_sharding(plan))
+
+
+def imbalance(plan: Plan) -> float:
+    """Bytes of the fullest server over the mean; 1.0 is even."""
+    loads = server_bytes(plan)
+    return max(loads) * len(loads) / sum(loads)
 
 
 def _consistency(request: Request) -> str:
@@ -101,17 +175,16 @@ def _staleness(request: Request) -> int | None:
     return DEFAULT_STALENESS if asked is None else asked
 
 
-def _other_axes(request: Request) -> list[Problem]:
-    """A worker is one rank: what would be pushed under tp or pp are parts of tensors that other ranks clip by."""
-    degrees = {"tp": request.tp, "pp": request.pp}
+def _check_other_axes(request: Request) -> list[Problem]:
+    """Under tp or pp a worker would be several ranks, each with a part of the gradient whose norm clips them all."""
     return [
         Problem(
-            f"strategy.data.kind=ps with {axis}={degree}: a worker is one rank, it pushes whole gradients",
+            f"strategy.data.kind=ps with {axis}={degree}: a worker is one rank that holds the complete model",
             axis,
             f"{axis}=1, or strategy=ptdp",
             kind="not_built",
         )
-        for axis, degree in degrees.items()
+        for axis, degree in (("tp", request.tp), ("pp", request.pp))
         if degree > 1
     ]
 
@@ -120,21 +193,18 @@ def _check_staleness(request: Request) -> list[Problem]:
     consistency, asked = _consistency(request), request.config.strategy.data.staleness
     if asked is None or consistency == SSP:
         return []
-    why = "where every update waits for all workers nothing is stale" if consistency == SYNC else "async has no bound"
+    why = "every update waits for all workers, so no gradient is stale" if consistency == SYNC else "async has no bound"
     what = f"staleness={asked} with consistency={consistency}: {why}"
     return [Problem(what, "staleness", "consistency=ssp, or leave staleness out", kind="contradiction")]
 
 
 def _check_backup(request: Request) -> list[Problem]:
     asked = request.config.strategy.data.backup_workers or 0
-    if not asked:
-        return []
-    if (consistency := _consistency(request)) != SYNC:
-        what = (
-            f"backup_workers={asked} with consistency={consistency}: an update is made of one gradient, none is spare"
-        )
+    consistency = _consistency(request)
+    if asked and consistency != SYNC:
+        what = f"backup_workers={asked} with consistency={consistency}: an update uses one gradient, so none is spare"
         return [Problem(what, "backup_workers", "consistency=sync, or leave backup_workers out", kind="contradiction")]
-    if asked < request.dp:
+    if asked < request.dp or not asked:
         return []
     what = f"backup_workers={asked} of dp={request.dp}: an update needs at least one gradient"
     more = f"dp={asked + 1}" if request.config.world is None else f"world={asked + 1 + request.servers}"
@@ -142,33 +212,30 @@ def _check_backup(request: Request) -> list[Problem]:
 
 
 def _check_delays(request: Request) -> list[Problem]:
-    delays = request.config.strategy.data.delays
-    key = "strategy.data.delays"
+    delays, key = request.config.strategy.data.delays, "strategy.data.delays"
     if any(not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf") for seconds in delays):
-        return [Problem(f"{key}={delays} are not seconds, each at least 0", key, f"{key}=[0,0.1]")]
+        return [Problem(f"{key}={delays}: each delay is a number of seconds, at least 0", key, f"{key}=[0,0.1]")]
     if len(delays) > request.dp:
-        what = f"{key} has {len(delays)} entries, and there are {counted(request.dp, 'worker')}"
+        what = f"{key} has {len(delays)} entries, but there are {counted(request.dp, 'worker')}"
         return [Problem(what, key, f"dp={len(delays)}", kind="arithmetic")]
     return []
 
 
 def _check_router(request: Request) -> list[Problem]:
-    """Biases move by the load of all workers, and those tell nobody theirs."""
+    """Router biases follow the load of all workers, and workers do not exchange theirs."""
     router, key = request.spec.router, "model.router.bias_rate"
     if router is None or router.bias_rate == 0.0:
         return []
-    what = f"{key}={router.bias_rate} moves by the load of the global batch, and workers of ps do not tell theirs"
+    what = f"{key}={router.bias_rate} needs the expert load of the global batch, which workers of ps do not exchange"
     return [Problem(what, key, f"{key}=0, or strategy.data.kind=ddp", kind="not_built")]
 
 
-def _check_shares(request: Request) -> list[Problem]:
-    """Every server owns something."""
-    size = BYTES[TABLE[request.config.precision.name].stored]
+def _check_num_servers(request: Request) -> list[Problem]:
+    """Every server must own something."""
+    element_size = BYTES[TABLE[request.config.precision.name].stored]
     least = int(request.config.strategy.data.shard_min_kb * 2**10)
-    pieces = shards.num_pieces(request.spec, request.servers, least, size)
+    pieces = len(shards.cut(request.spec, request.servers, least, element_size))
     if request.servers <= pieces:
         return []
-    what = (
-        f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or parts of at least {least} bytes"
-    )
+    what = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"
     return [Problem(what, "servers", f"servers={pieces} or strategy.data.shard_min_kb=0", kind="arithmetic")]

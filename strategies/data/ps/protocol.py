@@ -1,21 +1,24 @@
-"""What workers and servers say to each other. Torch-free: the plan's half counts by it, the runtime speaks it.
+"""The messages between workers and servers, and their traffic in closed form. Torch-free.
 
-In each of its steps a worker sends every server one header (`control`) and the gradient of that server's shards, flat
-and in the order of `shards.of_server`, in the reduce dtype (`push`); each server answers with one header (`control`)
-and its shards' weights, flat, in the stored dtype (`pull`). Where one update is made of several pushes (`has_barrier`)
-and there are several servers, these sum two numbers per update (`control`): the squared norm, by which all clip alike,
-and how many of them stop. All of it is labelled AXIS. Set-up, evaluation and meetings are no part of a steady step.
+In each step a worker sends every server one header (`control`) and the gradient of that server's shards (`push`, in the
+reduce dtype). Each server answers with one header (`control`) and its weights (`pull`, in the stored dtype). Payloads
+are flat, in the order of `plan.server_shards`. Where one update averages several pushes and there are several servers,
+these sum two numbers per update (`control`): the squared gradient norm, so that all clip alike, and the number of stop
+requests. Set-up, evaluation and barriers are outside a steady step and not counted.
 
-A header is HEADER_ELEMENTS fp64 numbers: gloo's receives need sizes known beforehand, and integers stay exact.
+A header is HEADER_ELEMENTS fp64 numbers: gloo's receives need a size known beforehand, and fp64 keeps integers exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
-from parallelrun.plan.structure import DataWay
-
-from .settings import ParameterServerWay
+from parallelrun.plan.messages import Call, Exchange, Explanation, Message, Round
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.precision import BYTES
+from parallelrun.wording import counted
 
 AXIS = "world"
 PUSH, PULL, CONTROL = "push", "pull", "control"
@@ -24,25 +27,28 @@ HEADER_BYTES = 8 * HEADER_ELEMENTS
 NORM_ELEMENTS = 2
 NORM_BYTES = 8 * NORM_ELEMENTS
 
-# operations of a request
-READ = 0  # the weights as they are
-UPDATE = 1  # here is a gradient; the weights when they may be read
-SAVE = 2  # meet: all that live have come to this step, save
-END = 3  # meet: all that live are through
-LEAVE = 4  # the last word; no answer
-KEEP = 5  # to server 0: here are this worker's frozen parameters
-READ_FROZEN = 6  # from server 0
-READ_GRADIENT = 7  # of the update of step `clock` (verify)
+
+class Ask(IntEnum):
+    """What a worker asks of a server."""
+
+    READ = 0  # the weights as they are
+    UPDATE = 1  # a gradient follows; reply with the weights when this worker may read them
+    SAVE = 2  # barrier of the running workers; the servers write a checkpoint
+    END = 3  # barrier of the live workers after their last step
+    LEAVE = 4  # close the connection; no reply
+    KEEP_FROZEN = 5  # server 0: this worker's frozen parameters follow
+    READ_FROZEN = 6  # server 0: the frozen parameters
+    READ_GRADIENT = 7  # the gradient of update number `clock` (verify)
 
 
-class Request(NamedTuple):
-    """From a worker. clock: its step (from 1); pulled: the version of this server's weights that it computed with.
+class WorkerRequest(NamedTuple):
+    """A worker's header. clock: its step (from 1). pulled: the version of this server's weights that it used.
 
-    loss_sum, num_valid: of its samples. norm: of its gradient. finite: 0 where gradient or loss are not. stop: it was
-    asked to stop. paused_s: what it spent on evaluation and saving since its last push.
+    loss_sum, num_valid: of its samples. norm: of its gradient. finite: 0 if the loss or gradient is not finite. stop: 1
+    if it was asked to stop. paused_s: seconds of evaluation and saving since its last push.
     """
 
-    operation: int
+    ask: Ask
     clock: int = 0
     pulled: int = 0
     loss_sum: float = 0.0
@@ -53,12 +59,12 @@ class Request(NamedTuple):
     paused_s: float = 0.0
 
 
-class Reply(NamedTuple):
-    """From a server. ready: of a meeting, whether it has taken place (0: ask again), -1: it has failed.
+class ServerReply(NamedTuple):
+    """A server's header. ready: of a barrier, 1 = released, 0 = ask again, -1 = released, but its action failed.
 
-    version: of the weights that follow. applied: the update that this push belongs to changed the weights; accepted:
-    this push is a part of it (not so for a late one, with backup workers). loss, norm: of that update. stop: somebody
-    was asked to stop. clock: the worker's next step is the one after. blocked_s: how long the answer was held back.
+    version: of the weights that follow. clock: the last step that this worker has completed. applied: whether the
+    update changed the weights. accepted: whether this push is part of it (0 for a late one, with backup workers). loss,
+    norm: of the update. stop: 1 if a worker was asked to stop. blocked_s: seconds for which the reply was held back.
     """
 
     ready: int
@@ -72,10 +78,62 @@ class Reply(NamedTuple):
     blocked_s: float = 0.0
 
 
-assert len(Request._fields) == len(Reply._fields) == HEADER_ELEMENTS
+assert len(WorkerRequest._fields) == len(ServerReply._fields) == HEADER_ELEMENTS
 
 
-def has_barrier(strategy: DataWay) -> bool:
-    """Is one update made of several workers' gradients? With staleness 0 a clock's pushes are one, as in sync."""
-    assert isinstance(strategy, ParameterServerWay), f"{strategy.kind} has no servers"
-    return strategy.consistency == "sync" or (strategy.consistency == "ssp" and strategy.staleness == 0)
+def gradient_bytes(plan: Plan, weight_bytes: int) -> int:
+    """Bytes of the gradient of that many bytes of weights."""
+    return weight_bytes // BYTES[plan.precision.stored] * BYTES[plan.precision.reduce]
+
+
+def worker_traffic(plan: Plan, shard_bytes: Sequence[int]) -> list[Collective]:
+    """Messages of one worker in one step. shard_bytes: weights of each server."""
+    servers = plan.servers
+    return [
+        Collective(AXIS, "send", CONTROL, servers, servers * HEADER_BYTES),
+        Collective(AXIS, "recv", CONTROL, servers, 0),
+        Collective(AXIS, "send", PUSH, servers, gradient_bytes(plan, sum(shard_bytes))),
+        Collective(AXIS, "recv", PULL, servers, 0),
+    ]
+
+
+def server_traffic(plan: Plan, weight_bytes: int, synchronous: bool) -> list[Collective]:
+    """Messages of one server while every worker does one step."""
+    workers = plan.num_workers
+    rows = [
+        Collective(AXIS, "send", CONTROL, workers, workers * HEADER_BYTES),
+        Collective(AXIS, "recv", CONTROL, workers, 0),
+        Collective(AXIS, "send", PULL, workers, workers * weight_bytes),
+        Collective(AXIS, "recv", PUSH, workers, 0),
+    ]
+    if synchronous and plan.servers > 1:
+        rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
+    return rows
+
+
+def explanation(plan: Plan, shard_bytes: Sequence[int], synchronous: bool) -> Explanation:
+    """Every message of one step of every worker."""
+    pushes, pulls = [], []
+    for worker in range(plan.num_workers):
+        for server, weights in enumerate(shard_bytes):
+            rank, gradient = plan.num_workers + server, gradient_bytes(plan, weights)
+            pushes.append(Message(worker, rank, "header: step, loss, norm", HEADER_BYTES, CONTROL))
+            pushes.append(Message(worker, rank, f"gradient of server {server}'s shards", gradient, PUSH))
+            pulls.append(Message(rank, worker, "header: version, loss, norm", HEADER_BYTES, CONTROL))
+            pulls.append(Message(rank, worker, f"weights of server {server}'s shards", weights, PULL))
+    rounds = [Round("push: each worker sends its gradient to every server", tuple(pushes))]
+    if synchronous and plan.servers > 1:
+        servers = tuple(range(plan.num_workers, plan.world))
+        norm = Call("all_reduce", servers, "squared norm, stop requests", NORM_BYTES, AXIS, CONTROL)
+        rounds.append(Round("the servers sum the squared norm of the gradient", calls=(norm,)))
+    rounds.append(Round("pull: each server sends its updated weights back", tuple(pulls)))
+    waits = "waits for all workers" if synchronous else "does not wait for other workers"
+    text = (
+        "The servers own the weights, cut into shards of about equal bytes, and the optimizer. A worker pushes each "
+        f"server the gradient of its shards; the server {waits}, updates, and sends its weights back. The busiest link "
+        "is a server's: it carries every worker's bytes."
+    )
+    title = f"one step of {counted(plan.num_workers, 'worker')} and {counted(plan.servers, 'server')}"
+    exchanges = (Exchange(title, tuple(rounds)),)
+    source, ranks = "Li et al. 2014; Dean et al. 2012", tuple(range(plan.world))
+    return Explanation("data", plan.data.kind, text, source, ranks, 1, AXIS, exchanges)

@@ -1,63 +1,139 @@
-"""ps at run time: workers compute gradients on whole weights, which servers own. Both have loops of their own."""
+"""The entry of a parameter server: what a worker and a server do for each verb, and the workers' training loop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
-from torch import nn
-
+from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.mesh import Mesh
-from parallelrun.plan.structure import Plan
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.records import write_json
 from parallelrun.report import run as report
 from parallelrun.report.bench import show as show_bench
 from parallelrun.train import bench
 from parallelrun.train.build import Training, build
+from parallelrun.train.data_runtime import DataRuntime
+from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import peak_bytes
+from parallelrun.train.step import Evaluation, measure
+from parallelrun.train.timing import StepClock
 
-from ..local import LocalRuntime, match
-from . import host, loop, verify
-
-
-def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Nothing: a worker computes with whole weights."""
-
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """A worker's gradients stay its own until they are pushed."""
-    return LocalRuntime(match(parts, plan, mesh))
+from . import reference
+from .connections import collect_facts, publish_facts
+from .metrics import COUNTED, MetricsWriter
+from .server import Server
+from .worker import Worker
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """`config.verb` as this rank, worker or server; the exit code. The door of ways with loops of their own."""
+    """Run `config.verb` as this rank, worker or server; return the exit code. `launch/worker.py` calls it."""
     if config.verb == "verify":
-        config, plan = verify.checked(config, plan)
+        config, plan = reference.checked(config, plan)
     if config.verb == "bench":
         steps = config.bench.warmup + config.bench.steps
         config = replace(config, steps=steps, eval=replace(config.eval, every=0))
     if plan.role(context.rank) == "server":
-        return host.serve(config, plan, context)
+        server = Server(config, plan, context)
+        server.serve()
+        return EXIT_PREEMPTED if server.stopped else EXIT_OK
     if config.verb == "verify":
-        return verify.run(config, plan, context)
+        return reference.verify(config, plan, context)
     training = build(config, plan, context.device)
-    if config.verb == "bench":
-        return _bench(training, context)
-    code = loop.train(training, context)
-    if context.console_owner:
-        report.show(context.directory)
-    return code
-
-
-def _bench(training: Training, context: WorkerContext) -> int:
-    """Time the steps of worker 0, as `train.bench` does; where workers are not in step each has a pace of its own."""
-    times: list[float] = []
-    code = loop.train(training, context, times)
+    if config.verb != "bench":
+        code = _train(training, context)
+        if context.console_owner:
+            report.show(context.directory)
+        return code
+    step_times: list[float] = []  # worker 0's: workers that are not in step have a pace of their own
+    code = _train(training, context, step_times)
     if context.rank == 0:
-        document = bench.summarise(times[training.config.bench.warmup :], training)
+        document = bench.summarise(step_times[config.bench.warmup :], training)
         document["peak_memory_bytes"] = peak_bytes(context.device)
         write_json(context.directory / "bench.json", document)
         show_bench(document, context.console_owner)
     return code
+
+
+def _train(training: Training, context: WorkerContext, step_times: list[float] | None = None) -> int:
+    """Train until `config.steps` or a stop request; return the exit code. Raises NumericsError.
+
+    step_times: filled with the seconds of each of this worker's steps (bench).
+    """
+    config, worker = training.config, Worker(training, context)
+    start = clock = worker.begin()
+    writer = MetricsWriter(training, context, start)
+    timer, profiler = StepClock(training), StepProfiler(training.mesh, config, context.directory)
+    counted: list[Collective] | None = None
+    number, stopped = 0, False
+    while clock < config.steps and not stopped:
+        number += 1
+        context.heartbeat(clock + 1, "step")
+        counter = CommunicationCounter(training.mesh) if number == COUNTED else None
+        with counter or nullcontext(), profiler.watch(clock + 1), timer:
+            step = worker.step(clock + 1, context.stop_requested())
+        counted = counter.rows() if counter else counted
+        if step_times is not None:
+            step_times.append(timer.seconds)
+        before, clock, stopped = clock, step.clock, step.reply.stop > 0
+        writer.step(clock, step.reply, timer, _evaluate(worker, writer, before, clock), worker.scaler.scale)
+        to_save = worker.step_to_save(before, clock, stopped)
+        if to_save is not None:
+            worker.save(to_save, stopped or clock >= config.steps)
+    _end(worker, writer, counted, start, clock, stopped)
+    worker.client.leave()
+    return EXIT_PREEMPTED if stopped else EXIT_OK
+
+
+def _evaluate(worker: Worker, writer: MetricsWriter, before: int, clock: int) -> Evaluation | None:
+    """Evaluate if it is due: every `eval.every` steps, and after the last.
+
+    Workers in step share the work. Otherwise worker 0 evaluates the weights that it has just pulled, and the final
+    evaluation waits until all workers have finished (`_end`).
+    """
+    config = worker.training.config
+    due = config.eval.every > 0 and clock // config.eval.every > before // config.eval.every
+    if writer.by_log:
+        return worker.evaluate() if due and clock < config.steps and worker.is_chief else None
+    if not due and clock != config.steps:
+        return None
+    worker.context.heartbeat(clock, "evaluate")
+    return worker.paused(lambda: measure(worker.training))
+
+
+def _end(
+    worker: Worker, writer: MetricsWriter, counted: list[Collective] | None, start: int, clock: int, stopped: bool
+) -> None:
+    """Wait for the other workers; worker 0 evaluates the final weights and writes the facts of all ranks."""
+    plan, context = worker.training.plan, worker.context
+    own_facts = {**writer.recorder.facts(counted), "torn_reads": worker.client.torn_reads}
+    if not worker.is_chief:
+        publish_facts(context.rank, own_facts)
+    worker.end(clock, writer.follow_log)
+    if not worker.is_chief:
+        return
+    if writer.by_log and not stopped:
+        writer.follow_log()
+        writer.add_evaluation(worker.evaluate())
+    servers = {rank: collect_facts(rank) for rank in range(plan.num_workers, plan.world)}
+    lost = set(servers[plan.num_workers]["lost"])
+    others = {rank: collect_facts(rank) for rank in range(1, plan.num_workers) if rank not in lost}
+    more = {
+        "resumed_step": start or None,
+        "failed_saves": len(worker.failed_saves),
+        "failed_save_step": worker.failed_saves[-1] if worker.failed_saves else None,
+    }
+    writer.finish({0: own_facts, **others, **servers}, "preempted" if stopped else "done", clock, more)
+
+
+class WorkerRuntime(DataRuntime):
+    """A worker computes with the complete weights; its gradients stay local until it pushes them."""
+
+    @classmethod
+    def run_rank(cls, config: Config, plan: Plan, context: WorkerContext) -> int:
+        return run(config, plan, context)
+
+
+RUNTIME = WorkerRuntime

@@ -1,10 +1,11 @@
-"""A server: one thread per worker waits for its requests; updates are made under one lock, in the order they come."""
+"""A server: one thread per worker receives its requests; updates are made under one lock, in the order of arrival."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from math import isfinite
 
 import torch
@@ -13,299 +14,320 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
+from parallelrun.errors import SaveFailed
+from parallelrun.mesh import build_server_group
 from parallelrun.plan.structure import Plan
 from parallelrun.train import schedule
+from parallelrun.train.checkpointing import MAX_FAILED_SAVES
 from parallelrun.train.gradients import EPSILON
+from parallelrun.train.recorder import peak_bytes
 
-from . import protocol
-from .channel import Channel, PeerGone
-from .clocks import Clocks
-from .count import StepCounter
-from .desk import Aborted, Desk, Figures
-from .log import Applied, Dropped, Push, ServerLog
-from .meeting import Meeting
-from .protocol import AXIS, CONTROL, PULL, PUSH, UPDATE, Reply, Request, has_barrier
-from .settings import ParameterServerWay
+from . import apply_log
+from .apply_log import AppliedUpdate, DroppedPush, Push
+from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
+from .metrics import ServerTraffic
+from .plan import ParameterServer
+from .protocol import AXIS, CONTROL, NORM_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .store import ShardStore
+from .synchronization import Barrier, WorkerClocks
 
-ASK_AGAIN_S = 1.0  # how long a server lets a worker wait in a meeting before it answers "not yet"
-BEAT_S = 0.2
+POLL_S = 1.0  # how long a worker waits at a barrier until the server replies "not yet"
+HEARTBEAT_S = 0.2
+
+
+class ServerAborted(Exception):
+    """Another thread of this server has failed; this one only stops."""
 
 
 class Server:
-    """Serves one run, from the first read to the last goodbye.
+    """Serves one run, from the first read until every worker has left. Creating it is collective over the world."""
 
-    group: the process group of all servers, None where there is only one. Who makes a server may set: on_save(clocks of
-    the live workers, last chance), False where it failed and may be tried again; on_lost(worker), when the run goes on
-    without one; on_end(), when all are through and still listen.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        index: int,
-        store: ShardStore,
-        log: ServerLog,
-        start: dict[int, int],
-        group: dist.ProcessGroup | None = None,
-    ):
-        assert isinstance(plan.data, ParameterServerWay)
-        self.config, self.plan, self.index, self.store = config, plan, index, store
-        self.strategy, self.barrier = plan.data, has_barrier(plan.data)
-        self.clocks, self.figures = Clocks(start), Figures()
-        self.counter = StepCounter()
-        self._log, self._group = log, group
-        self.on_save: Callable[[dict[int, int], bool], bool] = lambda clocks, last: True
-        self.on_lost: Callable[[int], None] = lambda worker: None
-        self.on_end: Callable[[], None] = lambda: None
-        self._changed = threading.Condition()
-        self._pending: dict[int, dict[int, tuple[Request, Tensor]]] = {}  # barrier: pushes by clock and worker
-        self._results: dict[int, Reply] = {}  # barrier: the answer to the pushes of a clock
-        self._meetings = {protocol.SAVE: Meeting(), protocol.END: Meeting()}
-        self._held = 0  # requests that have come and are not answered
-        self._stop = False
+    def __init__(self, config: Config, plan: Plan, context: WorkerContext):
+        group = build_server_group(plan)
+        self._config, self._plan, self._context = config, plan, context
+        self._settings = ParameterServer.of(plan)
+        self._index, self._group = group.index, group.process_group
+        self._store = ShardStore(config, plan, group.index)
+        self._store.initialise()
+        self._clocks = WorkerClocks(self._store.load())
+        self._changed = threading.Condition()  # the lock of everything below
+        self._pending: dict[int, dict[int, tuple[WorkerRequest, Tensor]]] = {}  # synchronous: pushes by clock, worker
+        self._replies: dict[int, ServerReply] = {}  # synchronous: the reply to the pushes of a clock
+        self._barriers = {Ask.SAVE: Barrier(), Ask.END: Barrier()}
+        self._num_open = 0  # pushes that have arrived and are not answered
         self._error: BaseException | None = None
-        self._began = time.perf_counter()
-        self._last_push = dict.fromkeys(start, self._began)
-        self._kept: dict[int, Tensor] = {}  # verify: the gradient of every update
         self._left: set[int] = set()
+        self._gradients: dict[int, Tensor] = {}  # verify: of every update
+        self._failed_saves: list[int] = []
+        self._failed_saves_in_a_row = 0
+        self._traffic = ServerTraffic()
+        self._began = time.perf_counter()
+        self._last_push = dict.fromkeys(self._clocks.completed, self._began)
+        self.stopped = False  # whether a worker was asked to stop
 
-    def serve(self, beat: Callable[[int], None]) -> None:
-        """Until all workers have said goodbye. Raises what a thread could not handle: the run is over then."""
-        for worker in self.clocks.completed:
+    def serve(self) -> None:
+        """Serve until all workers have left. Raises the first error of a thread."""
+        for worker in self._clocks.completed:
             threading.Thread(target=self._attend, args=(worker,), daemon=True, name=f"worker-{worker}").start()
         while True:
             with self._changed:
-                self._changed.wait(BEAT_S)
+                self._changed.wait(HEARTBEAT_S)
                 if self._error is not None:
                     raise self._error
-                if self._left >= self.clocks.live:
+                if self._left >= self._clocks.live:
                     return
-            beat(max(self.clocks.completed.values()))
-
-    @property
-    def stopped(self) -> bool:
-        """Was somebody asked to stop?"""
-        return self._stop
+            self._context.heartbeat(max(self._clocks.completed.values()), "serve")
 
     # one thread per worker
 
     def _attend(self, worker: int) -> None:
-        desk = Desk(worker, self.store)
+        connection = WorkerConnection(worker, self._store.weights)
         try:
-            while self._answer(desk):
+            while self._answer(connection):
                 pass
             with self._changed:
                 self._left.add(worker)
                 self._changed.notify_all()
-        except BaseException as error:  # of any kind: the main thread must hear of it
-            self._failed(worker, error)
+        except BaseException as error:  # any kind: the main thread must hear of it
+            self._on_error(worker, error)
 
-    def _failed(self, worker: int, error: BaseException) -> None:
-        """A worker that is gone is done without, if the plan can; anything else ends the server."""
+    def _on_error(self, worker: int, error: BaseException) -> None:
+        """Go on without a lost worker if the plan can spare it; let any other error end the server."""
         with self._changed:
-            spare = self.plan.data.spare_workers(self.plan.num_workers)
-            gone = isinstance(error, PeerGone) and worker != 0 and len(self.clocks.lost) < spare
-            if gone and self._error is None:
+            spare = self._settings.spare_workers(self._plan.num_workers)
+            goes_on = isinstance(error, PeerLost) and worker != 0 and len(self._clocks.lost) < spare
+            if goes_on and self._error is None:
                 try:
-                    self.clocks.lose(worker)
-                    self._pending = {c: {w: p for w, p in of.items() if w != worker} for c, of in self._pending.items()}
-                    self.on_lost(worker)
-                    self._hold_meetings()
+                    self._clocks.lost.add(worker)
+                    for pushes in self._pending.values():
+                        pushes.pop(worker, None)
+                    if self._index == 0:
+                        self._context.gone(worker)
+                    self._release_barriers()
                 except BaseException as further:
-                    error, gone = further, False
-            if not gone:
+                    error, goes_on = further, False
+            if not goes_on:
                 self._error = self._error or error
             self._changed.notify_all()
 
-    def _answer(self, desk: Desk) -> bool:
-        """Receive one request and answer it; False after the last."""
-        request = desk.channel.receive_request()
-        if request.operation == UPDATE:
-            desk.channel.receive(desk.push, PUSH)
-        if request.operation == protocol.LEAVE:
+    def _answer(self, connection: WorkerConnection) -> bool:
+        """Receive one request and answer it; return False after the last."""
+        channel = connection.channel
+        request = channel.receive_request()
+        if request.ask == Ask.LEAVE:
             return False
-        self._reply(desk, request)
-        desk.channel.flush()
-        passed = desk.channel.take_passed()
-        if request.operation == UPDATE:
-            self.counter.exchanged(desk.worker, passed)
+        if request.ask == Ask.UPDATE:
+            channel.receive(connection.push, PUSH)
+        self._reply(connection, request)
+        counted = channel.flush()
+        if request.ask == Ask.UPDATE:
+            self._traffic.exchanged(connection.worker, counted)
         return True
 
-    def _reply(self, desk: Desk, request: Request) -> None:
-        if request.operation in (protocol.READ, UPDATE):
-            reply, weights = self._update(desk, request) if request.operation == UPDATE else self._read(desk)
-            desk.channel.send_header(reply)
-            desk.channel.send(weights, PULL)
-        elif request.operation in (protocol.SAVE, protocol.END):
-            desk.channel.send_header(self._meet(desk.worker, request))
-        elif request.operation == protocol.KEEP:
-            self._keep(desk.channel)
-            desk.channel.send_header(Reply(1))
+    def _reply(self, connection: WorkerConnection, request: WorkerRequest) -> None:
+        channel, payload = connection.channel, None
+        if request.ask == Ask.READ:
+            reply, payload = self._read(connection)
+        elif request.ask == Ask.UPDATE:
+            reply, payload = self._update(connection, request)
+        elif request.ask in self._barriers:
+            reply = self._wait_at_barrier(connection.worker, request)
+        elif request.ask == Ask.KEEP_FROZEN:
+            frozen = list(self._store.frozen.values())
+            flat = channel.receive(torch.empty_like(flatten(frozen)), PUSH)
+            with self._changed:
+                unflatten(flat, frozen)
+            reply = ServerReply(1)
         else:
-            desk.channel.send_header(Reply(1))
-            flat = self._kept[request.clock] if request.operation == protocol.READ_GRADIENT else self._frozen()
-            desk.channel.send(flat, PULL)
+            gradient = request.ask == Ask.READ_GRADIENT
+            payload = self._gradients[request.clock] if gradient else flatten(list(self._store.frozen.values()))
+            reply = ServerReply(1)
+        channel.send_header(reply)
+        if payload is not None:
+            channel.send(payload, PULL)
 
-    def _read(self, desk: Desk) -> tuple[Reply, Tensor]:
+    def _read(self, connection: WorkerConnection) -> tuple[ServerReply, Tensor]:
         with self._changed:
-            reply = Reply(1, self.store.version, self.clocks.completed[desk.worker], stop=float(self._stop))
-            return reply, desk.pull.copy_(self.store.weights)
+            clock = self._clocks.completed[connection.worker]
+            reply = ServerReply(1, self._store.version, clock, stop=float(self.stopped))
+            return reply, connection.pull.copy_(self._store.weights)
 
-    def _update(self, desk: Desk, request: Request) -> tuple[Reply, Tensor]:
-        """Take in one push; the answer, and the weights that go with it."""
+    def _update(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor]:
+        """Take in one push; return the reply and the weights, when the worker may have them."""
         with self._changed:
-            arrived = time.perf_counter()
-            self.figures.pushed_bytes += desk.push.nbytes
-            self._held += 1
-            self._stop = self._stop or (request.stop > 0 and not self.barrier)
-            step_time = arrived - self._last_push[desk.worker] - request.paused_s
-            reply = self._together(desk, request) if self.barrier else self._alone(desk, request, step_time)
-            self._last_push[desk.worker] = arrived
-            self._held -= 1
+            arrived, worker = time.perf_counter(), connection.worker
+            self._num_open += 1
+            self._traffic.pushed_bytes += connection.push.nbytes
+            self.stopped = self.stopped or (request.stop > 0 and not self._settings.synchronous)
+            if self._settings.synchronous:
+                reply = self._join_update(worker, request, connection.push)
+            else:
+                step_time = arrived - self._last_push[worker] - request.paused_s
+                reply = self._apply_at_once(worker, request, connection.push, step_time)
+            self._last_push[worker] = arrived
+            self._num_open -= 1
             blocked = time.perf_counter() - arrived
-            self.figures.blocked_s[desk.worker] = self.figures.blocked_s.get(desk.worker, 0.0) + blocked
-            self.figures.pulled_bytes += desk.pull.nbytes
-            weights = self.store.weights if self.barrier and not self.strategy.backup_workers else desk.pull
-            if weights is desk.pull:  # others may change the weights while these travel
-                weights.copy_(self.store.weights)
+            self._traffic.blocked_s[worker] = self._traffic.blocked_s.get(worker, 0.0) + blocked
+            self._traffic.pulled_bytes += connection.pull.nbytes
+            weights = self._store.weights
+            if not self._settings.in_step:  # other workers may change the weights while these are being sent
+                weights = connection.pull.copy_(weights)
             return reply._replace(blocked_s=blocked), weights
 
-    # one push, one update (async, ssp)
+    # one update per push (async, ssp)
 
-    def _alone(self, desk: Desk, request: Request, step_time: float) -> Reply:
-        worker, clock = desk.worker, request.clock
-        self.clocks.tick(worker, clock)
-        finite = request.finite > 0
-        lr = schedule.learning_rate(self.config.optimizer, clock, self.config.steps)
+    def _apply_at_once(self, worker: int, request: WorkerRequest, gradient: Tensor, step_time: float) -> ServerReply:
+        clock, finite = request.clock, request.finite > 0
+        self._clocks.tick(worker, clock)
+        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
         if finite:
-            self.store.mean([desk.push], [1.0])
-            self._keep_gradient(self.store.version + 1)
-            self.store.update(lr)
-        self.store.version += 1
+            self._set_gradient([gradient], [1.0])
+            self._store.update(lr)
+        self._store.version += 1
         loss = request.loss_sum / request.num_valid if request.num_valid else float("nan")
         push = Push(worker, clock, request.pulled, loss, request.num_valid, request.norm)
-        self._log.add(
-            Applied(
-                self.index, self.store.version, clock, (push,), lr, loss, request.norm, finite, 1.0, self._held - 1,
-                self.clocks.gap, self._now(), step_time,
-            )
-        )  # fmt: skip
+        self._log(clock, (push,), lr, loss, request.norm, finite, step_time=step_time)
         self._changed.notify_all()
-        self._wait_until(lambda: self._stop or self.clocks.may_read(worker, self.strategy.staleness))
-        return Reply(1, self.store.version, clock, float(finite), 1.0, loss, request.norm, float(self._stop))
+        self._wait_until(lambda: self.stopped or self._clocks.may_read(worker, self._settings.staleness))
+        return ServerReply(
+            1, self._store.version, clock, float(finite), 1.0, loss, request.norm, float(self.stopped)
+        )  # fmt: skip
 
-    # one update of several pushes (sync, backup workers)
+    # one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)
 
-    def _together(self, desk: Desk, request: Request) -> Reply:
-        clock = request.clock
-        if clock <= self.store.version:
-            self._log.add(Dropped(self.index, desk.worker, clock, request.pulled, self.store.version, self._now()))
-            self.clocks.tick(desk.worker, max(clock, self.store.version))
-            return self._results[self.store.version]._replace(accepted=0.0)
-        self._pending.setdefault(clock, {})[desk.worker] = (request, desk.push)
-        self._make_ready_updates()
-        self._wait_until(lambda: self.store.version >= clock)
-        self.clocks.tick(desk.worker, self.store.version)
-        return self._results[self.store.version]
-
-    def _make_ready_updates(self) -> None:
-        quorum = self.strategy.quorum(self.plan.num_workers)
-        while len(self._pending.get(self.store.version + 1, {})) >= quorum:
-            clock = self.store.version + 1
-            self._results[clock] = self._make_update(clock, self._pending.pop(clock))
-            self._results = {c: reply for c, reply in self._results.items() if c >= clock - 1}
+    def _join_update(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
+        clock, version = request.clock, self._store.version
+        if clock <= version:
+            row = DroppedPush(self._index, worker, clock, request.pulled, version, self._seconds())
+            apply_log.append(self._context.directory, row)
+            self._clocks.tick(worker, version)
+            return self._replies[version]._replace(accepted=0.0)
+        self._pending.setdefault(clock, {})[worker] = (request, gradient)
+        quorum = self._settings.quorum(self._plan.num_workers)
+        while len(self._pending.get(self._store.version + 1, {})) >= quorum:
+            ready = self._store.version + 1
+            reply = self._average_and_update(ready, self._pending.pop(ready))
+            self._replies = {one: old for one, old in self._replies.items() if one == ready - 1} | {ready: reply}
             self._changed.notify_all()
+        self._wait_until(lambda: self._store.version >= clock)
+        self._clocks.tick(worker, self._store.version)
+        return self._replies[self._store.version]
 
-    def _make_update(self, clock: int, pushes: dict[int, tuple[Request, Tensor]]) -> Reply:
-        """Average in the order of workers, agree with the other servers on the norm, clip, step."""
-        ordered = sorted(pushes.items())
-        requests = [request for _, (request, _) in ordered]
+    def _average_and_update(self, clock: int, pushes: dict[int, tuple[WorkerRequest, Tensor]]) -> ServerReply:
+        """Average in the order of workers, sum the norm with the other servers, clip, step."""
+        workers = sorted(pushes)
+        requests = [pushes[worker][0] for worker in workers]
         counts = [max(request.num_valid, 0.0) for request in requests]
         counts = counts if sum(counts) else [1.0] * len(counts)
-        self.store.mean([payload for _, (_, payload) in ordered], counts)
-        self._keep_gradient(clock)
+        self._set_gradient([pushes[worker][1] for worker in workers], counts)
         finite = all(request.finite > 0 for request in requests)
-        squares, stops = self._agree(
-            self.store.squared_norm() if finite else float("inf"), sum(request.stop for request in requests)
-        )
+        squares = self._store.squared_norm() if finite else float("inf")
+        squares, stops = self._sum_over_servers(squares, sum(request.stop for request in requests))
         norm = squares**0.5
         loss = sum(request.loss_sum for request in requests) / sum(counts)
-        applied = isfinite(norm) and isfinite(loss)
-        limit = self.config.optimizer.clip
+        applied, limit = isfinite(norm) and isfinite(loss), self._config.optimizer.clip
         coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and applied else 1.0
-        lr = schedule.learning_rate(self.config.optimizer, clock, self.config.steps)
+        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
         if applied:
-            self.store.update(lr, coefficient)
-        self.store.version = clock
-        self._stop = self._stop or stops > 0
+            self._store.update(lr, coefficient)
+        self._store.version = clock
+        self.stopped = self.stopped or stops > 0
         parts = tuple(
             Push(worker, clock, request.pulled, request.loss_sum / (request.num_valid or 1.0), count)
-            for (worker, (request, _)), count in zip(ordered, counts)
+            for worker, request, count in zip(workers, requests, counts)
         )
-        self._log.add(
-            Applied(
-                self.index, clock, clock, parts, lr, loss, norm, applied, coefficient, self._held - 1, self.clocks.gap,
-                self._now(),
-            )
-        )  # fmt: skip
-        return Reply(1, clock, clock, float(applied), 1.0, loss, norm, float(self._stop))
+        self._log(clock, parts, lr, loss, norm, applied, coefficient)
+        return ServerReply(1, clock, clock, float(applied), 1.0, loss, norm, float(self.stopped))
 
-    def _keep_gradient(self, version: int) -> None:
-        if self.config.verb == "verify":
-            self._kept[version] = self.store.gradient.clone()
-
-    def _agree(self, squares: float, stops: float) -> tuple[float, float]:
-        """Sums over the servers: all clip by one norm, and stop after the same step."""
+    def _sum_over_servers(self, squares: float, stops: float) -> tuple[float, float]:
+        """All servers clip by one norm and stop after the same step."""
         if self._group is None:
             return squares, stops
         numbers = torch.tensor([squares, stops], dtype=torch.float64)
-        assert len(numbers) == protocol.NORM_ELEMENTS
+        assert len(numbers) == NORM_ELEMENTS
         with comm.label(AXIS, CONTROL, "sum"):
             dist.all_reduce(numbers, group=self._group)
-        self.counter.agreed()
-        total = numbers.tolist()
-        return total[0], total[1]
+        self._traffic.norm_summed()
+        return float(numbers[0]), float(numbers[1])
 
-    # meetings
+    def _set_gradient(self, gradients: list[Tensor], weights: list[float]) -> None:
+        self._store.mean(gradients, weights)
+        if self._config.verb == "verify":
+            self._gradients[self._store.version + 1] = self._store.gradient.clone()
 
-    def _meet(self, worker: int, request: Request) -> Reply:
+    def _log(
+        self, clock: int, pushes: tuple[Push, ...], lr: float, loss: float, norm: float, applied: bool,
+        coefficient: float = 1.0, step_time: float = 0.0,
+    ) -> None:  # fmt: skip
+        version, queue, gap = self._store.version, self._num_open - 1, self._clocks.gap
+        row = AppliedUpdate(
+            self._index, version, clock, pushes, lr, loss, norm, applied, coefficient, queue, gap, self._seconds(),
+            step_time,
+        )  # fmt: skip
+        apply_log.append(self._context.directory, row)
+
+    # barriers
+
+    def _wait_at_barrier(self, worker: int, request: WorkerRequest) -> ServerReply:
         with self._changed:
-            meeting = self._meetings[request.operation]
-            if request.operation == protocol.END:
-                self.clocks.finish(worker)
-            meeting.come(worker, request.stop > 0)
-            self._hold_meetings()
+            barrier = self._barriers[request.ask]
+            if request.ask == Ask.END:
+                self._clocks.finished.add(worker)
+            barrier.arrive(worker, request.stop > 0)
+            self._release_barriers()
             self._changed.notify_all()
-            self._wait_until(lambda: not meeting.is_waiting(worker), ASK_AGAIN_S)
-            return Reply(meeting.answer(worker), self.store.version, self.clocks.completed[worker])
+            self._wait_until(lambda: not barrier.is_waiting(worker), POLL_S)
+            return ServerReply(barrier.fetch(worker), self._store.version, self._clocks.completed[worker])
 
-    def _hold_meetings(self) -> None:
-        """Hold each meeting to which everybody has come."""
-        saving, ending = self._meetings[protocol.SAVE], self._meetings[protocol.END]
-        if saving.complete(self.clocks.running):
-            clocks = {worker: self.clocks.completed[worker] for worker in sorted(self.clocks.live)}
-            saving.hold(self.on_save(clocks, saving.last))
-        if ending.complete(self.clocks.live):
-            self.on_end()
-            ending.hold(True)
+    def _release_barriers(self) -> None:
+        """Run the action of each barrier at which all expected workers have arrived, and release it."""
+        saving, ending = self._barriers[Ask.SAVE], self._barriers[Ask.END]
+        if saving.is_complete(self._clocks.running):
+            saving.release(self._save(saving.final))
+        if ending.is_complete(self._clocks.live):
+            self._publish_facts()
+            ending.release(True)
 
-    def _keep(self, channel: Channel) -> None:
-        flat = channel.receive(torch.empty_like(self._frozen()), PUSH)
-        with self._changed:
-            frozen = self.store.frozen.values()
-            for tensor, part in zip(frozen, flat.split([tensor.numel() for tensor in frozen])):
-                tensor.copy_(part.view_as(tensor))
+    def _save(self, final: bool) -> bool:
+        """Write a checkpoint; return False if that failed and will be tried again. All servers decide alike.
 
-    def _frozen(self) -> Tensor:
-        return torch.cat([tensor.flatten() for tensor in self.store.frozen.values()])
+        Raises SaveFailed for the last chance to save, and for the second failure in a row.
+        """
+        clocks = {worker: self._clocks.completed[worker] for worker in sorted(self._clocks.live)}
+        step = min(clocks.values())
+        self._context.heartbeat(step, "save")
+        try:
+            self._store.save(clocks, self._context.directory, self._group)
+        except SaveFailed:
+            self._failed_saves.append(step)
+            self._failed_saves_in_a_row += 1
+            self._context.save_failed(step)
+            if final or self._failed_saves_in_a_row == MAX_FAILED_SAVES:
+                raise
+            return False
+        self._failed_saves_in_a_row = 0
+        return True
+
+    def _publish_facts(self) -> None:
+        rows = self._traffic.rows()
+        facts = {
+            "peak_bytes": peak_bytes(torch.device("cpu")),
+            "rows": None if rows is None else [asdict(row) for row in rows],
+            "times": {},
+            "lost": sorted(self._clocks.lost),
+            "failed_saves": self._failed_saves,
+            "blocked_s": self._traffic.blocked_s,
+            "pushed_bytes": self._traffic.pushed_bytes,
+            "pulled_bytes": self._traffic.pulled_bytes,
+        }
+        publish_facts(self._context.rank, facts)
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
-        """Let others work until `condition` holds, or somebody has failed."""
+        """Release the lock until `condition` holds, the time is over, or a thread has failed (ServerAborted)."""
         self._changed.wait_for(lambda: self._error is not None or condition(), timeout)
         if self._error is not None:
-            raise Aborted
+            raise ServerAborted
 
-    def _now(self) -> float:
+    def _seconds(self) -> float:
         return time.perf_counter() - self._began

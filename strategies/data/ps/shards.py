@@ -1,43 +1,46 @@
 """Which server owns which rows of which parameter. Torch-free; every rank derives the same answer from the plan.
 
-Whole variables placed round-robin leave servers unbalanced (tensorflow#45291): large tensors are cut, as
-MinSizePartitioner does, and the pieces go to the least loaded server, the largest first (Graham 1969).
+Placing whole tensors round-robin leaves servers unbalanced (tensorflow#45291). Large tensors are therefore cut, as by
+TensorFlow's MinSizePartitioner, and each piece goes to the least loaded server, largest first (Graham 1969).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from math import prod
-from typing import NamedTuple
 
 from parallelrun.layout import chunk_range
 from parallelrun.model_spec import ModelSpec, ParameterSpec
-from parallelrun.plan.structure import Plan
-from parallelrun.precision import BYTES
 
-from .settings import ParameterServerWay
-
-FINEST = 16  # no tensor is cut finer than 1/16 of a server's fair share: smaller pieces do not even out much more
+FINEST = 16  # no piece is below 1/16 of a server's fair share: smaller ones hardly improve the balance
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows [start, stop) of dim 0 of the one-device parameter `name` lie on `server`; a scalar has rows 0 to 1."""
+    """Rows [start, stop) of dim 0 of a logical parameter, owned by `server`. A scalar has one row."""
 
     server: int
-    name: str
+    parameter: ParameterSpec
     start: int
     stop: int
 
-    def shape(self, parameter: ParameterSpec) -> tuple[int, ...]:
-        """Shape of these rows; () for a scalar."""
-        return (self.stop - self.start, *parameter.shape[1:]) if parameter.shape else ()
+    @property
+    def name(self) -> str:
+        """One-device name of the parameter."""
+        return self.parameter.name
 
-    def numel(self, parameter: ParameterSpec) -> int:
-        """Elements of these rows."""
-        return prod(self.shape(parameter))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of these rows; () for a scalar."""
+        return (self.stop - self.start, *self.parameter.shape[1:]) if self.parameter.shape else ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 def num_rows(parameter: ParameterSpec) -> int:
@@ -45,90 +48,49 @@ def num_rows(parameter: ParameterSpec) -> int:
     return parameter.shape[0] if parameter.shape else 1
 
 
-def assign(plan: Plan) -> tuple[Shard, ...]:
-    """The shards of all trained parameters, in the plan's order of parameters and rows: each row on one server.
+def cut(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> list[tuple[ParameterSpec, int, int]]:
+    """Pieces (parameter, start row, stop row) of all trained parameters, in order.
 
-    What is frozen is on no server. No two shards of a server are of one parameter.
+    A tensor has at most one piece per server. No piece is smaller than `min_bytes` unless its tensor is.
     """
-    return _assign(*_case(plan))
-
-
-def of_server(plan: Plan, server: int) -> tuple[Shard, ...]:
-    """The shards that `server` owns, in the order of `assign`."""
-    return tuple(shard for shard in assign(plan) if shard.server == server)
-
-
-def server_bytes(plan: Plan) -> tuple[int, ...]:
-    """Bytes of weights that each server owns."""
-    return _loads(*_case(plan))
-
-
-def imbalance(plan: Plan) -> float:
-    """Bytes of the fullest server over the mean: 1.0 is even."""
-    loads = server_bytes(plan)
-    return max(loads) * len(loads) / sum(loads)
-
-
-def num_pieces(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> int:
-    """Into how many pieces all trained parameters are cut. size: of an element, in bytes."""
-    return len(_pieces(spec, servers, min_bytes, size))
-
-
-def _case(plan: Plan) -> tuple[ModelSpec, int, int, int]:
-    """All that the shards depend on."""
-    strategy = plan.data
-    assert isinstance(strategy, ParameterServerWay), f"{strategy.kind} has no servers"
-    return plan.spec, strategy.servers, strategy.shard_min_bytes, BYTES[plan.precision.stored]
-
-
-class _Piece(NamedTuple):
-    """Rows [start, stop) of parameter number `order`."""
-
-    order: int
-    start: int
-    stop: int
-    name: str
-    numel: int
-
-
-@lru_cache(maxsize=4)
-def _assign(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> tuple[Shard, ...]:
-    loads = [(0, server) for server in range(servers)]
-    heapify(loads)
-    placed: list[tuple[_Piece, int]] = []
-    holders: dict[int, set[int]] = {}  # of each parameter: a server saves at most one part of a tensor
-    for piece in sorted(_pieces(spec, servers, min_bytes, size), key=lambda piece: (-piece.numel, piece)):
-        passed = []
-        while loads[0][1] in holders.setdefault(piece.order, set()):
-            passed.append(heappop(loads))
-        load, server = loads[0]
-        heapreplace(loads, (load + piece.numel, server))
-        for other in passed:
-            heappush(loads, other)
-        holders[piece.order].add(server)
-        placed.append((piece, server))
-    return tuple(Shard(server, piece.name, piece.start, piece.stop) for piece, server in sorted(placed))
-
-
-@lru_cache(maxsize=4)
-def _loads(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> tuple[int, ...]:
-    loads = [0] * servers
-    for shard in _assign(spec, servers, min_bytes, size):
-        loads[shard.server] += size * shard.numel(spec.parameters[shard.name])
-    return tuple(loads)
-
-
-def _pieces(spec: ModelSpec, servers: int, min_bytes: int, size: int) -> list[_Piece]:
-    """At most one piece of a tensor per server, none smaller than `min_bytes` unless the tensor is."""
     trained = [parameter for parameter in spec.parameters.values() if not parameter.frozen]
-    share = sum(parameter.numel for parameter in trained) * size / servers
-    least = max(1, min_bytes, share / FINEST)
-    found = []
-    for order, parameter in enumerate(trained):
+    fair_share = sum(parameter.numel for parameter in trained) * element_size / servers
+    least = max(1, min_bytes, fair_share / FINEST)
+    pieces = []
+    for parameter in trained:
         rows = num_rows(parameter)
-        parts = max(1, min(servers, rows, int(parameter.numel * size / least)))
-        for start, stop in (chunk_range(rows, parts, index) for index in range(parts)):
-            if stop > start:
-                numel = parameter.numel // rows * (stop - start)
-                found.append(_Piece(order, start, stop, parameter.name, numel))
-    return found
+        parts = max(1, min(servers, rows, int(parameter.numel * element_size / least)))
+        ranges = (chunk_range(rows, parts, index) for index in range(parts))
+        pieces += [(parameter, start, stop) for start, stop in ranges if stop > start]
+    return pieces
+
+
+@lru_cache(maxsize=4)
+def assign(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> tuple[Shard, ...]:
+    """Return the shards of all trained parameters, in the order of parameters and rows: each row on one server.
+
+    A server owns at most one shard of a parameter. Frozen parameters are on no server.
+    """
+    shards = [Shard(-1, *piece) for piece in cut(spec, servers, min_bytes, element_size)]
+    heap = [(0, server) for server in range(servers)]  # (elements, server)
+    owners: dict[str, set[int]] = defaultdict(set)
+    server_of: dict[int, int] = {}
+    for index in sorted(range(len(shards)), key=lambda index: -shards[index].numel):
+        shard, skipped = shards[index], []
+        while heap[0][1] in owners[shard.name]:
+            skipped.append(heappop(heap))
+        load, server = heappop(heap)
+        for one in (*skipped, (load + shard.numel, server)):
+            heappush(heap, one)
+        owners[shard.name].add(server)
+        server_of[index] = server
+    return tuple(Shard(server_of[i], one.parameter, one.start, one.stop) for i, one in enumerate(shards))
+
+
+@lru_cache(maxsize=4)
+def loads(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> tuple[int, ...]:
+    """Return the bytes of weights that each server owns."""
+    found = [0] * servers
+    for shard in assign(spec, servers, min_bytes, element_size):
+        found[shard.server] += element_size * shard.numel
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""A worker of a parameter server: read, compute, push, pull; where the run meets to save, evaluate and end."""
+"""A worker: it computes the gradient of its samples, pushes it, pulls the weights, and joins the barriers."""
 
 from __future__ import annotations
 
@@ -24,115 +24,111 @@ from parallelrun.train.reader import Reader
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import Evaluation
 
-from .links import Links
-from .protocol import END, SAVE, UPDATE, Reply, Request, has_barrier
-from .settings import ParameterServerWay
+from .connections import ServerClient
+from .plan import ParameterServer
+from .protocol import Ask, ServerReply, WorkerRequest
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stride:
-    """One step of one worker: the clock it is at now, and what the first server said of its push."""
+class WorkerStep:
+    """One step of one worker: its clock after it, and the first server's reply to its push."""
 
     clock: int
-    reply: Reply
-    finite: bool
+    reply: ServerReply
 
 
-def pause_before_push(strategy: ParameterServerWay, worker: int, clock: int) -> None:
-    """Be as slow as asked for (`strategy.data.delays`)."""
-    if seconds := strategy.delay(worker):
+def pause_before_push(settings: ParameterServer, worker: int, clock: int) -> None:
+    """Wait as long as `strategy.data.delays` asks of this worker."""
+    if seconds := settings.delay(worker):
         time.sleep(seconds)
 
 
 class Worker:
-    """One worker's side of the training; `chief` is worker 0, which evaluates and records."""
+    """One worker's side of the training. Worker 0, the chief, also evaluates and records."""
 
-    def __init__(self, training: Training, context: WorkerContext, links: Links):
-        plan = training.plan
-        assert isinstance(plan.data, ParameterServerWay)
-        self.training, self.context, self.links = training, context, links
-        self.strategy, self.barrier = plan.data, has_barrier(plan.data)
+    def __init__(self, training: Training, context: WorkerContext):
+        self.training, self.context = training, context
+        self.client = ServerClient(training.plan, training.data.parameters, training.data.frozen)
         self.index = training.mesh.coordinate.get("dp", 0)
-        self.scaler = LossScaler(training.config.precision, scaled=plan.precision.scaled)
+        self.is_chief = self.index == 0
+        self.scaler = LossScaler(training.config.precision, scaled=training.plan.precision.scaled)
+        self.failed_saves: list[int] = []
+        self._settings = ParameterServer.of(training.plan)
         self._paused_s = 0.0
         self._skips = 0
 
-    @property
-    def is_chief(self) -> bool:
-        return self.index == 0
-
     def begin(self) -> int:
-        """Pull the weights; the last clock that this worker has completed (0 unless the run was resumed)."""
-        reply = self.links.read()
-        self.links.read_frozen()
+        """Pull the weights; return the last clock that this worker has completed (0 unless the run was resumed)."""
+        reply = self.client.read()
+        self.client.read_frozen()
         return reply.clock
 
-    def step(self, clock: int, stop: bool) -> Stride:
-        """Compute the gradient of this worker's part of the global batch of step `clock`, push it, pull.
-
-        Raises NumericsError where going on makes no sense.
-        """
+    def step(self, clock: int, stop: bool) -> WorkerStep:
+        """Compute the gradient of this worker's part of global batch `clock`, push it, pull. Raises NumericsError."""
         loss_sum, num_valid = compute(self.training, self.training.reader.batch(clock), self.scaler.scale)
-        self.links.buffers.pack()
+        self.client.buffers.pack()
         finite, norm = isfinite(loss_sum), 0.0
-        if not self.barrier:
-            norm = clip(self.links.buffers.pushes, self.training.config.optimizer.clip)
+        if not self._settings.synchronous:
+            norm = clip(self.client.buffers.pushes, self.training.config.optimizer.clip)
             finite = finite and isfinite(norm)
-        pause_before_push(self.strategy, self.index, clock)
-        request = Request(UPDATE, clock, 0, loss_sum, num_valid, norm, float(finite), float(stop), self._paused_s)
+        pause_before_push(self._settings, self.index, clock)
+        request = WorkerRequest(Ask.UPDATE, clock, 0, loss_sum, num_valid, norm, finite, stop, self._paused_s)
         self._paused_s = 0.0
-        reply = self.links.update(request)[0]
-        finite = reply.applied > 0 if self.barrier else finite
+        reply = self.client.update(request)
+        finite = reply.applied > 0 if self._settings.synchronous else finite
         self.training.statistics.finish_step(finite and reply.accepted > 0)
         self._check(clock, reply, finite)
         self.scaler.update(finite)
-        return Stride(max(clock, reply.clock), reply, finite)
+        return WorkerStep(max(clock, reply.clock), reply)
 
-    def crossed(self, before: int, clock: int, stopping: bool) -> int | None:
-        """The step after which is to be saved, among those since `before`. A late worker skips steps."""
-        config = self.training.config
+    def step_to_save(self, before: int, clock: int, stopping: bool) -> int | None:
+        """Return the step in (before, clock] after which the run saves, if any. A late worker skips clocks."""
         if stopping:
             return clock
-        return next((step for step in range(before + 1, clock + 1) if due(config, step, False)), None)
+        steps = range(before + 1, clock + 1)
+        return next((step for step in steps if due(self.training.config, step, False)), None)
 
-    def save(self, step: int, last: bool) -> bool:
-        """Meet with all running workers; the servers save. False where that failed and is tried again later."""
+    def save(self, step: int, final: bool) -> None:
+        """Wait at a barrier of all running workers while the servers save. Print a warning if that fails."""
         if self.is_chief:
-            self.links.keep_frozen()
-        request = Request(SAVE, step, stop=float(last))
-        return self.paused(lambda: self.links.meet(SAVE, request, lambda: self._beat(step, "save")))
+            self.client.keep_frozen()
+        request = WorkerRequest(Ask.SAVE, step, stop=float(final))
+        heartbeat = self.context.heartbeat
+        if self.paused(lambda: self.client.wait_at_barrier(Ask.SAVE, request, lambda: heartbeat(step, "save"))):
+            return
+        self.failed_saves.append(step)
+        self.context.save_failed(step)
+        if self.context.console_owner:
+            print(f"warning: the checkpoint of step {step} could not be written; training goes on", flush=True)
 
-    def end(self, clock: int, waiting=lambda: None) -> None:
-        """Wait until all live workers are through, then pull what the last of them have left."""
+    def end(self, clock: int, waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until all live workers have finished, then pull the final weights."""
 
         def wait() -> None:
-            self._beat(clock, "end")
+            self.context.heartbeat(clock, "end")
             waiting()
 
-        self.links.meet(END, Request(END, clock), wait)
-        self.links.read()
+        self.client.wait_at_barrier(Ask.END, WorkerRequest(Ask.END, clock), wait)
+        self.client.read()
 
     def evaluate(self) -> Evaluation:
-        """The weights as last pulled, by this worker alone: others may be busy, or gone."""
-        beat = self.context.heartbeat
+        """Evaluate the weights as last pulled, in this worker alone: the others may be busy or lost."""
+        training, heartbeat = self.training, self.context.heartbeat
         return self.paused(
-            lambda: evaluate_alone(self.training, self.training.plan.num_workers, lambda n: beat(n, "evaluate"))
+            lambda: evaluate_alone(training, training.plan.num_workers, lambda number: heartbeat(number, "evaluate"))
         )
 
     def paused(self, action: Callable[[], T]) -> T:
-        """`action`; what it takes is no part of a step."""
+        """Return the result of `action`, whose time is not part of a step."""
         began = time.perf_counter()
         result = action()
         self._paused_s += time.perf_counter() - began
         return result
 
-    def _beat(self, clock: int, phase: str) -> None:
-        self.context.heartbeat(clock, phase)
-
-    def _check(self, clock: int, reply: Reply, finite: bool) -> None:
-        """Raises NumericsError where a step was not finite and the next would not be either."""
+    def _check(self, clock: int, reply: ServerReply, finite: bool) -> None:
+        """Raise NumericsError if the step was not finite and a lower loss scale cannot help."""
         if finite:
             self._skips = 0
             return
@@ -151,9 +147,9 @@ class Worker:
 
 
 def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, int]:
-    """Leave the gradient of the mean loss over `batch`'s valid targets in the parameters; (loss sum, valid targets).
+    """Set the parameters' gradients to those of the mean loss over `batch`; return (loss sum, valid targets).
 
-    scale: of the loss in backward, taken out of the gradients again.
+    scale: of the loss in backward; the gradients are divided by it again.
     """
     num_valid = count_valid(training, batch)
     training.data.begin_step()
@@ -167,25 +163,24 @@ def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float
 
 
 def clip(gradients: list[Tensor], limit: float) -> float:
-    """Clip by their common norm (0: not at all); the norm before, summed in fp64."""
-    squares = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64).square()) for g in gradients)
-    norm = squares**0.5
+    """Clip the gradients by their common norm (limit 0: not at all); return the norm before, summed in fp64."""
+    norm = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64).square()) for g in gradients) ** 0.5
     coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and isfinite(norm) else 1.0
     if coefficient != 1.0:
         torch_private.multiply(gradients, coefficient)
-    return norm
+    return float(norm)
 
 
 @torch.no_grad()
-def evaluate_alone(training: Training, num_workers: int, beat: Callable[[int], None]) -> Evaluation:
-    """As `train.step.measure`, of all workers' parts of the validation batches in turn."""
+def evaluate_alone(training: Training, num_workers: int, heartbeat: Callable[[int], None]) -> Evaluation:
+    """Like `train.step.measure`, but compute all workers' parts of the validation batches in this process."""
     split, config = training.dataset.val, training.config
     sampler = Sampler(len(split), training.plan.batch.global_batch, config.seed, shuffle=False)
     totals, num_valid = torch.zeros(2, dtype=torch.float64), 0
     for worker in range(num_workers):
         reader = Reader(split, sampler, training.plan, training.mesh, worker)
         for number in range(1, training.eval_batches + 1):
-            beat(number)
+            heartbeat(number)
             batch = reader.batch(number)
             totals += training.runner.evaluate(batch).cpu()
             num_valid += count_valid(training, batch)
@@ -195,8 +190,8 @@ def evaluate_alone(training: Training, num_workers: int, beat: Callable[[int], N
 
 
 def count_valid(training: Training, batch: Batch) -> int:
-    """Targets >= 0 in this worker's part."""
+    """Return the number of targets >= 0 in `batch`."""
     if not training.dataset.has_ignored:
         return len(batch) * training.plan.spec.targets_per_sample
-    assert batch.targets is not None, "a worker is one rank: it has the targets"
+    assert batch.targets is not None, "every worker has the last stage, and so the targets"
     return int((batch.targets >= 0).sum())

@@ -3,51 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 from parallelrun.errors import Problem
+from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.expert_axes import DP, EXPERT
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 
 from .. import buckets
 from ..allreduce import counts, explain
 from ..allreduce import settings as allreduce
-from ..allreduce.settings import over
+from ..allreduce.settings import Algorithm, over
 from ..allreduce.steps import NATIVE, RING, piece_elements
-from ..compression import settings as compression
 from ..compression.settings import Message
-from ..ddp import plan as ddp
-from .settings import RingWay
+from ..ddp.plan import DDP
 
 
-class Way(ddp.Way):
-    """Every rank of dp holds all of its stage's weights, gradients and optimizer state."""
+@dataclass(frozen=True)
+class Ring(DDP):
+    """Every rank of dp holds all of its stage's weights, gradients and optimizer state.
 
-    reads = (*ddp.Way.reads, *allreduce.KEYS)
+    algorithm: how gradients are summed.
+    """
 
-    def check(self, request: Request) -> list[Problem]:
+    kind = "ring"
+    reads: ClassVar[tuple[str, ...]] = (*DDP.reads, *allreduce.KEYS)
+
+    algorithm: Algorithm = field(default_factory=lambda: Algorithm(RING))
+
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
         return super().check(request) + allreduce.check(request, RING)
 
-    def resolve(self, request: Request) -> RingWay:
-        data = request.config.strategy.data
-        return RingWay(
-            data.kind,
-            bucket_bytes=int(data.bucket_mb * 2**20),
-            compression=compression.of(request.config),
-            algorithm=allreduce.of(request, RING),
-        )
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        return replace(super().resolve(request), algorithm=allreduce.of(request, RING))
 
-    def filled(self, request: Request) -> tuple[str, ...]:
-        """Sentences on what this way filled in."""
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
         return allreduce.filled(request, RING)
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
-        sums = Counter(ddp.bucket_messages(pp_rank, coordinate, plan))
+        sums = Counter(self.bucket_messages(pp_rank, coordinate, plan))
         others = {
             mesh_dim: coordinate.get(mesh_dim, 0)
             for mesh_dim in plan.mesh.mesh_dim_names
@@ -67,26 +70,28 @@ class Way(ddp.Way):
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
         largest: Counter[str] = Counter()
-        for message in set(ddp.bucket_messages(pp_rank, coordinate, plan)):
+        for message in set(self.bucket_messages(pp_rank, coordinate, plan)):
             size = self.buffer_elements(message, coordinate, plan) * message.element_bytes
             largest[message.axis] = max(largest[message.axis], size)
         return largest.total()
 
     def buffer_elements(self, message: Message, coordinate: dict[str, int], plan: Plan) -> int:
         """Elements of the buffers in which the parts of one sum arrive."""
-        assert isinstance(plan.data, RingWay)
         axis, on_cpu = message.axis, plan.device == "cpu"
-        algorithm = over(plan.data.algorithm, axis, plan)
+        algorithm = over(self.algorithm, axis, plan)
         return counts.buffer_elements(algorithm, plan.mesh.size(axis), coordinate[axis], message.numel, on_cpu)
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        form, algorithm = super().exchange_form(plan), self.algorithm
+        native = algorithm.name == NATIVE
+        return replace(form, name=algorithm.cost_name, group_size=algorithm.group_size, native=native)
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""
-        data = plan.data
-        assert isinstance(data, RingWay)
-        if data.algorithm.name == NATIVE:
+        if self.algorithm.name == NATIVE:
             return super().explain(plan)
         coordinate = plan.mesh.coordinate(0)
-        messages = ddp.bucket_messages(coordinate["pp"], coordinate, plan)
+        messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
         exchanges = [
             self._explained_sum(f"bucket {number} of {len(messages)}", message, plan, ranks_over(plan, message.axis))
             for number, message in enumerate(messages, start=1)
@@ -96,29 +101,26 @@ class Way(ddp.Way):
         final = calls_of(buckets.final_collectives(layouts, coordinate, plan), plan, ranks)
         if final:
             exchanges.append(Exchange("the final gradients", tuple(Round(c[0].what, calls=c) for c in final)))
-        text, source = explain.TEXTS[data.algorithm.name]
+        text, source = explain.TEXTS[self.algorithm.name]
         groups = plan.mesh.num_ranks // len(ranks)
-        return Explanation("data", data.kind, text, source, ranks, groups, DP, tuple(exchanges))
+        return Explanation("data", self.kind, text, source, ranks, groups, DP, tuple(exchanges))
 
     def _explained_sum(self, title: str, message: Message, plan: Plan, ranks: tuple[int, ...]) -> Exchange:
-        assert isinstance(plan.data, RingWay)
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
-        algorithm = over(plan.data.algorithm, message.axis, plan)
+        algorithm = over(self.algorithm, message.axis, plan)
         return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, limit, title)
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
         decides who sends to whom."""
-        data = plan.data
-        assert isinstance(data, RingWay)
         found: Counter[tuple[int, int]] = Counter()
-        if data.algorithm.name == NATIVE:
+        if self.algorithm.name == NATIVE:
             return found
         for axis in (DP, EXPERT + DP):
-            size, algorithm = plan.mesh.size(axis), over(data.algorithm, axis, plan)
+            size, algorithm = plan.mesh.size(axis), over(self.algorithm, axis, plan)
             for ranks in plan.mesh.groups(axis) if size > 1 else ():
                 coordinate = plan.mesh.coordinate(ranks[0])
-                sums = Counter(ddp.bucket_messages(coordinate.get("pp", 0), coordinate, plan))
+                sums = Counter(self.bucket_messages(coordinate.get("pp", 0), coordinate, plan))
                 for message, times in sums.items():
                     if message.axis != axis:
                         continue
@@ -128,8 +130,7 @@ class Way(ddp.Way):
 
     def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum."""
-        assert isinstance(plan.data, RingWay)
         axis = message.axis
-        algorithm, size, index = over(plan.data.algorithm, axis, plan), plan.mesh.size(axis), coordinate[axis]
+        algorithm, size, index = over(self.algorithm, axis, plan), plan.mesh.size(axis), coordinate[axis]
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
         return counts.rows(algorithm, size, index, message.numel, message.element_bytes, limit, axis)

@@ -7,41 +7,49 @@ layout and the one-device name; along dim 0 they may be uneven or empty, and are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Self
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.strategy import Request
-from parallelrun.plan.structure import Collective, DataWay, Equivalence, Plan
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 from .. import buckets
-from ..replicated import Replicated
 from ..sharding import check_splits, shard_dim, shard_layout
 from ..waiting import Waiting
 
 
-class Way(Replicated):
+@dataclass(frozen=True)
+class ZeRO1(DataStrategy):
     """Weights and gradients are whole on every rank of dp; optimizer state and the update are split."""
 
+    kind = "zero1"
     reads = ("bucket_mb",)
-    explained = (
+    keeps_gradients = True
+    description = (
         "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
         "its part, it updates that part, and an all-gather gives every rank the new weights.",
         "Rajbhandari et al. 2020",
     )
     takes_experts = True
 
-    def check(self, request: Request) -> list[Problem]:
-        return check_splits(request, "zero1")
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        return check_splits(request, cls.kind)
 
-    def resolve(self, request: Request) -> DataWay:
-        return buckets.resolve(request)
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        return cls(bucket_bytes=int(request.config.strategy.data.bucket_mb * 2**20))
 
     def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return shard_layout(parameter, tensor_layout, replica_axis(tensor_layout, plan), plan)
@@ -91,6 +99,9 @@ class Way(Replicated):
         filled = buckets.partition(trained, buckets.local_shapes(trained, coordinate, plan), plan, padded=True)
         layouts = [(held, self.state_layout(held.spec, held.layout, plan)) for held in held_parameters(plan, pp_rank)]
         return exchanges(filled, trained, coordinate, plan) + buckets.final_collectives(layouts, coordinate, plan)
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(data_cost.SHARDED)
 
     def equivalence(self, plan: Plan) -> Equivalence:
         return Equivalence("exact")

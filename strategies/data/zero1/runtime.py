@@ -6,31 +6,21 @@ reduce-scatter a rank has its row summed; after the update the same buffer carri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
 from ..bucketed import Bucket, Reducer, Slot
 from ..buckets import partition
 from ..chunks import Cut, cut, local_parameter, starts_of
-from ..local import LocalRuntime, Pair, by_axis, frozen, match, set_gradient, trained
-
-
-def shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Nothing: every rank keeps the whole weights."""
-
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights."""
-    pairs = match(parts, plan, mesh)
-    return Zero1Runtime(pairs, plan, mesh.group) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
 
 
 @dataclass(frozen=True)
@@ -47,19 +37,16 @@ class Chunk:
         return self.cut.pieces(self.regions, whole)
 
 
-class Zero1Runtime(LocalRuntime):
-    """The optimizer updates this rank's chunks in place in the module's own weights, and what has no copies whole.
+class ZeRO1Runtime(DataRuntime):
+    """The optimizer updates this rank's chunks in place in the module's own weights, and what has no copies whole."""
 
-    group_of: the group of an axis.
-    """
-
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group_of: Callable[[str], Group]):
-        super().__init__(frozen(pairs))
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
         pairs = trained(pairs)
         shapes = [tuple(weight.shape) for _, weight in pairs]
         filled = partition([held for held, _ in pairs], shapes, plan, padded=True)
         self._chunks: list[list[Chunk]] = []
-        self._groups = [group_of(bucket.axis) for bucket in filled]
+        self._groups = [mesh.group(bucket.axis) for bucket in filled]
         flat, buckets = [], []
         for bucket, group in zip(filled, self._groups):
             reduced, made = self._bucket([cut(*pairs[i], group, plan) for i in bucket.indices], group)
@@ -114,3 +101,6 @@ class Zero1Runtime(LocalRuntime):
         self._chunks.append(chunks)
         send = partial(comm.reduce_scatter_into, reduced, buffer, group, "gradients", async_op=True)
         return reduced, Bucket(buffer, [Slot(chunk.cut.weight, chunk.pieces) for chunk in chunks], send)
+
+
+RUNTIME = ZeRO1Runtime

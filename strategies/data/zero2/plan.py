@@ -8,28 +8,28 @@ and memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
-from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Collective, Plan
 
 from .. import buckets
-from ..sharding import check_splits
 from ..waiting import Waiting
 from ..zero1 import plan as zero1
 
 UNDER_WAY = 2  # buckets whose reduction is not waited for yet: one is sent while the next one fills
 
 
-class Way(zero1.Way):
+@dataclass(frozen=True)
+class ZeRO2(zero1.ZeRO1):
     """Weights are whole on every rank of dp; gradients, optimizer state and the update are split."""
 
-    def check(self, request: Request) -> list[Problem]:
-        return check_splits(request, "zero2")
+    kind = "zero2"
 
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """Shards; whole under schedules whose gradients come after them."""
@@ -68,6 +68,9 @@ class Way(zero1.Way):
             for number in range(len(waiting.buckets))
         ]
         return sum(sizes[-UNDER_WAY:])
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(data_cost.SCATTERED_AGAIN if reductions(plan) > 1 else data_cost.SHARDED)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Per bucket a reduce-scatter in every backward pass and one all-gather of parameters, then the final sums."""

@@ -9,25 +9,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun import comm, torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
 from ..chunks import Cut, cut, local_parameter, starts_of
-from ..local import LocalRuntime, Pair, by_axis, frozen, match, set_gradient, trained
-from ..zero1.runtime import shard
 from .plan import UNDER_WAY, reductions, stage_buckets
-
-__all__ = ["attach", "shard"]
-
-
-def attach(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> LocalRuntime:
-    """The DataRuntime over materialised weights."""
-    pairs = match(parts, plan, mesh)
-    return Zero2Runtime(pairs, plan, mesh.group) if mesh.group("dp").size > 1 else LocalRuntime(pairs)
 
 
 class Bucket:
@@ -173,14 +164,11 @@ class StageReducer:
         self._under_way.start(lambda: bucket.reduce(first=passed == 0))
 
 
-class Zero2Runtime(LocalRuntime):
-    """The optimizer updates this rank's chunks in place in the module's own weights, and what has no copies whole.
+class ZeRO2Runtime(DataRuntime):
+    """The optimizer updates this rank's chunks in place in the module's own weights, and what has no copies whole."""
 
-    group_of: the group of an axis.
-    """
-
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, group_of: Callable[[str], Group]):
-        super().__init__(frozen(pairs))
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
         pairs = trained(pairs)
         held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
         filled = stage_buckets(held, [tuple(weight.shape) for weight in weights], plan)
@@ -190,7 +178,7 @@ class Zero2Runtime(LocalRuntime):
         shards: dict[int, tuple[Tensor, Tensor]] = {}
         flat = []
         for of_stage in filled:
-            buckets = [_bucket([pairs[i] for i in one.indices], group_of(one.axis), plan) for one in of_stage]
+            buckets = [_bucket([pairs[i] for i in one.indices], mesh.group(one.axis), plan) for one in of_stage]
             self._reducers.append(StageReducer(buckets, self._under_way, plan))
             for one, bucket in zip(of_stage, buckets):
                 shards.update(zip(one.indices, zip([each.mine for each in bucket.cuts], bucket.shards)))
@@ -228,3 +216,6 @@ class Zero2Runtime(LocalRuntime):
         for bucket in self._buckets:
             self._under_way.start(bucket.gather)
         self._under_way.wait()
+
+
+RUNTIME = ZeRO2Runtime

@@ -1,24 +1,30 @@
-"""What the capacity dispatch will do: equal all-to-alls of all places that experts have. Torch-free."""
+"""Prediction of the capacity dispatcher: equal all-to-alls of all capacity slots. Torch-free."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.expert import memory, strategy, traffic
+from parallelrun.precision import BYTES
+
+from ..common import plan as common
 
 
-class Way(strategy.Way):
-    """The ExpertWayPlan of kind `capacity` (Lepikhin et al. 2020)."""
+@dataclass(frozen=True)
+class CapacityDispatcher(common.AllToAllDispatcher):
+    """GShard's dispatch (Lepikhin et al. 2020): all slots are sent, filled or empty."""
 
     kind = "capacity"
     explained = (
-        "Each expert has a fixed number of places per rank, so all messages have one size; empty places are sent too.",
+        "Each expert has a fixed number of slots per rank, so all messages have one size; empty slots are sent too.",
         "Lepikhin et al. 2020 (GShard)",
     )
 
-    def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
-        """The same everywhere, known to the byte."""
-        return traffic.all_places(plan)
+    def rows(self, plan: Plan) -> tuple[common.Rows, ...]:
+        return (common.Rows(common.num_slots(plan)),) * (len(common.levels(plan)) + 1)
 
     def index_bytes(self, plan: Plan) -> int:
-        """Of places."""
-        return memory.placing_bytes(traffic.num_places(plan), plan)
+        """Per slot the token, the assignment and the weight, as a local row has; per assignment whether it was kept."""
+        empty = common.num_slots(plan) - common.num_local_rows(plan)
+        slot_bytes = 2 * common.INDEX_BYTES + BYTES[plan.precision.compute]
+        return empty * slot_bytes + common.num_assignments(plan) * common.FLAG_BYTES

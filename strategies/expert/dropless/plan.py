@@ -1,15 +1,19 @@
-"""What the dropless dispatch will do: uneven all-to-alls of the rows that are kept, after their counts. Torch-free."""
+"""Prediction of the dropless dispatcher: uneven all-to-alls of the kept rows, after their counts. Torch-free."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.expert import memory, strategy, traffic
+
+from ..common import plan as common
 
 INT64_BYTES = 8
 
 
-class Way(strategy.Way):
-    """The ExpertWayPlan of kind `dropless` (Gale et al. 2022)."""
+@dataclass(frozen=True)
+class DroplessDispatcher(common.AllToAllDispatcher):
+    """MegaBlocks' dispatch (Gale et al. 2022): the bytes of an even load, and a bound that no step can exceed."""
 
     kind = "dropless"
     explained = (
@@ -17,14 +21,13 @@ class Way(strategy.Way):
         "Gale et al. 2022 (MegaBlocks)",
     )
 
-    def loads(self, plan: Plan) -> tuple[traffic.Rows, ...]:
-        """An even load, and what no step can exceed."""
-        return traffic.kept_rows(plan)
+    def rows(self, plan: Plan) -> tuple[common.Rows, ...]:
+        return common.kept_rows(plan)
 
     def counts_bytes(self, plan: Plan) -> int:
-        """A count for every expert and chunk."""
-        return plan.spec.experts * plan.expert.chunks * INT64_BYTES
+        """One count for every expert and chunk."""
+        return plan.spec.experts * self.chunks * INT64_BYTES
 
     def index_bytes(self, plan: Plan) -> int:
-        """Rows are sorted by expert on arrival, and between two legs."""
-        return sum(memory.sorting_bytes(rows.even) for rows in self.loads(plan)[1:])
+        """Rows are sorted by expert on arrival and between two levels: the source and the destination of each."""
+        return sum(2 * rows.even * common.INDEX_BYTES for rows in self.rows(plan)[1:])

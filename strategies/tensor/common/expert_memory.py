@@ -1,16 +1,16 @@
-"""Bytes that one microbatch of a layer with experts keeps for backward, every expert being at home. Torch-free.
+"""Bytes that one microbatch of a layer with experts saves for backward, every expert being on its own rank. Torch-free.
 
-T tokens choose among E experts; n rows come of it. a: bytes of the accurate dtype, in which routing computes.
+T tokens choose among E experts, which gives n rows. a: bytes of the accurate dtype, in which routing computes.
 
     router    its input T h, in the accurate dtype (where that is the compute dtype: the norm's output); with jitter its
-              factors too; scores of all experts, as its softmax and its gather keep them; of each choice its expert,
-              weight and whether it was kept; loads for the auxiliary loss
-    spread    of each row where it goes, of each token where its rows begin
-    experts   the rows n h; of each product, where each expert's rows end; the activation's input; what it gives, n f
-    combine   what the experts give, n h, its weights and tokens
+              factors too; scores of all experts, as its softmax and its gather save them; per choice its expert, weight
+              and whether it was dropped; loads for the auxiliary loss
+    dispatch  per row its token, per token where its rows begin
+    experts   the rows n h; per product, where each expert's rows end; the activation's input and result, n f
+    combine   the results of the experts, n h, their weights and tokens
 
-n is that of an even load: of a limited router at most its places. What an expert dispatcher keeps beyond that is its
-own.
+n is that of an even load; with a limited router at most its capacity slots. What an expert dispatcher saves beyond that
+is predicted by itself.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _choices(router: RouterSpec, plan: Plan) -> int:
 
 
 def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    """Of spreading rows, the experts and combining."""
+    """Of dispatching rows, the experts and combining."""
     router, compute, count = plan.spec.router, BYTES[plan.precision.compute], num_rows(plan)
     assert router is not None
     hidden = layer.in_features
@@ -92,11 +92,11 @@ def _weights(layer: LayerSpec, plan: Plan) -> int:
 
 
 def num_rows(plan: Plan) -> int:
-    """Rows of a microbatch, of an even load: one for every choice, as far as there are places for them."""
+    """Rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
     router, tokens, groups = plan.spec.router, num_tokens(plan), _groups(plan)
     assert router is not None
-    places = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
-    return places if router.kind == "expert_choice" else min(tokens * router.top_k, places)
+    slots = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
+    return slots if router.kind == "expert_choice" else min(tokens * router.top_k, slots)
 
 
 def _groups(plan: Plan) -> int:
@@ -105,6 +105,6 @@ def _groups(plan: Plan) -> int:
 
 
 def _behind(block: BlockSpec) -> tuple[LayerSpec, ...]:
-    """The layers behind the router."""
+    """The router and the layers behind it."""
     roles = [layer.layer_role for layer in block.layers]
     return block.layers[roles.index("router") :]

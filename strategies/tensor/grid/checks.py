@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm, prod
 
+from parallelrun import definitions
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.load import splits_backward
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 
@@ -22,7 +23,6 @@ from .choose import Misfit, boundary_layout, degree
 
 # roles of layers that may have parameters
 ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
-LESSON = "matmul"  # it shows uneven parts on purpose
 
 
 def asked_form(request: Request) -> str:
@@ -51,7 +51,7 @@ def choice(request: Request) -> choose.Choice:
 
 def sample_parts(request: Request) -> int:
     """Into how many parts the samples of a microbatch are cut: the axes of rows, at their most, in any layer."""
-    if request.config.model.name == LESSON or shape.arranged(request) is None:
+    if definitions.model(request.config).is_lesson or shape.arranged(request) is None:
         return 1
     asked = choice(replace(request, batch=None))
     parts = degree(boundary_layout(asked.sizes).rows, asked.sizes)
@@ -64,7 +64,7 @@ def sample_parts(request: Request) -> int:
 def check(request: Request) -> list[Problem]:
     """All violations."""
     problems = _together(request) + _summa(request)
-    lesson = request.config.model.name == LESSON
+    lesson = definitions.model(request.config).is_lesson
     if request.tp > 1 and request.spec.experts:
         return [*problems, _experts(request)]
     if request.tp > 1 and not lesson:

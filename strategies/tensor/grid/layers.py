@@ -110,7 +110,7 @@ class GridColumnLinear(GridLayer, single_device.ColumnLinear):
     """All outputs in one product: what they read is moved once."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.give(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
+        return self.returned(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
 
 
 class GridRowLinear(GridLayer, single_device.RowLinear):

@@ -12,6 +12,7 @@ from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.product import Product
 
+from ..common.autograd import apply
 from .block_matrix import BlockMatrix
 from .buffers import ActivationPacking, MoveGroup, WeightPacking, move_group, weight_packing
 
@@ -30,7 +31,7 @@ def look_up(
         real = [torch.arange(rows, device=ids.device) + part * padded for part, rows in enumerate(valid)]
         index = torch.cat([*real, index.new_zeros(1)])[index.masked_fill(elsewhere, stop - start)]
     index = index.masked_fill(elsewhere, packed.num_parts * padded)
-    return _LookUp.apply(table, index, packed, move_group(product.scatter_y, mesh), *dtypes)
+    return apply(_LookUp, table, index, packed, move_group(product.scatter_y, mesh), *dtypes)
 
 
 class _LookUp(torch.autograd.Function):
@@ -45,7 +46,7 @@ class _LookUp(torch.autograd.Function):
         table: Tensor,
         index: Tensor,
         packed: WeightPacking,
-        strategy: MoveGroup,
+        move: MoveGroup,
         compute: torch.dtype,
         reduce: torch.dtype,
     ) -> Tensor:
@@ -53,15 +54,15 @@ class _LookUp(torch.autograd.Function):
         ctx.own, ctx.stored = table.size(0), table.dtype
         ctx.save_for_backward(index)
         whole = packed.start_gather([table], compute)().flatten(0, 1)
-        ctx.bundle = ActivationPacking(strategy, index.numel(), tuple(index.shape[1:]), (width,), (width,))
-        buffer, (out,) = ctx.bundle.new(whole)
-        for place, rows, some in _by_part(whole, index.flatten(), out):
-            torch.index_select(rows, 0, some.clamp(max=rows.size(0) - 1), out=place)
-            place.masked_fill_((some >= rows.size(0)).unsqueeze(1), 0)
-        return ctx.bundle.start_scatter(buffer)()[0]
+        bundle = ctx.bundle = ActivationPacking(move, index.numel(), tuple(index.shape[1:]), (width,), (width,))
+        buffer, (out,) = bundle.new(whole)
+        for part, rows, some in _by_part(whole, index.flatten(), out):
+            torch.index_select(rows, 0, some.clamp(max=rows.size(0) - 1), out=part)
+            part.masked_fill_((some >= rows.size(0)).unsqueeze(1), 0)
+        return bundle.start_scatter(buffer)()[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (index,), packed, bundle = ctx.saved_tensors, ctx.packed, ctx.bundle
         (whole,) = bundle.read(bundle.start_gather([grad])())
         num_rows, width = packed.num_parts * packed.rows[0], whole.shape[1]

@@ -18,6 +18,7 @@ from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Product
 
+from ..common.autograd import apply_to_all
 from ..common.product_strategy import overlaps
 from . import lookup, split_backward, summa
 from .block_matrix import BlockMatrix, multiply_into
@@ -75,9 +76,9 @@ def multiply(
 ) -> tuple[Tensor, ...]:
     """X times each weight, plus its bias: one output each.
 
-    x: (samples, ..., features) in the compute dtype, as `product.x` lies; weights: (weight, bias or None) as stored, of
-    one layer. Outputs lie as `product.y`. out_features: each weight's global rows, needed where they do not divide (a
-    vocabulary): ranks then hold unequal numbers of them.
+    x: (samples, ..., features) in the compute dtype and the layout `product.x`; weights: (weight, bias or None) as
+    stored, of one layer. Outputs have the layout `product.y`. out_features: each weight's global rows, needed where
+    they do not divide (a vocabulary): ranks then hold unequal numbers of them.
     """
     stored = [weight for weight, _ in weights]
     if product.panels:
@@ -90,7 +91,7 @@ def multiply(
             options,
         )
         if options.fused:
-            out = _Multiply.apply(x, moves, *stored)
+            out = apply_to_all(_Multiply, x, moves, *stored)
         else:
             out = split_backward.multiply(x, stored, moves.into_x, moves.out_of_y, moves.packing, options.reduce)
     return tuple(y if bias is None else y.add_(bias.to(y.dtype)) for y, (_, bias) in zip(out, weights))
@@ -115,9 +116,9 @@ class _Multiply(torch.autograd.Function):
         held_x, held_weights = gathering(), gathering_weights()
         (left,), right = bundle.read(held_x), moves.weights(held_weights, x.dtype)
         outputs = output_packing(moves.out_of_y, bundle, [weight.shape[0] for weight in right], moves.packing)
-        buffer, places = outputs.new(x)
-        for place, weight in zip(places, right):
-            multiply_into(place, [(left, weight.t())])
+        buffer, partial = outputs.new(x)
+        for matrix, weight in zip(partial, right):
+            multiply_into(matrix, [(left, weight.t())])
         scattering = outputs.start_scatter(buffer)
         ctx.moves, ctx.bundle, ctx.outputs = moves, bundle, outputs
         ctx.like = [(weight.size(0), weight.dtype) for weight in weights]
@@ -125,7 +126,7 @@ class _Multiply(torch.autograd.Function):
         return scattering()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         moves, bundle = ctx.moves, ctx.bundle
         wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         gathering = ctx.outputs.start_gather(grads)
@@ -133,8 +134,8 @@ class _Multiply(torch.autograd.Function):
         outputs = ctx.outputs.read(gathering())
         reducing = reducing_weights = None
         if wants_x:
-            buffer, (place,) = bundle.new(outputs[0].parts[0])
-            multiply_into(place, list(zip(outputs, moves.weights(gathering_weights(), buffer.dtype))))
+            buffer, (partial,) = bundle.new(outputs[0].parts[0])
+            multiply_into(partial, list(zip(outputs, moves.weights(gathering_weights(), buffer.dtype))))
             reducing = bundle.start_scatter(buffer)
         if wants_weights:
             (x,) = bundle.read(gathering_x())
@@ -162,10 +163,10 @@ def _start_weight_gradients(outputs: list[BlockMatrix], x: BlockMatrix, moves: _
     if packing.groups:
         new = like.new_zeros if packing.is_padded else like.new_empty
         buffer = new((packing.num_parts, sum(packing.rows), x.shape[1]))
-        places = packing.matrices(buffer)
+        gradients = packing.matrices(buffer)
     else:
         found = [like.new_empty((output.shape[1], x.shape[1])) for output in outputs]
-        places = [BlockMatrix((gradient,)) for gradient in found]
-    for place, output in zip(places, outputs):
-        multiply_into(place, [(output.t(), x)])
+        gradients = [BlockMatrix((gradient,)) for gradient in found]
+    for gradient, output in zip(gradients, outputs):
+        multiply_into(gradient, [(output.t(), x)])
     return packing.start_scatter(buffer.to(moves.options.reduce)) if packing.groups else lambda: found

@@ -10,7 +10,7 @@ from parallelrun.config.schema import TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.tensor_strategy import LayerBackward, LayoutChoice, MeshDims
 from parallelrun.product import ActivationLayout, Product

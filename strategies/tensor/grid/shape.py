@@ -14,7 +14,7 @@ from math import isqrt
 from typing import Any
 
 from parallelrun.errors import Problem
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
 Grid = tuple[int, int]
@@ -60,7 +60,7 @@ def _possible_depths(kind: str, tp: int, depth: int | None) -> Iterable[int]:
 
 def cube_root(number: int) -> int:
     """Rounded down."""
-    root = round(number ** (1 / 3))  # exact enough: degrees are below 2^20
+    root: int = round(number ** (1 / 3))  # exact enough: degrees are below 2^20
     return root if root**3 <= number else root - 1
 
 

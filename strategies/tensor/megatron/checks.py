@@ -6,7 +6,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import LayerSpec, ModelSpec
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
 from ..common import roles

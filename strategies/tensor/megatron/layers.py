@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from parallelrun.mesh import Group
 from parallelrun.models import layers as single_device
+from parallelrun.models.functions import linear
 
 from ..common.sharding import TakesOver
 from . import operators
@@ -38,14 +39,14 @@ class ColumnParallelLinear(TensorParallelLayer, single_device.ColumnLinear):
     """Local rows of every output's weight. Only under sequence parallelism does forward communicate."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.give(_column_parallel(x.to(self.compute_dtype), [*map(self.weights, self.outputs)], self.tp))
+        return self.returned(_column_parallel(x.to(self.compute_dtype), [*map(self.weights, self.outputs)], self.tp))
 
 
 class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = single_device.linear(x, self.weight, None, self.compute_dtype)
+        partial = linear(x, self.weight, None, self.compute_dtype)
         out = operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
         return out if self.bias is None else out + self.bias.to(self.compute_dtype)
 

@@ -13,7 +13,6 @@ from parallelrun.config.overrides import read
 from parallelrun.errors import ConfigError
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.document import document as describe
-from parallelrun.plan.load import strategies_of
 from parallelrun.plan.resolve import resolve
 from parallelrun.precision import TABLE
 
@@ -68,7 +67,7 @@ def test_the_schedules_of_the_pipeline_lesson_differ_in_nothing_but_the_schedule
     kinds = ("gpipe", "1f1b", "interleaved", "zero_bubble")
     plans = [plan("recipe=pipelines", f"strategy={kind}") for kind in kinds]
     assert {found.batch for found in plans} == {plans[0].batch} and plans[0].batch.microbatches == 16
-    bubbles = [simulate.of_plan(found, strategies_of(found).pipeline).bubble_of_total for found in plans]
+    bubbles = [simulate.of_plan(found).bubble_of_total for found in plans]
     assert bubbles[0] == pytest.approx(bubbles[1]) and bubbles[1] > bubbles[2] > bubbles[3], bubbles
 
 

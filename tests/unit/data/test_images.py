@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallelrun import definitions, registry
+from parallelrun import definitions
 from parallelrun.data import cifar10, mnist, open_dataset
 from parallelrun.data.images import ImageView, resize, shifted
 from parallelrun.data.order import Sampler
@@ -35,7 +35,7 @@ def opened(**overrides: Any) -> Dataset:
     }
     config = tiny_config({**changes, **{key.replace("__", "."): value for key, value in overrides.items()}})
     classes = definitions.dataset(config).vocab_size(config)
-    spec = registry.load("models", config.model.name, "spec").make(config, classes)
+    spec = definitions.model(config).make(config, classes)
     return open_dataset(config, spec)
 
 
@@ -203,7 +203,7 @@ def test_an_image_folder_may_bring_its_own_splits(image_folder: Path) -> None:
 def notes(dataset: Dataset, **overrides: Any) -> list[str]:
     config = tiny_config({**RESNET, **{key.replace("__", "."): value for key, value in overrides.items()}})
     classes = dataset.vocab
-    spec = registry.load("models", config.model.name, "spec").make(config, classes)
+    spec = definitions.model(config).make(config, classes)
     return definitions.dataset(config).notes(config, spec, dataset)
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
 CHARACTER = 0.56  # of the font's size: the mean width of a sans-serif character, measured on DejaVu Sans

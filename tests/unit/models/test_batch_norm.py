@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.models.vision import batch_norm
-from parallelrun.models.vision.batch_norm import BatchNorm, Piece, Sets
+from parallelrun.models.vision.batch_norm import BatchNorm, SampleSetLayout, SetPiece
 from parallelrun.train.build import Training, build
 from parallelrun.train.scaler import LossScaler
 from parallelrun.train.step import measure, train_step
@@ -20,7 +20,7 @@ from tests.vision import RESNET
 EPS = 1e-5
 
 
-class Fixed(Sets):
+class Fixed(SampleSetLayout):
     """The sets of one rank that holds the whole batch."""
 
     def __init__(self, samples: int, size: int, spread: bool):
@@ -29,7 +29,7 @@ class Fixed(Sets):
         self.pieces = batch_norm._pieces(0, samples, size)
 
 
-def made(channels: int, sets: Sets | None) -> BatchNorm:
+def made(channels: int, sets: SampleSetLayout | None) -> BatchNorm:
     layer = BatchNorm(channels, EPS, 0.1, torch.float64).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
@@ -86,9 +86,9 @@ def test_linear_features_are_normalised_too() -> None:
 
 
 def test_a_replica_knows_its_pieces_of_sets() -> None:
-    assert batch_norm._pieces(6, 12, 8) == (Piece(0, 0, 2), Piece(1, 2, 6))
-    assert batch_norm._pieces(0, 12, 4) == (Piece(0, 0, 4), Piece(1, 4, 8), Piece(2, 8, 12))
-    assert batch_norm._pieces(12, 18, 24) == (Piece(0, 0, 6),)
+    assert batch_norm._pieces(6, 12, 8) == (SetPiece(0, 0, 2), SetPiece(1, 2, 6))
+    assert batch_norm._pieces(0, 12, 4) == (SetPiece(0, 0, 4), SetPiece(1, 4, 8), SetPiece(2, 8, 12))
+    assert batch_norm._pieces(12, 18, 24) == (SetPiece(0, 0, 6),)
 
 
 def test_low_precision_is_normalised_in_fp32() -> None:

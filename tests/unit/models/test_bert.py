@@ -20,7 +20,7 @@ from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
 from tests.plans import tiny_config, tiny_plan
 
-PRESETS = Path(__file__).parents[2] / "conf" / "model"
+PRESETS = Path(__file__).parents[3] / "conf" / "model"
 SMALL: dict[str, Any] = {"model.name": "bert", "model.preset": "bert", "model.layers": 2}
 
 
@@ -28,12 +28,12 @@ def preset_spec(name: str):
     config = Config()
     for key, value in yaml.safe_load((PRESETS / f"{name}.yaml").read_text()).items():
         setattr(config.model, key, value)
-    return spec.make(config, 256)
+    return spec.MODEL.make(config, 256)
 
 
 def built(overrides: dict[str, Any], seed: int = 3) -> Network:
     config = tiny_config({**SMALL, **overrides})
-    made = spec.make(config, 31)
+    made = spec.MODEL.make(config, 31)
     bert = network.build(config, made, TABLE["fp64"])
     with torch.no_grad():
         for name, parameter in bert.named_parameters():
@@ -50,7 +50,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
 
 
 def test_modules_hold_exactly_what_the_spec_lists() -> None:
-    bert, made = built({}), spec.make(tiny_config(SMALL), 31)
+    bert, made = built({}), spec.MODEL.make(tiny_config(SMALL), 31)
     assert {name: tuple(p.shape) for name, p in bert.named_parameters()} == {
         name: p.shape for name, p in made.parameters.items()
     }
@@ -85,15 +85,15 @@ def test_what_makes_a_bert_cannot_be_changed() -> None:
 def test_the_mask_token_needs_an_id_of_its_own() -> None:
     config = tiny_config({**SMALL, "dataset.name": "pystdlib", "dataset.vocab": None, "model.vocab": 256})
     with pytest.raises(ConfigError) as caught:
-        spec.make(config, 256)
+        spec.MODEL.make(config, 256)
     assert caught.value.problems[0].suggestion == "model.vocab=257"
     config.model.vocab = None
-    assert spec.make(config, 256).vocab == 257
+    assert spec.MODEL.make(config, 256).vocab == 257
 
 
 def masked(**overrides: Any) -> MaskedSplit:
     config = tiny_config({**SMALL, "model.seq": 64, "dataset.samples": 400, **overrides})
-    return open_dataset(config, spec.make(config, 32)).train  # type: ignore[return-value]
+    return open_dataset(config, spec.MODEL.make(config, 32)).train  # type: ignore[return-value]
 
 
 def test_masks_are_what_bert_describes() -> None:

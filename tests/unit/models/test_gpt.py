@@ -20,7 +20,7 @@ from parallelrun.models.gpt import network, spec
 from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
 
-PRESETS = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+PRESETS = sorted((Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
 GPT_PRESETS = {path.stem: yaml.safe_load(path.read_text()) for path in PRESETS}
 GPT_PRESETS = {name: values for name, values in GPT_PRESETS.items() if values.get("name", "gpt") == "gpt"}
 SMALL = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "ffn": 24, "init_std": 0.3}
@@ -55,12 +55,12 @@ def make_config(values: dict[str, Any], **run_keys: Any) -> Config:
 
 
 def make_spec(values: dict[str, Any], vocab: int = 256) -> ModelSpec:
-    return spec.make(make_config(values), values.get("vocab", vocab))
+    return spec.MODEL.make(make_config(values), values.get("vocab", vocab))
 
 
 def built(config: Config, vocab: int, precision: str = "fp64", seed: int = 3) -> Network:
     """The network on CPU with its initial weights, as on one device."""
-    made = spec.make(config, vocab)
+    made = spec.MODEL.make(config, vocab)
     gpt = network.build(config, made, TABLE[precision])
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
@@ -141,7 +141,7 @@ def test_modules_hold_what_the_spec_lists_under_every_option(options: dict[str, 
 
 
 def assert_spec_is_module(config: Config, vocab: int) -> None:
-    made = spec.make(config, vocab)
+    made = spec.MODEL.make(config, vocab)
     with torch.device("meta"):
         gpt = network.build(config, made, TABLE["bf16"])
     held = [(name, tuple(parameter.shape)) for name, parameter in gpt.named_parameters()]
@@ -167,7 +167,8 @@ def test_the_spec_needs_no_torch() -> None:
     code = (
         "import sys; from parallelrun.models.gpt import spec; from parallelrun.models.mlp import spec as a; "
         "from parallelrun.models.matmul import spec as b, cuts; from parallelrun.config.schema import Config; "
-        "spec.make(Config(), 256); a.make(Config(), 256); b.make(Config(), 0); sys.exit('torch' in sys.modules)"
+        "spec.MODEL.make(Config(), 256); a.MODEL.make(Config(), 256); b.MODEL.make(Config(), 0); "
+        "sys.exit('torch' in sys.modules)"
     )
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -50,7 +50,7 @@ def config(**more: Any) -> Config:
 
 
 def built(given: Config, precision: str = "fp32") -> Network:
-    made = spec.make(given, 32)
+    made = spec.MODEL.make(given, 32)
     with torch.device("meta"):
         net = network.build(given, made, TABLE[precision])
     values = net.own_values(given.seed)
@@ -67,7 +67,7 @@ def original(given: Config) -> torch.nn.Module:
 
 def test_without_roles_and_blocks_it_is_one_block_and_trains_as_it_is() -> None:
     given = config()
-    made = spec.make(given, 32)
+    made = spec.MODEL.make(given, 32)
     assert [block.name for block in made.blocks] == ["module"]
     assert (made.kind, made.sample_shape, made.targets_per_sample, made.vocab) == ("tokens", (8,), 8, 32)
     net, plain = built(given), original(given)
@@ -80,7 +80,7 @@ def test_without_roles_and_blocks_it_is_one_block_and_trains_as_it_is() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_roles_and_blocks_keep_names_values_and_results(tied: bool) -> None:
     given = config(model__roles=ROLES, model__blocks=BLOCKS, model__arguments={"tied": tied})
-    made = spec.make(given, 32)
+    made = spec.MODEL.make(given, 32)
     assert [block.name for block in made.blocks] == [
         "module.embed",
         "module.layers.0",
@@ -103,7 +103,7 @@ def test_roles_and_blocks_keep_names_values_and_results(tied: bool) -> None:
 
 def test_flops_and_kept_elements_are_counted_on_the_module() -> None:
     given = config(model__roles=ROLES, model__blocks=BLOCKS)
-    embed, layer, _, head = spec.make(given, 32).blocks
+    embed, layer, _, head = spec.MODEL.make(given, 32).blocks
     assert embed.forward_flops == 0 and head.forward_flops == 2 * 16 * 32 * 8
     assert layer.forward_flops == 2 * 8 * 12 * 16**2 + 4 * 8**2 * 16
     assert layer.saved_elements > 8 * (16 * 6 + 64)
@@ -142,7 +142,7 @@ def test_bf16_rounds_what_has_no_role_too() -> None:
 
 def test_features_need_no_embedding() -> None:
     given = config(model__source=f"{FILE}:build_classifier", dataset__name="synthetic")
-    made = spec.make(given, 32)
+    made = spec.MODEL.make(given, 32)
     assert (made.kind, made.sample_shape, made.targets_per_sample) == ("features", (16,), 1)
 
 
@@ -183,7 +183,7 @@ def test_features_need_no_embedding() -> None:
 )
 def test_what_breaks_the_contract_is_named(more: dict[str, Any], where: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        spec.make(config(**more), 32)
+        spec.MODEL.make(config(**more), 32)
     (problem,) = error.value.problems
     assert problem.where == where and said in problem.what
 
@@ -201,7 +201,7 @@ def test_loading_does_not_disturb_torchs_generator() -> None:
 
 
 def test_a_tied_head_has_its_true_sizes() -> None:
-    made = spec.make(config(model__roles=ROLES, model__arguments={"tied": True}), 32)
+    made = spec.MODEL.make(config(model__roles=ROLES, model__arguments={"tied": True}), 32)
     head = next(layer for layer in made.layers() if layer.layer_role == "head")
     assert (head.in_features, head.out_features, head.parameters) == (16, 32, ())
     assert head.tied == "module.embed.tokens.weight"
@@ -229,7 +229,7 @@ def test_a_frozen_parameter_trains_as_in_plain_torch() -> None:
 
 def test_a_module_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no parameter that is trained"):
-        spec.make(config(model__arguments={"frozen": "*"}), 32)
+        spec.MODEL.make(config(model__arguments={"frozen": "*"}), 32)
 
 
 SLICED = {"model__source": f"{FILE}:build_sliceable", "model__roles": ROLES, "tp": 2}
@@ -237,7 +237,9 @@ SLICED |= {"strategy__tensor__sequence_parallel": True}
 
 
 def test_a_module_of_which_each_rank_may_hold_a_slice_of_the_sequence() -> None:
-    assert spec.make(config(**SLICED), 32).parameters["module.embed.place.weight"].layer_role == "position_embedding"
+    assert (
+        spec.MODEL.make(config(**SLICED), 32).parameters["module.embed.place.weight"].layer_role == "position_embedding"
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_a_module_of_which_each_rank_may_hold_a_slice_of_the_sequence() -> None:
 )
 def test_where_a_slice_is_not_enough_the_layer_is_named(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        spec.make(config(**SLICED | more), 32)
+        spec.MODEL.make(config(**SLICED | more), 32)
     (problem,) = error.value.problems
     assert (problem.kind, problem.where) == ("undefined", "strategy.tensor.sequence_parallel")
     assert said in problem.what
@@ -262,7 +264,7 @@ def test_where_a_slice_is_not_enough_the_layer_is_named(more: dict[str, Any], sa
 
 def test_dropout_of_attention_s_probabilities_is_refused_where_heads_are_split() -> None:
     with pytest.raises(ConfigError, match=r"dropout layers\.0\.drop acts on something whose rows"):
-        spec.make(config(model__source=f"{FILE}:build_dropped", model__roles=ROLES, tp=2), 32)
+        spec.MODEL.make(config(model__source=f"{FILE}:build_dropped", model__roles=ROLES, tp=2), 32)
 
 
 BROKEN = """
@@ -302,6 +304,6 @@ def test_an_exception_in_the_users_file_is_told_with_its_lines(tmp_path, monkeyp
     (tmp_path / "net.py").write_text(text)
     config = tiny_config(**overrides(**{"model.source": f"./net.py:{function}"}))
     with pytest.raises(ConfigError) as raised:
-        spec.make(config, 256)
+        spec.MODEL.make(config, 256)
     (problem,) = raised.value.problems
     assert what in problem.what and problem.where.startswith(where)

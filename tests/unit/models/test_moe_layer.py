@@ -14,12 +14,12 @@ from parallelrun.errors import ConfigError
 from parallelrun.models import dropout
 from parallelrun.models.functions import activate
 from parallelrun.models.gpt import spec as gpt
-from parallelrun.models.gpt.network import Factory
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts, grouped_multiply, one_by_one
-from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatch, MoE
+from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.moe.spec import has_experts, router_spec
+from parallelrun.models.transformer.modules import LayerFactory
 from parallelrun.precision import TABLE
 from tests.plans import tiny_config, tiny_plan
 
@@ -44,7 +44,7 @@ def layer(router: RouterConfig, precision: str = "fp64", **sizes: Any) -> MoE:
         setattr(config.model, key, value)
     spec = router_spec(config.model)
     assert spec is not None
-    moe = MoE("layers.1.moe", Factory(config, 8, TABLE[precision]), spec)
+    moe = MoE("layers.1.moe", LayerFactory(config, 8, TABLE[precision]), spec)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in moe.parameters():
@@ -203,7 +203,7 @@ def test_experts_without_any_row_still_give_every_weight_a_gradient(precision: s
     x = x.detach().flatten(0, 1).to(moe.experts.compute_dtype).requires_grad_()
     routing = moe.router(x.view(grad.shape))
     nobody = routing._replace(kept=torch.zeros_like(routing.kept))
-    y, _ = LocalDispatch()(x, nobody, moe.experts, None)
+    y, _ = LocalDispatcher()(x, nobody, moe.experts, None)
     assert y.shape == x.shape and (y == 0).all()
     for gradient in torch.autograd.grad(
         (y * grad.flatten(0, 1)).sum(), [x, moe.router.weight, *moe.experts.parameters()]
@@ -243,7 +243,7 @@ def test_the_auxiliary_loss_adds_its_gradient_and_nothing_else() -> None:
 )
 def test_the_last_layer_of_every_period_has_experts(dense: int, period: int, expected: list[int]) -> None:
     config = tiny_config(model__layers=6, model__experts=2, model__dense_layers=dense, model__expert_period=period)
-    made = gpt.make(config, 32)
+    made = gpt.MODEL.make(config, 32)
     assert [index for index in range(6) if has_experts(index, config.model)] == expected
     layers = {layer.name for layer in made.layers() if layer.layer_role == "expert"}
     assert layers == {f"layers.{index}.moe.experts" for index in expected}
@@ -256,14 +256,14 @@ def test_flops_are_those_of_the_experts_that_a_token_goes_to() -> None:
     )
     hidden, seq = config.model.hidden, config.model.seq
     products = 4 * hidden**2 + 6 * hidden + (3 + 2) * 3 * hidden * 10
-    assert gpt.make(config, 32).block("layers.0").forward_flops == 2.0 * products * seq + 4.0 * seq**2 * hidden
+    assert gpt.MODEL.make(config, 32).block("layers.0").forward_flops == 2.0 * products * seq + 4.0 * seq**2 * hidden
 
 
 def test_experts_start_as_the_mlp_does() -> None:
     config = tiny_config(
         {"model.experts": 3, "model.layers": 8, "model.shared_experts": 1, "model.router.bias_rate": 0.1}
     )
-    made = gpt.make(config, 32).parameters
+    made = gpt.MODEL.make(config, 32).parameters
     std = {name: made[f"layers.1.moe.{name}"].initialiser.std for name in ("router.weight", "experts.up")}
     assert set(std.values()) == {0.02}
     for name in ("experts.down", "shared.down.weight"):
@@ -287,7 +287,7 @@ def test_experts_start_as_the_mlp_does() -> None:
 def test_impossible_sizes_are_refused(values: dict[str, int], key: str, suggestion: str) -> None:
     config = tiny_config({f"model.{name}": value for name, value in {"experts": 4, **values}.items()})
     with pytest.raises(ConfigError) as error:
-        gpt.make(config, 32)
+        gpt.MODEL.make(config, 32)
     (problem,) = error.value.problems
     assert (problem.where, problem.suggestion) == (key, suggestion)
 

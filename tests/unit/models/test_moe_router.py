@@ -178,6 +178,6 @@ def test_the_selection_bias_is_frozen_and_there_only_where_it_moves() -> None:
 
 
 def test_what_statistics_mean_is_known_without_torch() -> None:
-    code = "import sys; from parallelrun.models.moe import statistics; statistics.size(4)"
+    code = "import sys; from parallelrun.plan import routing_statistics as statistics; statistics.size(4)"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

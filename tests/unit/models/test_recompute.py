@@ -26,7 +26,7 @@ SAMPLES = torch.tensor([5, 9])
 
 def built(mode: str, overrides: dict[str, Any], precision: str = "fp64") -> Network:
     config = tiny_config({"dropout": 0.2, **overrides})
-    made = spec.make(config, 32)
+    made = spec.MODEL.make(config, 32)
     gpt = network.build(config, made, TABLE[precision])
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallelrun import registry
+from parallelrun import definitions, registry
 from parallelrun.config import presets
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
@@ -33,7 +33,7 @@ def preset(name: str, dataset: str = "synthetic", image: int | None = None) -> C
 
 
 def spec_of(config: Config, classes: int = 10) -> ModelSpec:
-    return registry.load("models", config.model.name, "spec").make(config, config.model.vocab or classes)
+    return definitions.model(config).make(config, config.model.vocab or classes)
 
 
 def build(config: Config, spec: ModelSpec, precision: str = "fp64") -> Network:

@@ -122,7 +122,7 @@ def test_what_a_worker_sends_is_what_the_account_predicts_to_the_byte(overrides,
         own = [row for row in rows if row.axis.startswith("dp") and row.purpose not in ("partial", "control")]
         sent = max(sent, sum(prediction.wire_bytes(row, prediction.group_size(plan, row.axis)) for row in own))
     sent /= plan.data.sync_every
-    resharded = plan.data.reshard_after_forward  # FSDP2 keeps its root unit gathered: one gather less of it
+    resharded = plan.data.exchange_form(plan).gathers_again  # FSDP2 keeps its root gathered: a gather less
     assert axis.chosen.here.exchange.worker_bytes == pytest.approx(sent, rel=0.25 if resharded else 0.002)
 
 
@@ -306,8 +306,8 @@ def test_the_document_carries_all_of_it():
     config = tiny_config({"dp": 4, **PS, "servers": 2, **ETHERNET, "cluster.peak_tflops": 1.0})
     plain = json.loads(json.dumps(document(resolve(config), config), allow_nan=False))["data_axis"]
     assert plain["nodes"] == 6 and plain["best"]["workers"] >= 3 and plain["fabric"]["unit"] == "s"
-    assert [one["chosen"] for one in plain["ways"]].count(True) == 1
-    assert {"nodes", "workers", "servers", "exchange", "samples_per_s"} == set(plain["ways"][0]["curve"][0])
+    assert [one["chosen"] for one in plain["strategies"]].count(True) == 1
+    assert {"nodes", "workers", "servers", "exchange", "samples_per_s"} == set(plain["strategies"][0]["curve"][0])
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_plan_has_one_rate_of_samples(overrides):
     config = tiny_config({**DGX, "cluster.peak_tflops": 1e-3, **overrides})
     plan = resolve(config)
     known = document(plan, config)
-    own = next(one for one in known["data_axis"]["ways"] if one["chosen"])["here"]["samples_per_s"]
+    own = next(one for one in known["data_axis"]["strategies"] if one["chosen"])["here"]["samples_per_s"]
     cost, samples = known["cost"], plan.batch.global_batch
     step = cost["compute_s"] + cost["communication_s"], max(cost["compute_s"], cost["communication_s"])
     assert own == pytest.approx([samples / step[0], samples / step[1]])
@@ -333,7 +333,7 @@ def test_another_way_keeps_what_other_axes_send():
     config = tiny_config({**DGX, "cluster.peak_tflops": 1e-3, "dp": 2, "tp": 4})
     plan = resolve(config)
     known = document(plan, config)
-    other = next(one for one in known["data_axis"]["ways"] if one["name"] == data_strategies.COLOCATED)["here"]
+    other = next(one for one in known["data_axis"]["strategies"] if one["name"] == data_strategies.COLOCATED)["here"]
     beside = known["cost"]["communication_s"] - known["cost"]["data_s"]
     assert beside > known["cost"]["data_s"], "tensor parallelism sends most here"
     seconds = known["cost"]["compute_s"] + beside + other["exchange"]["seconds"]

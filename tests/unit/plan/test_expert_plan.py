@@ -10,7 +10,9 @@ import pytest
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan import prediction
-from parallelrun.plan.structure import Collective, ExpertWay
+from parallelrun.plan.structure import Collective
+from parallelrun.strategies.expert.capacity.plan import CapacityDispatcher
+from parallelrun.strategies.expert.dropless.plan import DroplessDispatcher
 from tests.plans import tiny_plan
 
 # 2 of 4 layers have 8 experts; a microbatch of 2 samples of 8 tokens on each of 4 ranks, 16 numbers of 4 bytes a row
@@ -35,9 +37,9 @@ def problems(overrides: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def test_a_way_is_chosen_by_the_routers_limit_and_settled():
-    assert tiny_plan(LIMITED).expert == ExpertWay("capacity", 1, 1, True)
+    assert tiny_plan(LIMITED).expert == CapacityDispatcher(1, 1, True)
     settings = {CHUNKS: 2, SIZE: 2, "strategy.expert.overlap": False}
-    assert tiny_plan({**EXPERTS, **settings}).expert == ExpertWay("dropless", 2, 2, False)
+    assert tiny_plan({**EXPERTS, **settings}).expert == DroplessDispatcher(2, 2, False)
 
 
 def test_every_place_travels_there_and_back_and_so_do_gradients():

@@ -21,13 +21,13 @@ from parallelrun.plan.document import document
 from parallelrun.plan.expert_axes import replica_axis, split
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.parameters import held_parameters, module_layout, owns
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.suggest import pairs
 from parallelrun.report.plan import show
 from parallelrun.verify.single_device import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MOE = {"model.experts": 8, "model.expert_period": 2}
 LIMITED = {**MOE, "model.router.kind": "gshard", "model.router.capacity_factor": 1.25}
 PRESETS = ("gshard", "switch", "expert_choice", "dropless", "aux_free")
@@ -89,11 +89,11 @@ class TestDegrees:
 
     def test_an_explicit_ep_beats_the_preset(self):
         assert tiny_plan(preset("gshard", dp=4, ep=2)).mesh.size("ep") == 2
-        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert.kind == "none"
+        assert tiny_plan(preset("gshard", dp=4, ep=1)).expert is None
 
     def test_other_presets_leave_experts_at_home(self):
         plan = tiny_plan({**MOE, "dp": 4})
-        assert plan.mesh.size("ep") == 1 and plan.expert.kind == "none" and strategies_of(plan).expert is None
+        assert plan.mesh.size("ep") == 1 and plan.expert is None
         assert plan.mesh == tiny_plan(dp=4).mesh
 
     def test_a_model_without_experts_has_nothing_to_spread(self):
@@ -378,7 +378,7 @@ class TestLayouts:
     @pytest.mark.parametrize(("dp", "ep", "tp"), [(4, 2, 1), (4, 4, 1), (4, 2, 2), (2, 2, 1)])
     def test_experts_are_cut_over_ep_and_everything_has_one_owner(self, data, dp, ep, tp):
         plan = tiny_plan({**MOE, "dp": dp, "ep": ep, "tp": tp, "strategy.data.kind": data})
-        strategies, shape = strategies_of(plan), plan.mesh
+        shape = plan.mesh
         places = [shape.coordinate(rank) for rank in range(shape.num_ranks)]
         for held in held_parameters(plan, 0):
             of_experts = held.spec.layer_role == "expert"
@@ -386,7 +386,7 @@ class TestLayouts:
             assert replica_axis(held.layout, plan) == ("expert_dp" if of_experts else "dp")
             if of_experts:
                 assert held.layout.local_shape(held.spec.shape, shape.sizes, places[0])[0] == 8 // ep
-            for layout_of in (strategies.data.weight_layout, strategies.data.state_layout):
+            for layout_of in (plan.data.weight_layout, plan.data.state_layout):
                 layout = layout_of(held.spec, held.layout, plan)
                 parts = [layout.ranges(held.spec.shape, shape.sizes, place) for place in places]
                 sizes = {part: prod(stop - start for start, stop in part) for part in parts}
@@ -451,7 +451,7 @@ class TestFrozen:
         config = tiny_config(preset("gshard", **{"dp": 4, "ep": 2, "strategy.expert.chunks": 2}))
         plan = resolve(config)
         alone, reference = single_device(config, plan)
-        assert reference.world == 1 and reference.spec == plan.spec and reference.expert.kind == "none"
+        assert reference.world == 1 and reference.spec == plan.spec and reference.expert is None
         assert resolve(load_frozen(freeze(alone, reference))).spec.router == plan.spec.router
 
 
@@ -497,7 +497,7 @@ import io, sys, time
 from rich.console import Console
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.plan import show
-from tests.unit.test_config_presets import composed
+from tests.unit.config.test_presets import composed
 for line in {LARGE!r}:
     found = composed(*line.split())
     begin = time.process_time()

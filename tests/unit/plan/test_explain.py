@@ -12,7 +12,6 @@ from parallelrun.plan import prediction
 from parallelrun.plan.explain import explain
 from parallelrun.plan.messages import Explanation, rows
 from parallelrun.plan.prediction import merge
-from parallelrun.plan.resolve import strategies_of
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.report import explain as report
 from parallelrun.strategies.data.allreduce import explain as allreduce
@@ -75,13 +74,13 @@ def predicted(explanation: Explanation, plan: Plan, rank: int) -> list[Collectiv
     """The prediction of the explained strategy for one rank."""
     if plan.role(rank) == "server":
         return prediction.collectives(plan, rank)
-    strategies, place = strategies_of(plan), plan.mesh.coordinate(rank)
+    place = plan.mesh.coordinate(rank)
     blocks = tuple(plan.spec.block(name) for stage in plan.stages_of(place["pp"]) for name in stage.blocks)
     if explanation.axis == "data":
-        return strategies.data.collectives(place["pp"], place, plan)
+        return plan.data.collectives(place["pp"], place, plan)
     if explanation.axis == "pipeline":
         return plan.pipeline.collectives(place["pp"], plan)
-    strategy = plan.tensor if explanation.axis == "tensor" else strategies.expert
+    strategy = plan.tensor if explanation.axis == "tensor" else plan.expert
     assert strategy is not None
     return strategy.collectives(blocks, plan)
 

@@ -12,8 +12,8 @@ from parallelrun.plan import resolve as resolve_module
 from parallelrun.plan.batch import EFFICIENT_TOKENS, in_whole_rounds
 from parallelrun.plan.document import facts, warnings
 from parallelrun.plan.load import pipeline_schedule
+from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
-from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Batch, Plan
 from tests.plans import tiny_config, tiny_plan
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from parallelrun.errors import ConfigError
 from parallelrun.plan import prediction
 from parallelrun.plan.parameters import held_parameters, owns
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
-from parallelrun.strategies.data.ps import shards
+from parallelrun.strategies.data.ps.plan import server_bytes
 from tests.matrix import examples
 from tests.plans import tiny_config
 
@@ -170,7 +170,7 @@ def test_layouts_cover_every_parameter_once_per_copy_with_one_owner(overrides):
         plan = resolve(tiny_config({**overrides, "model.layers": max(1, overrides["model.layers"])}))
     except ConfigError:
         return
-    strategies, shape = strategies_of(plan), plan.mesh
+    shape = plan.mesh
     inner = [axis for axis in shape.mesh_dim_names if axis != "pp"]
     places = [shape.coordinate(rank) for rank in range(prod(shape.size(axis) for axis in inner))]
     if len(places) > 64:
@@ -181,9 +181,9 @@ def test_layouts_cover_every_parameter_once_per_copy_with_one_owner(overrides):
         for held in held_parameters(plan, pp_rank):
             seen[held.spec.name] += not held.shared
             for layout in {
-                strategies.data.weight_layout(held.spec, held.layout, plan),
-                strategies.data.state_layout(held.spec, held.layout, plan),
-                strategies.data.gradient_layout(held.spec, held.layout, plan),
+                plan.data.weight_layout(held.spec, held.layout, plan),
+                plan.data.state_layout(held.spec, held.layout, plan),
+                plan.data.gradient_layout(held.spec, held.layout, plan),
             }:
                 if (held.spec.shape, layout) in checked:
                     continue
@@ -266,7 +266,7 @@ def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_somethin
         return
     assert plan.world == plan.mesh.size("dp") + plan.servers
     assert [plan.role(rank) for rank in range(plan.world)] == ["worker"] * plan.num_workers + ["server"] * plan.servers
-    assert min(shards.server_bytes(plan)) > 0
+    assert min(server_bytes(plan)) > 0
     assert sum(count for _, count in prediction.rank_classes(plan)) == plan.world
 
 

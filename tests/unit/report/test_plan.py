@@ -16,7 +16,7 @@ from parallelrun.report.figures import bytes_text, count_text, flops_text, secon
 from parallelrun.report.plan import document, ranks_text, show
 from tests.plans import tiny_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LARGE = {
     "model.layers": 96,
     "model.hidden": 12288,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
 from parallelrun.plan.parameters import held_parameters, owns
-from parallelrun.plan.resolve import load_strategy
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
+from parallelrun.plan.resolve import data_strategy
 from parallelrun.strategies.data import buckets
 from tests.plans import tiny_config, tiny_plan
 
@@ -55,12 +55,12 @@ def test_padding_makes_equal_chunks_that_hold_everything(shape, parts, dim):
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "fsdp", "local_sgd", "diloco"])
 def test_one_replica_exchanges_nothing(kind):
     plan = tiny_plan(strategy__data__kind=kind)
-    assert load_strategy("data", kind).collectives(0, plan.mesh.coordinate(0), plan) == []
+    assert plan.data.collectives(0, plan.mesh.coordinate(0), plan) == []
 
 
 def test_zero1_pads_what_does_not_divide():
     plan = tiny_plan(dp=3, global_batch=12, strategy__data__kind="zero1")
-    gather, scatter = load_strategy("data", "zero1").collectives(0, plan.mesh.coordinate(0), plan)
+    gather, scatter = plan.data.collectives(0, plan.mesh.coordinate(0), plan)
     rows = {name: -(-p.shape[0] // 3) * 3 * prod(p.shape[1:]) for name, p in plan.spec.parameters.items()}
     assert scatter.payload_bytes == gather.payload_bytes == 4 * sum(rows.values())
     assert (scatter.operation, gather.operation) == ("reduce_scatter", "all_gather")
@@ -70,7 +70,7 @@ def test_zero1_pads_what_does_not_divide():
 def test_ddp_sends_every_gradient_once_whatever_the_accumulation():
     for microbatches in (1, 4):
         plan = tiny_plan(dp=2, microbatches=microbatches, strategy__data__bucket_mb=0.01)
-        (row,) = load_strategy("data", "ddp").collectives(0, plan.mesh.coordinate(0), plan)
+        (row,) = plan.data.collectives(0, plan.mesh.coordinate(0), plan)
         assert row.payload_bytes == 4 * plan.spec.num_parameters
         assert row.calls > 3
 
@@ -97,12 +97,11 @@ def test_a_tied_copy_is_held_by_the_last_stage_under_its_own_name():
 def test_one_owner_for_every_element(overrides):
     """Parts that differ never overlap, so owners' sizes add up to the model exactly if each part has one owner."""
     plan = tiny_plan(overrides)
-    strategy = load_strategy("data", plan.data.kind)
     total = 0
     for rank in range(plan.world):
         coordinate = plan.mesh.coordinate(rank)
         for held in held_parameters(plan, coordinate["pp"]):
-            layout = strategy.state_layout(held.spec, held.layout, plan)
+            layout = plan.data.state_layout(held.spec, held.layout, plan)
             if not held.shared and owns(layout, plan.mesh, coordinate):
                 total += layout.local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
     assert total == plan.spec.num_parameters
@@ -120,7 +119,7 @@ def test_a_parameter_without_dims_cannot_be_split_and_says_so(kind):
     scale = ParameterSpec("scale", (), Initialiser("ones"), "norm")
     layer = LayerSpec("only", "norm", 1, 1, (scale,))
     spec = replace(tiny_plan().spec, blocks=(BlockSpec("only", "head", (layer,), 0.0),))
-    (problem,) = load_strategy("data", kind).check(Request(config, spec, 1, 2, 1, 1, None))
+    (problem,) = data_strategy(kind).check(Request(config, spec, 1, 2, 1, 1, None))
     assert "scale has no dims" in problem.what
     assert "ddp" in problem.suggestion
-    assert load_strategy("data", kind).check(Request(config, spec, 1, 1, 1, 1, None)) == []
+    assert data_strategy(kind).check(Request(config, spec, 1, 1, 1, 1, None)) == []

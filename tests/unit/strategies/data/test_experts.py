@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.prediction import memory
-from parallelrun.plan.resolve import load_strategy
 from parallelrun.plan.structure import Plan
 from parallelrun.strategies.data import buckets
 from parallelrun.strategies.data.allreduce.settings import over
-from parallelrun.strategies.data.fsdp.units import Unit, units
+from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan
 
 EXPERTS = {"model.experts": 4, "model.expert_period": 2, "model.layers": 2}
@@ -47,7 +46,7 @@ def numel(plan: Plan, of_experts: bool) -> int:
 def rows(plan: Plan, rank: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
     """(calls, payload) by axis and operation."""
     coordinate = plan.mesh.coordinate(rank)
-    found = load_strategy("data", plan.data.kind).collectives(coordinate["pp"], coordinate, plan)
+    found = plan.data.collectives(coordinate["pp"], coordinate, plan)
     return {(row.axis, row.operation): (row.calls, row.payload_bytes) for row in found}
 
 
@@ -87,7 +86,7 @@ class TestBuckets:
 
 def first_dims(plan: Plan) -> set[tuple[bool, tuple[str, ...]]]:
     """(of experts, the axes of several ranks that split dim 0 of the optimizer's state) of every parameter."""
-    state = load_strategy("data", plan.data.kind).state_layout
+    state = plan.data.state_layout
     return {
         (is_expert(held.name), tuple(a for a in state(held.spec, held.layout, plan).dims[0] if plan.mesh.size(a) > 1))
         for held in held_parameters(plan, 0)
@@ -95,7 +94,9 @@ def first_dims(plan: Plan) -> set[tuple[bool, tuple[str, ...]]]:
 
 
 class TestLayouts:
-    @pytest.mark.parametrize("way, added", [("ddp", ()), ("zero1", ("dp",)), ("zero2", ("dp",)), ("fsdp", ("dp",))])
+    @pytest.mark.parametrize(
+        "strategy, added", [("ddp", ()), ("zero1", ("dp",)), ("zero2", ("dp",)), ("fsdp", ("dp",))]
+    )
     def test_the_copies_of_an_expert_share_its_update_and_nobody_else(self, strategy, added):
         plan = plan_of(dp=4, ep=2, **WAYS[strategy])
         of_experts = ("ep", *(f"expert_{axis}" for axis in added))
@@ -106,12 +107,12 @@ class TestLayouts:
         assert first_dims(plan) == {(True, ("ep", "expert_dp_shard")), (False, ("dp_shard",))}
 
     @pytest.mark.parametrize("degrees", [{"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}], ids=str)
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("strategy", WAYS)
     def test_one_owner_for_every_element(self, strategy, degrees):
         if strategy == "hsdp" and degrees != {"dp": 4, "ep": 2}:
             degrees = {"dp": 8, "ep": 2}
         plan = plan_of(**degrees, **WAYS[strategy])
-        state, total = load_strategy("data", plan.data.kind).state_layout, 0
+        state, total = plan.data.state_layout, 0
         for rank in range(plan.world):
             coordinate = plan.mesh.coordinate(rank)
             for held in held_parameters(plan, 0):
@@ -123,7 +124,7 @@ class TestLayouts:
 
 def split_dims(plan: Plan) -> dict[str, int]:
     """By kind of expert matrix: the dim that the copies of it share, as the optimizer's state lies."""
-    state, found = load_strategy("data", plan.data.kind).state_layout, {}
+    state, found = plan.data.state_layout, {}
     for held in held_parameters(plan, 0):
         if is_expert(held.name):
             layout = state(held.spec, held.layout, plan)
@@ -148,7 +149,7 @@ class TestSplitDim:
         (64, 2, 2, 2, 1, 0),
         (128, 2, 2, 2, 0, 0),  # 64 copies, and tp leaves 32 rows of up
     ])  # fmt: skip
-    @pytest.mark.parametrize("way", ["zero1", "zero2", "fsdp"])
+    @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
     def test_it_is_the_first_even_one(self, strategy, dp, ep, tp, experts, up, down):
         changes = {"global_batch": 2 * dp, "dataset.samples": 2 * dp, "model.experts": experts}
         assert split_dims(plan_of(dp=dp, ep=ep, tp=tp, **changes, **WAYS[strategy])) == {"up": up, "down": down}
@@ -161,7 +162,7 @@ class TestSplitDim:
         few = {**changes, "model.experts": 2}
         assert split_dims(plan_of(**few, **{KIND: "fsdp", SHARD: 4})) == {"up": 1, "down": 1}
 
-    @pytest.mark.parametrize("way", ["zero1", "zero2", "fsdp"])
+    @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
     def test_the_state_of_one_expert_is_shared_out_evenly(self, strategy):
         """AdamW's 8 bytes an element: two experts on 4 ranks."""
         plan = plan_of(dp=4, ep=2, model__experts=2, **WAYS[strategy])
@@ -187,11 +188,11 @@ class TestTraffic:
             ("expert_dp", "all_reduce"): (1, FP32 * numel(plan, of_experts=True) // 2),
         }
 
-    @pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "fsdp"])
+    @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
     def test_an_expert_without_copies_sends_nothing(self, strategy):
         assert {axis for axis, _ in rows(plan_of(dp=4, ep=4, **WAYS[strategy]))} == {"dp"}
 
-    @pytest.mark.parametrize("way, passes", [("zero1", 1), ("zero2", 2), ("fsdp", 2)])
+    @pytest.mark.parametrize("strategy, passes", [("zero1", 1), ("zero2", 2), ("fsdp", 2)])
     @pytest.mark.parametrize("dp, experts", [(4, 4), (4, 2), (8, 4), (8, 2)])
     def test_nothing_of_experts_is_padded_however_few_of_them_the_copies_share(self, strategy, passes, dp, experts):
         """2 or 4 copies of 1 or 2 experts."""
@@ -201,7 +202,7 @@ class TestTraffic:
         gathers = 4 if strategy == "fsdp" else 1
         assert rows(plan)["expert_dp", "all_gather"] == (gathers, gathers * local)
 
-    @pytest.mark.parametrize("way", ["zero1", "fsdp"])
+    @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
     def test_what_divides_along_neither_dim_is_padded_along_the_first(self, strategy):
         """One expert for 2 copies; its `up` has 33 rows, its `down` 16."""
         plan = plan_of(dp=4, ep=2, model__experts=2, model__ffn=33, **WAYS[strategy])
@@ -247,7 +248,7 @@ class TestTraffic:
 class TestUnits:
     def found(self, **overrides: Any) -> list[Unit]:
         plan = plan_of(**{KIND: "fsdp", "model.tied_embeddings": False, **overrides})
-        return [unit for unit in units(plan, 0) if unit.block == "layers.1"]
+        return [unit for unit in plan.data.units(plan, 0) if unit.block == "layers.1"]
 
     def test_experts_are_a_unit_of_their_own_around_their_layer(self):
         block, experts = self.found(dp=4, ep=2)
@@ -276,7 +277,7 @@ class TestUnits:
         layers = [p for p in held if p.block.startswith("layers.")]
         local = sum(prod(p.layout.local_shape(p.spec.shape, plan.mesh.sizes, place)) for p in layers)
         ends = sum(-(-p.spec.shape[0] // 4) * 4 * prod(p.spec.shape[1:]) for p in held if p not in layers)
-        assert load_strategy("data", "fsdp").gathered_bytes(0, place, plan) == FP32 * (local + ends)
+        assert plan.data.gathered_bytes(0, place, plan) == FP32 * (local + ends)
 
 
 def refused(**overrides: Any) -> tuple[Problem, ...]:

@@ -8,8 +8,6 @@ import pytest
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan.prediction import memory
-from parallelrun.plan.resolve import load_strategy
-from parallelrun.strategies.data.fsdp.units import units
 from tests.plans import tiny_plan
 
 FSDP = {"strategy.data.kind": "fsdp", "model.layers": 2}
@@ -19,7 +17,7 @@ REDUCED_EACH = {"strategy.data.reduce_each_microbatch": True}
 
 def summary(pp_rank: int = 0, **overrides: Any) -> list[tuple[str, str, bool, bool]]:
     plan = tiny_plan({**FSDP, **{key.replace("__", "."): value for key, value in overrides.items()}})
-    return [(unit.kind, unit.block, unit.reshard, unit.rounded) for unit in units(plan, pp_rank)]
+    return [(unit.kind, unit.block, unit.reshard, unit.rounded) for unit in plan.data.units(plan, pp_rank)]
 
 
 def test_blocks_that_share_a_tied_weight_are_one_unit():
@@ -52,13 +50,13 @@ def test_a_weight_of_two_stages_on_one_rank_is_a_unit_of_its_own():
     found = summary(dp=2, pp=2, strategy__pipeline__kind="zbv", model__layers=4)
     assert [kind for kind, *_ in found].count("tied") == 1
     plan = tiny_plan({**FSDP, "dp": 2, "pp": 2, "strategy.pipeline.kind": "zbv", "model.layers": 4})
-    names = [p.name for unit in units(plan, 0) for p in unit.parameters]
+    names = [p.name for unit in plan.data.units(plan, 0) for p in unit.parameters]
     assert sorted(names) == sorted(set(names))
 
 
 def rows(**overrides: Any) -> dict[tuple[str, str], tuple[int, int]]:
     plan = tiny_plan({**FSDP, **{key.replace("__", "."): value for key, value in overrides.items()}})
-    found = load_strategy("data", "fsdp").collectives(0, plan.mesh.coordinate(0), plan)
+    found = plan.data.collectives(0, plan.mesh.coordinate(0), plan)
     return {(row.axis, row.operation): (row.calls, row.payload_bytes) for row in found}
 
 
@@ -100,7 +98,7 @@ def test_gradients_are_sharded_unless_several_microbatches_are_reduced_at_once()
         plan = tiny_plan({**FSDP, "dp": 2, **overrides})
         spec = plan.spec.parameters["layers.0.mlp.up.up.weight"]
         layout = plan.tensor.layout(spec, plan)
-        assert ("dp" in load_strategy("data", "fsdp").gradient_layout(spec, layout, plan).axes) == is_sharded, overrides
+        assert ("dp" in plan.data.gradient_layout(spec, layout, plan).axes) == is_sharded, overrides
 
 
 def test_llama3_8b_keeps_a_sixteenth_of_its_gradients_while_accumulating():
@@ -112,9 +110,9 @@ def test_llama3_8b_keeps_a_sixteenth_of_its_gradients_while_accumulating():
 
 
 def test_weights_that_are_kept_are_counted():
-    one, strategy = tiny_plan({**FSDP, "dp": 2}), load_strategy("data", "fsdp")
+    one = tiny_plan({**FSDP, "dp": 2})
     kept = tiny_plan({**FSDP, "dp": 2, "strategy.data.reshard_after_forward": False})
-    assert strategy.gathered_bytes(0, one.mesh.coordinate(0), kept) == 4 * one.spec.num_parameters
+    assert kept.data.gathered_bytes(0, one.mesh.coordinate(0), kept) == 4 * one.spec.num_parameters
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from parallelrun.plan import prediction
 from parallelrun.plan.document import document, server_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.ps import shards
+from parallelrun.strategies.data.ps import plan as ps
+from parallelrun.strategies.data.ps.shards import num_rows
 from tests.plans import tiny_config, tiny_plan
 
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.demo": {"dp": 3}, "global_batch": 12}
@@ -118,15 +119,27 @@ class TestWaysToBeConsistent:
         [
             ({"consistency": "asinc"}, "consistency=asinc is unknown; it is one of sync, async, ssp"),
             ({"consistency": "async", "staleness": 2}, "async has no bound (contradiction; consistency=ssp"),
-            ({"consistency": "sync", "staleness": 2}, "waits for all workers nothing is stale (contradiction"),
+            (
+                {"consistency": "sync", "staleness": 2},
+                "all workers, so no gradient is stale (contradiction",
+            ),
             ({"consistency": "ssp", "staleness": -1}, "staleness=-1 is not a whole number"),
             ({"backup_workers": 3}, "backup_workers=3 of dp=3: an update needs at least one gradient (arithmetic"),
             ({"backup_workers": 3}, "backup_workers=2"),
-            ({"backup_workers": 1, "consistency": "async"}, "none is spare (contradiction; consistency=sync"),
-            ({"strategy.data.delays": [0, 0, 0, 1.0]}, "has 4 entries, and there are 3 workers"),
-            ({"strategy.data.delays": [0, -1.0]}, "are not seconds, each at least 0"),
-            ({"tp": 2}, "strategy.data.kind=ps with tp=2: a worker is one rank, it pushes whole gradients (not_built"),
-            ({"model.experts": 4, "model.router.bias_rate": 0.1}, "workers of ps do not tell theirs (not_built"),
+            (
+                {"backup_workers": 1, "consistency": "async"},
+                "so none is spare (contradiction; consistency=sync",
+            ),
+            ({"strategy.data.delays": [0, 0, 0, 1.0]}, "has 4 entries, but there are 3 workers"),
+            (
+                {"strategy.data.delays": [0, -1.0]},
+                "each delay is a number of seconds, at least 0",
+            ),
+            (
+                {"tp": 2},
+                "kind=ps with tp=2: a worker is one rank that holds the complete model (not_built",
+            ),
+            ({"model.experts": 4, "model.router.bias_rate": 0.1}, "which workers of ps do not exchange (not_built"),
             ({"pp": 2}, "strategy.data.kind=ps with pp=2"),
             ({"servers": 500}, "servers=500: the model has only"),
         ],
@@ -149,25 +162,25 @@ class TestShards:
     @settings(max_examples=40, deadline=None)
     def test_every_row_of_every_trained_parameter_is_on_one_server(self, servers, min_bytes):
         found = sized(servers, min_bytes)
-        rows = Counter((shard.name, row) for shard in shards.assign(found) for row in range(shard.start, shard.stop))
-        expected = [(p.name, row) for p in found.spec.parameters.values() for row in range(shards.num_rows(p))]
+        rows = Counter((shard.name, row) for shard in ps.all_shards(found) for row in range(shard.start, shard.stop))
+        expected = [(p.name, row) for p in found.spec.parameters.values() for row in range(num_rows(p))]
         assert rows == Counter(expected)
-        assert {shard.server for shard in shards.assign(found)} <= set(range(servers))
+        assert {shard.server for shard in ps.all_shards(found)} <= set(range(servers))
 
     @given(servers=st.integers(1, 9), min_bytes=st.integers(0, 20_000))
     @settings(max_examples=40, deadline=None)
     def test_greedy_is_within_its_bound(self, servers, min_bytes):
         """Graham 1969: the fullest holds at most the mean and one piece."""
         found = sized(servers, min_bytes)
-        loads = shards.server_bytes(found)
-        largest = max(4 * shard.numel(found.spec.parameters[shard.name]) for shard in shards.assign(found))
+        loads = ps.server_bytes(found)
+        largest = max(4 * shard.numel for shard in ps.all_shards(found))
         assert sum(loads) == 4 * sum(prod(p.shape) for p in found.spec.parameters.values())
         assert max(loads) <= sum(loads) / servers + largest
 
     def test_a_tensor_is_cut_above_the_threshold_only(self):
-        whole = shards.assign(sized(3, 2**20))
-        cut = shards.assign(sized(3, 256))
-        assert max(Counter(shard.name for shard in whole).values()) == 1
+        uncut = ps.all_shards(sized(3, 2**20))
+        cut = ps.all_shards(sized(3, 256))
+        assert max(Counter(shard.name for shard in uncut).values()) == 1
         name, parameter = max(sized(3, 0).spec.parameters.items(), key=lambda item: item[1].numel)
         assert parameter.shape == (64, 16)  # 4096 bytes
         largest = [shard for shard in cut if shard.name == name]
@@ -175,7 +188,7 @@ class TestShards:
         assert sorted(shard.server for shard in largest) == [0, 1, 2]
 
     def test_cutting_evens_out(self):
-        assert shards.imbalance(sized(3, 64)) < 1.01 <= shards.imbalance(sized(7, 2**20))
+        assert ps.imbalance(sized(3, 64)) < 1.01 <= ps.imbalance(sized(7, 2**20))
 
     def test_a_scalar_has_one_row_and_what_is_frozen_is_on_no_server(self):
         found = plan()
@@ -184,14 +197,14 @@ class TestShards:
         parameters = (replace(first, shape=()), replace(first, name="kept", frozen=True), *rest)
         layers = (replace(block.layers[0], parameters=parameters), *block.layers[1:])
         spec = replace(found.spec, blocks=(replace(block, layers=layers), *found.spec.blocks[1:]))
-        placed = {shard.name: shard for shard in shards.assign(replace(found, spec=spec))}
+        placed = {shard.name: shard for shard in ps.all_shards(replace(found, spec=spec))}
         assert (placed[first.name].start, placed[first.name].stop) == (0, 1)
-        assert placed[first.name].shape(parameters[0]) == () and placed[first.name].numel(parameters[0]) == 1
+        assert placed[first.name].shape == () and placed[first.name].numel == 1
         assert "kept" not in placed
 
     def test_two_shards_of_a_server_are_never_neighbours(self):
         for servers in (1, 2, 5):
-            for one, other in zip(placed := shards.assign(sized(servers, 64)), placed[1:]):
+            for one, other in zip(placed := ps.all_shards(sized(servers, 64)), placed[1:]):
                 assert (one.server, one.name, one.stop) != (other.server, other.name, other.start)
 
 
@@ -203,7 +216,7 @@ class TestTheAccount:
     def test_what_a_worker_and_a_server_send(self):
         found = plan(servers=2)
         size = 4 * found.spec.num_parameters
-        loads = shards.server_bytes(found)
+        loads = ps.server_bytes(found)
         assert rows_of(found, 0)["send", "push"] == (2, size) and rows_of(found, 0)["recv", "pull"] == (2, 0)
         assert [rows_of(found, 3 + k)["send", "pull"] for k in range(2)] == [(3, 3 * load) for load in loads]
         assert rows_of(found, 3)["recv", "push"] == (3, 0)
@@ -229,7 +242,7 @@ class TestTheAccount:
 
     def test_optimizer_state_is_on_the_servers_only(self):
         found = plan(servers=2)
-        loads = shards.server_bytes(found)
+        loads = ps.server_bytes(found)
         assert prediction.memory(found, 0).optimizer == 0 and prediction.memory(found, 0).weights == sum(loads)
         held = [prediction.memory(found, 3 + k) for k in range(2)]
         assert [(m.weights, m.optimizer) for m in held] == [(load, 2 * load) for load in loads]
@@ -243,7 +256,7 @@ class TestTheAccount:
         assert [row["role"] for row in written["ranks"]] == ["worker"] * 3 + ["server"] * 2
         assert written["ranks"][4]["dp"] is None and written["ranks"][4]["gpu"] is None
         assert [row["rank"] for row in written["servers"]] == [3, 4]
-        assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(shards.imbalance(found))
+        assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(ps.imbalance(found))
         assert written["axes"][1] == {"axis": "dp", "degree": 3, "groups": 1, "first_group": [0, 1, 2]}
 
 
@@ -251,7 +264,7 @@ def test_a_large_model_on_many_servers_is_planned_at_once():
     """Not by trying every server for every piece: 175 billion parameters over 512 servers."""
     size = {"model.layers": 96, "model.hidden": 12288, "model.heads": 96, "model.vocab": 50304, "model.seq": 64}
     found = tiny_plan({**PS, **size, "dp": 64, "servers": 512, "global_batch": 64})
-    assert shards.imbalance(found) < 1.02
+    assert ps.imbalance(found) < 1.02
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The torch-free parts of the parameter server's runtime: clock table, meetings, apply log, figures."""
+"""The single-process parts of the parameter server's runtime: clock table, barriers, apply log, statistics."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelrun.strategies.data.ps import log
-from parallelrun.strategies.data.ps.clocks import Clocks
-from parallelrun.strategies.data.ps.figures import Figures
-from parallelrun.strategies.data.ps.log import Applied, Dropped, LogReader, Push, ServerLog
-from parallelrun.strategies.data.ps.meeting import Meeting
-from parallelrun.strategies.data.ps.shards import assign
+from parallelrun.strategies.data.ps import apply_log
+from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, Push
+from parallelrun.strategies.data.ps.metrics import LogStatistics
+from parallelrun.strategies.data.ps.plan import all_shards
+from parallelrun.strategies.data.ps.synchronization import Barrier, WorkerClocks
 from tests.ranks.ps_body import ps_plan
 
 
-def clocks(*completed: int) -> Clocks:
-    return Clocks(dict(enumerate(completed)))
+def clocks(*completed: int) -> WorkerClocks:
+    return WorkerClocks(dict(enumerate(completed)))
 
 
 @pytest.mark.parametrize(
@@ -27,15 +26,15 @@ def test_a_worker_reads_when_the_slowest_is_within_the_bound(completed, stalenes
     assert clocks(*completed).may_read(0, staleness) is may
 
 
-def test_who_is_through_or_lost_holds_nobody_back() -> None:
+def test_a_finished_or_lost_worker_holds_nobody_back() -> None:
     table = clocks(5, 0, 1)
     assert not table.may_read(0, 2) and table.gap == 5
-    table.finish(1)
+    table.finished.add(1)
     assert not table.may_read(0, 2) and table.gap == 4
-    table.lose(2)
+    table.lost.add(2)
     assert table.may_read(0, 2) and table.slowest == 5
     assert (table.live, table.running) == ({0, 1}, {0})
-    table.finish(0)
+    table.finished.add(0)
     assert table.slowest is None and table.gap == 0 and table.may_read(0, 0)
 
 
@@ -45,8 +44,8 @@ def test_clocks_never_go_back() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 4))
-def test_whatever_the_order_nobody_ends_a_clock_more_than_the_bound_and_one_ahead(order, staleness) -> None:
-    """Workers push whenever the table lets them: at completion the gap is at most s + 1 (reference, section 7)."""
+def test_in_any_order_the_clock_gap_is_at_most_the_bound_plus_one(order, staleness) -> None:
+    """Workers push whenever the table lets them: at completion the gap is at most s + 1."""
     table, blocked = clocks(0, 0, 0, 0), set()
     for worker in order:
         if worker not in blocked:
@@ -56,67 +55,67 @@ def test_whatever_the_order_nobody_ends_a_clock_more_than_the_bound_and_one_ahea
         assert blocked != {0, 1, 2, 3}, "a deadlock"
 
 
-def test_a_meeting_is_held_once_when_all_have_come() -> None:
-    meeting = Meeting()
-    meeting.come(0, last=False)
-    assert not meeting.complete({0, 1}) and meeting.answer(0) == 0 and meeting.is_waiting(0)
-    meeting.come(0, last=False)  # asks again
-    meeting.come(1, last=True)
-    assert meeting.complete({0, 1}) and meeting.last
-    meeting.hold(True)
-    assert not meeting.is_waiting(0) and not meeting.last
-    meeting.come(0, last=False)  # late to hear of it: that is no new meeting
-    assert (meeting.answer(0), meeting.answer(1)) == (1, 1) and not meeting.complete({0})
-    meeting.come(0, last=False)
-    assert meeting.is_waiting(0) and meeting.answer(0) == 0
+def test_a_barrier_is_released_once_when_all_have_arrived() -> None:
+    barrier = Barrier()
+    barrier.arrive(0, final=False)
+    assert not barrier.is_complete({0, 1}) and barrier.fetch(0) == 0 and barrier.is_waiting(0)
+    barrier.arrive(0, final=False)  # polls again
+    barrier.arrive(1, final=True)
+    assert barrier.is_complete({0, 1}) and barrier.final
+    barrier.release(True)
+    assert not barrier.is_waiting(0) and not barrier.final
+    barrier.arrive(0, final=False)  # has not fetched the result yet: this is no new arrival
+    assert (barrier.fetch(0), barrier.fetch(1)) == (1, 1) and not barrier.is_complete({0})
+    barrier.arrive(0, final=False)
+    assert barrier.is_waiting(0) and barrier.fetch(0) == 0
 
 
-def test_a_failed_meeting_says_so_and_a_lost_worker_is_not_waited_for() -> None:
-    meeting = Meeting()
-    meeting.come(0, last=False)
-    assert meeting.complete({0})
-    meeting.hold(False)
-    assert meeting.answer(0) == -1
-    assert not meeting.complete(set()), "nobody has come"
+def test_a_failed_action_is_reported_and_a_lost_worker_is_not_waited_for() -> None:
+    barrier = Barrier()
+    barrier.arrive(0, final=False)
+    assert barrier.is_complete({0})
+    barrier.release(False)
+    assert barrier.fetch(0) == -1
+    assert not barrier.is_complete(set()), "nobody has arrived"
 
 
-def applied(version: int, worker: int, pulled: int, **more) -> Applied:
+def applied(version: int, worker: int, pulled: int, **more) -> AppliedUpdate:
     push = Push(worker, version, pulled, loss=1.5, num_valid=8.0, norm=0.25)
-    return Applied(0, version, version, (push,), lr=0.1, loss=1.5, norm=0.25, **more)
+    return AppliedUpdate(0, version, version, (push,), lr=0.1, loss=1.5, norm=0.25, **more)
 
 
 def test_the_log_gives_back_what_was_written_and_follows_what_grows(tmp_path) -> None:
-    writer, reader = ServerLog(tmp_path), LogReader(tmp_path)
-    assert reader.new() == []
-    rows = [applied(1, 0, 0, time_s=0.1), Dropped(1, 2, 3, 4, 5, 0.2)]
-    writer.add(rows[0])
-    assert reader.new() == rows[:1]
-    writer.add(rows[1])
-    with open(tmp_path / log.NAME, "a") as file:
+    reader = ApplyLogReader(tmp_path)
+    assert reader.new_rows() == []
+    rows = [applied(1, 0, 0, time_s=0.1), DroppedPush(1, 2, 3, 4, 5, 0.2)]
+    apply_log.append(tmp_path, rows[0])
+    assert reader.new_rows() == rows[:1]
+    apply_log.append(tmp_path, rows[1])
+    with open(tmp_path / apply_log.NAME, "a") as file:
         file.write('{"kind": "upd')  # another server is writing
-    assert reader.new() == rows[1:] and reader.new() == []
-    assert log.read(tmp_path) == rows
+    assert reader.new_rows() == rows[1:] and reader.new_rows() == []
+    assert apply_log.read(tmp_path) == rows
 
 
-def test_what_is_not_finite_comes_back_as_nan(tmp_path) -> None:
+def test_a_non_finite_number_is_read_as_nan(tmp_path) -> None:
     push = Push(0, 1, 0, float("nan"), 8.0)
-    ServerLog(tmp_path).add(Applied(0, 1, 1, (push,), 0.1, float("nan"), float("inf"), applied=False))
-    (row,) = log.read(tmp_path)
+    apply_log.append(tmp_path, AppliedUpdate(0, 1, 1, (push,), 0.1, float("nan"), float("inf"), applied=False))
+    (row,) = apply_log.read(tmp_path)
     assert row.loss != row.loss and row.norm != row.norm and row.pushes[0].loss != row.pushes[0].loss
 
 
-def test_figures_add_up_the_first_servers_rows() -> None:
-    figures = Figures()
+def test_statistics_are_of_the_first_servers_rows() -> None:
+    statistics = LogStatistics()
     for row in (
         applied(1, 0, 0, queue=0, time_s=1.0),
         applied(2, 1, 0, queue=1, gap=2, time_s=2.0),
         applied(3, 0, 1, queue=1, time_s=4.0),
         applied(4, 1, 3, applied=False, time_s=4.0),
-        Dropped(0, 2, 1, 0, 4),
-        Dropped(1, 2, 1, 0, 4),  # the second server's: the same push
+        DroppedPush(0, 2, 1, 0, 4),
+        DroppedPush(1, 2, 1, 0, 4),  # the second server's: the same push
     ):
-        figures.add(row)
-    found = figures.document()
+        statistics.add(row)
+    found = statistics.document()
     assert found["staleness"] == {0: 2, 1: 2}
     assert (found["staleness_mean"], found["staleness_max"], found["clock_gap_max"]) == (0.5, 1, 2)
     assert found["staleness_mean_of_worker"] == {0: 0.5, 1: 0.5}
@@ -128,7 +127,7 @@ def test_figures_add_up_the_first_servers_rows() -> None:
 @pytest.mark.parametrize("servers", [2, 3, 5, 7])
 @pytest.mark.parametrize("min_kb", [0.1, 1, 4])
 def test_a_server_holds_at_most_one_part_of_a_tensor(servers, min_kb) -> None:
-    """A checkpoint file has one entry a tensor."""
+    """A checkpoint file has one entry per tensor."""
     plan = ps_plan({"strategy.data.servers": servers, "strategy.data.shard_min_kb": min_kb, "model.hidden": 32})
-    held = [(shard.server, shard.name) for shard in assign(plan)]
+    held = [(shard.server, shard.name) for shard in all_shards(plan)]
     assert len(set(held)) == len(held)

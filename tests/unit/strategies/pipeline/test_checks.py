@@ -8,7 +8,7 @@ from parallelrun import registry
 from parallelrun.errors import ConfigError
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Batch
 from tests.plans import tiny_config, tiny_plan
 
@@ -18,7 +18,7 @@ KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 def request(pp: int, m: int | None, virtual_stages: int = 1, samples: int = 48, **overrides) -> Request:
     config = tiny_config(**overrides)
     batch = None if m is None else Batch(global_batch=samples, micro_batch=samples // m, microbatches=m)
-    return Request(config, gpt.make(config, 32), pp, dp=1, tp=1, virtual_stages=virtual_stages, batch=batch)
+    return Request(config, gpt.MODEL.make(config, 32), pp, dp=1, tp=1, virtual_stages=virtual_stages, batch=batch)
 
 
 def test_1f1b_names_gpipe_and_the_smallest_legal_number_of_microbatches():

@@ -15,9 +15,9 @@ from parallelrun.errors import EXIT_CONFIG, ConfigError
 from parallelrun.layout import Layout
 from parallelrun.model_spec import LayerSpec
 from parallelrun.plan.freeze import freeze, load_frozen
-from parallelrun.plan.resolve import resolve, strategies_of
+from parallelrun.plan.request import Request
+from parallelrun.plan.resolve import resolve
 from parallelrun.plan.shorthands import fold
-from parallelrun.plan.strategy import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
 from parallelrun.product import ActivationLayout
@@ -388,10 +388,7 @@ def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
     places = [plan.mesh.coordinate(rank) for rank in range(plan.mesh.num_ranks)]
     for parameter in plan.spec.parameters.values():
         layout = plan.tensor.layout(parameter, plan)
-        found = [
-            lies(parameter, layout, plan)
-            for lies in (strategies_of(plan).data.weight_layout, strategies_of(plan).data.state_layout)
-        ]
+        found = [lies(parameter, layout, plan) for lies in (plan.data.weight_layout, plan.data.state_layout)]
         for lies_so in (layout, *found):
             cover(parameter.shape, lies_so, plan.mesh, places)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 from tests.plans import tiny_config, tiny_plan

@@ -1,6 +1,7 @@
-"""What an image classifier is made of, as data: operations in blocks, with the shapes that flow through. Torch-free.
+"""The operations of an image classifier as data, with the shapes that flow through them. Torch-free.
 
-Shapes are of one sample: (channels, height, width), or (features,) behind `Flatten`.
+An architecture is a tuple of blocks of operations. Shapes are of one sample: (channels, height, width), or (features,)
+after `FlattenOp`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from math import prod, sqrt
 from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec
 
 Shape = tuple[int, ...]
-INDEX_ELEMENTS = 2  # a position that max-pooling keeps is an int64: two elements of fp32
+INDEX_ELEMENTS = 2  # max-pooling keeps an int64 index: two elements of fp32
 ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a block. name: of its module inside the block; empty where it has none.
+    """One step of a block. name: of its module inside the block; empty if it has no module.
 
     saves_input, saves_output: which of its tensors backward needs.
     """
@@ -28,7 +29,7 @@ class Operation:
     saves_output: bool = False
 
     def out(self, shape: Shape) -> Shape:
-        """The shape it gives for one of that shape."""
+        """The output shape for an input shape."""
         return shape
 
     def layer(self, block: str, shape: Shape) -> LayerSpec | None:
@@ -36,12 +37,12 @@ class Operation:
         return None
 
     def flops(self, shape: Shape) -> float:
-        """Of the forward pass of one sample; only products are counted."""
+        """Forward FLOPs for one sample; only products are counted."""
         return 0.0
 
 
 @dataclass(frozen=True)
-class Convolution(Operation):
+class ConvolutionOp(Operation):
     outputs: int = 0
     kernel: int = 3
     stride: int = 1
@@ -50,12 +51,12 @@ class Convolution(Operation):
     saves_input: bool = True
 
     def out(self, shape: Shape) -> Shape:
-        return (self.outputs, *(_slide(size, self.kernel, self.stride, self.padding) for size in shape[1:]))
+        return (self.outputs, *_slide(shape[1:], self.kernel, self.stride, self.padding))
 
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, weight = f"{block}.{self.name}", (self.outputs, shape[0], self.kernel, self.kernel)
-        # He et al. 2015: what ReLU halves, the weights double
-        parameters = [ParameterSpec(f"{name}.weight", weight, Initialiser("normal", sqrt(2 / prod(weight[1:]))), "")]
+        initialiser = Initialiser("normal", sqrt(2 / prod(weight[1:])))  # He et al. 2015: makes up for ReLU's halving
+        parameters = [ParameterSpec(f"{name}.weight", weight, initialiser, "")]
         if self.bias:
             parameters.append(ParameterSpec(f"{name}.bias", (self.outputs,), ZEROS, ""))
         return LayerSpec(name, "", shape[0], self.outputs, tuple(parameters))
@@ -65,41 +66,39 @@ class Convolution(Operation):
 
 
 @dataclass(frozen=True)
-class BatchNorm(Operation):
-    """Over samples and places, per channel; its running statistics are frozen parameters."""
+class BatchNormOp(Operation):
+    """Normalisation per channel over samples, height and width; its running statistics are frozen parameters."""
 
     saves_input: bool = True
 
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, role = f"{block}.{self.name}", SAMPLE_SET_ROLE
-        parameters = (
-            ParameterSpec(f"{name}.weight", shape[:1], ONES, role),
-            ParameterSpec(f"{name}.bias", shape[:1], ZEROS, role),
-            ParameterSpec(f"{name}.running_mean", shape[:1], ZEROS, role, frozen=True),
-            ParameterSpec(f"{name}.running_var", shape[:1], ONES, role, frozen=True),
+        parameters = tuple(
+            ParameterSpec(f"{name}.{key}", shape[:1], initialiser, role, frozen=key.startswith("running"))
+            for key, initialiser in zip(("weight", "bias", "running_mean", "running_var"), (ONES, ZEROS, ZEROS, ONES))
         )
         return LayerSpec(name, role, shape[0], shape[0], parameters)
 
 
 @dataclass(frozen=True)
-class Relu(Operation):
+class ReluOp(Operation):
     saves_output: bool = True
 
 
 @dataclass(frozen=True)
-class MaxPool(Operation):
+class MaxPoolOp(Operation):
     kernel: int = 2
     stride: int = 2
     padding: int = 0
     saves_input: bool = True
 
     def out(self, shape: Shape) -> Shape:
-        return (shape[0], *(_slide(size, self.kernel, self.stride, self.padding) for size in shape[1:]))
+        return (shape[0], *_slide(shape[1:], self.kernel, self.stride, self.padding))
 
 
 @dataclass(frozen=True)
-class AveragePool(Operation):
-    """To `size` x `size` places, whatever arrives."""
+class AveragePoolOp(Operation):
+    """Averages an image of any size into `size` x `size` cells."""
 
     size: int = 1
     saves_input: bool = True
@@ -109,20 +108,20 @@ class AveragePool(Operation):
 
 
 @dataclass(frozen=True)
-class Flatten(Operation):
+class FlattenOp(Operation):
     def out(self, shape: Shape) -> Shape:
         return (prod(shape),)
 
 
 @dataclass(frozen=True)
-class Dropout(Operation):
+class DropoutOp(Operation):
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         return LayerSpec(f"{block}.{self.name}", "dropout", shape[0], shape[0])
 
 
 @dataclass(frozen=True)
-class Linear(Operation):
-    """role: `columns` and `row` where a tensor strategy may split the pair, else `linear`."""
+class LinearOp(Operation):
+    """role: `column_parallel` and `row_parallel` for a pair that tensor parallelism may split, else `linear`."""
 
     outputs: int = 0
     role: str = "linear"
@@ -133,7 +132,7 @@ class Linear(Operation):
 
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, inputs = f"{block}.{self.name}", shape[0]
-        # the last layer is followed by no ReLU, and small logits start the loss at log(classes)
+        # No ReLU follows the last layer, and small logits let the loss start at log(classes).
         std = (1 / sqrt(3) if self.role != "linear" else 0.1) / sqrt(inputs)
         weight = ParameterSpec(f"{name}.weight", (self.outputs, inputs), Initialiser("normal", std), self.role)
         bias = ParameterSpec(f"{name}.bias", (self.outputs,), ZEROS, self.role)
@@ -144,8 +143,8 @@ class Linear(Operation):
 
 
 @dataclass(frozen=True)
-class Block:
-    """Operations one after the other; with a shortcut (empty: the input itself), relu(operations(x) + shortcut(x))."""
+class OperationBlock:
+    """Operations in sequence; with a shortcut (empty: the input itself), relu(operations(x) + shortcut(x))."""
 
     name: str
     kind: str
@@ -153,8 +152,16 @@ class Block:
     shortcut: tuple[Operation, ...] | None = None
 
     def out(self, shape: Shape) -> Shape:
-        """The shape it gives for one of that shape."""
+        """The output shape for an input shape."""
         return flow(self.operations, shape)[-1]
+
+    def steps(self, shape: Shape) -> list[tuple[Operation, Shape]]:
+        """Every operation, those of the shortcut last, with the shape of its input."""
+        branches = (self.operations, self.shortcut or ())
+        return [pair for branch in branches for pair in zip(branch, flow(branch, shape))]
+
+
+Architecture = tuple[OperationBlock, ...]
 
 
 def flow(operations: Iterable[Operation], shape: Shape) -> list[Shape]:
@@ -165,10 +172,10 @@ def flow(operations: Iterable[Operation], shape: Shape) -> list[Shape]:
     return shapes
 
 
-def kept_elements(block: Block, shape: Shape, input_is_kept: bool) -> tuple[float, bool]:
+def kept_elements(block: OperationBlock, shape: Shape, input_is_kept: bool) -> tuple[float, bool]:
     """(elements of one sample that backward needs, is the block's output among them). Each tensor counts once.
 
-    input_is_kept: what came before keeps the block's input already.
+    input_is_kept: the block before keeps this block's input already.
     """
     kept, first_kept, output_kept = 0.0, input_is_kept, False
     for operations in (block.operations, block.shortcut or ()):
@@ -177,16 +184,16 @@ def kept_elements(block: Block, shape: Shape, input_is_kept: bool) -> tuple[floa
             if operation.saves_input and not known:
                 kept += prod(before)
                 first_kept = first_kept or before is shapes[0]
-            if isinstance(operation, MaxPool):
+            if isinstance(operation, MaxPoolOp):
                 kept += INDEX_ELEMENTS * prod(after)
             keeps = operation.saves_output
             kept += prod(after) if keeps else 0
-            known = keeps or (known and isinstance(operation, Flatten | Dropout))
+            known = keeps or (known and isinstance(operation, FlattenOp | DropoutOp))
         output_kept = known if operations is block.operations else output_kept
-    if block.shortcut is not None:  # the ReLU behind the sum
+    if block.shortcut is not None:  # the ReLU after the sum keeps its output
         return kept + prod(block.out(shape)), True
     return kept, output_kept
 
 
-def _slide(size: int, kernel: int, stride: int, padding: int) -> int:
-    return (size + 2 * padding - kernel) // stride + 1
+def _slide(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:
+    return tuple((size + 2 * padding - kernel) // stride + 1 for size in sizes)

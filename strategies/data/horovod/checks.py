@@ -1,79 +1,15 @@
-"""What a plan says of `horovod` (Sergeev and Del Balso 2018, and Horovod's documentation). Torch-free."""
+"""What Horovod refuses, and how it completes process sets. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from parallelrun.errors import Problem
-from parallelrun.plan.strategy import Request
+from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
 
-from ..ring.settings import RingWay
-
 ADASUM = "adasum"
-PROCESS_SET = "process_set"  # the name of their groups among the axes
 MOST_NAMED = 8
-
-
-@dataclass(frozen=True)
-class HorovodWay(RingWay):
-    """reduction: average | adasum. worker_batches: how many batches each worker (dp coordinate) has, () for enough;
-    divides_by_active: what a sum with joined workers is divided by. process_sets: dp coordinates that average among
-    themselves, each worker in one of them, () for all together. stall_warn_s: 0 for never."""
-
-    reduction: str = "average"
-    timeline: bool = False
-    stall_warn_s: float = 60.0
-    worker_batches: tuple[int, ...] = ()
-    divides_by_active: bool = False
-    process_sets: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def independent(self) -> bool:
-        """Adasum combines updates, so gradients stay each worker's own; process sets train apart."""
-        return self.reduction == ADASUM or bool(self.process_sets)
-
-    @property
-    def in_step(self) -> bool:
-        """A worker that has joined takes part in gradients only."""
-        return not self.independent and not self.worker_batches
-
-    def axis(self, worker: int) -> str:
-        """The name of the groups over which a worker reduces; process sets of different sizes have different names."""
-        if not self.process_sets:
-            return "dp"
-        sizes = {len(one) for one in self.process_sets if len(one) > 1}
-        return PROCESS_SET if len(sizes) < 2 else f"{PROCESS_SET}_{len(self.process_set(worker))}"
-
-    def group_size(self, axis: str) -> int | None:
-        """The workers of the process sets of that name."""
-        sizes = {self.axis(one[0]): len(one) for one in self.process_sets if len(one) > 1}
-        return sizes.get(axis)
-
-    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
-        """The process set of a worker; None of another axis."""
-        return self.process_set(worker) if self.process_sets and axis == self.axis(worker) else None
-
-    def has_batch(self, step: int, worker: int) -> bool:
-        """False for a worker that has joined."""
-        return not self.worker_batches or step <= self.worker_batches[worker]
-
-    def num_counted(self, step: int, num_workers: int) -> int:
-        """The workers that a mean over workers is taken of."""
-        if not self.divides_by_active:
-            return num_workers
-        return sum(self.has_batch(step, worker) for worker in range(num_workers))
-
-    def process_set(self, worker: int) -> tuple[int, ...]:
-        """The workers of the process set of `worker`, itself among them."""
-        return next(one for one in self.process_sets if worker in one)
-
-    @property
-    def last_joiner(self) -> int | None:
-        """The worker that joins last, as Horovod's `join()` returns it: the highest of those with most batches."""
-        most = max(self.worker_batches, default=0)
-        return max((w for w, num in enumerate(self.worker_batches) if num == most), default=None)
 
 
 def check(request: Request) -> list[Problem]:

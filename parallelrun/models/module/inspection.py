@@ -1,0 +1,243 @@
+"""The spec of a user's module, read off the module on the meta device, and the checks of the model contract."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from parallelrun import user_code
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError, Problem, with_article
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
+from parallelrun.models import layers
+from parallelrun.models.module import network, slices, source
+
+OWN = Initialiser("own")
+CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds
+Sizes = tuple[int, ...]
+
+
+def read_spec(config: Config, vocab: int) -> ModelSpec:
+    """The spec of the module that `model.source` builds over `vocab` token ids or classes. Raises ConfigError naming
+    the layer or block that breaks the model contract."""
+    patterns, where = config.model.blocks, str(config.model.source)
+    with torch.device("meta"):
+        module = source.build(config, vocab)
+        if (config.pp or 1) > 1 and not patterns:
+            what = f"pp={config.pp} cuts between blocks, and model.blocks names none of {where}"
+            raise _undefined(what, network.suggested_blocks(module))
+        source.apply_roles(module, config, torch.float32)
+    module.eval()
+    names = network.block_names(module, patterns, where) if patterns else [""]
+    kind, shape = _samples(config, module)
+    blocks, boundary, output = _measure(module, names, kind, shape)
+    if len(output) < 2 or output[-1] < vocab:
+        what = f"{where} gives shape {output} for one sample; logits (1, [seq,] vocab) with vocab >= {vocab} are needed"
+        raise ConfigError(Problem(what, "model.source", "take vocab as an argument of the function", kind="arithmetic"))
+    is_small = sum(block.num_parameters for block in blocks) <= CHECKED_PARAMETERS
+    if patterns and is_small:
+        _check_chain(config, vocab, names, kind, shape)
+    _check_split(config, vocab, kind, shape)
+    if config.strategy.tensor.sequence_parallel and kind == "tokens" and is_small:
+        slices.check(config, vocab, shape[0])
+    norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
+    heads = getattr(module, "heads", 0)
+    return ModelSpec(
+        name=config.model.preset,
+        kind=kind,
+        blocks=blocks,
+        sample_shape=shape,
+        boundary_shape=boundary,
+        targets_per_sample=prod(output[1:-1]),
+        vocab=output[-1],
+        hidden=boundary[-1],
+        heads=int(heads),
+        kv_heads=int(getattr(module, "kv_heads", heads)),
+        seq=shape[0] if kind == "tokens" else 0,
+        norm=next(norms, "layernorm"),  # decides the norms' traffic under a grid; the first where they differ
+        tied=_tied(module),
+    )
+
+
+def _undefined(what: str, fix: str = "", where: str = "model.blocks") -> ConfigError:
+    return ConfigError(Problem(what, where, fix, kind="undefined"))
+
+
+def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
+    """(kind, shape of one sample): token ids for a module that embeds, else images if it has 3 dims, else features."""
+    if any(isinstance(part, (nn.Embedding, layers.TokenEmbedding)) for part in module.modules()):
+        return "tokens", (config.model.seq,)
+    shape: Any = getattr(module, "sample_shape", (config.model.hidden,))
+    return "images" if len(shape) == 3 else "features", tuple(int(size) for size in shape)
+
+
+def _inputs(kind: str, shape: Sizes, num_samples: int, device: str) -> Tensor:
+    if kind == "tokens":
+        return torch.zeros((num_samples, *shape), dtype=torch.int64, device=device)
+    return torch.ones((num_samples, *shape), device=device)
+
+
+def _measure(
+    module: nn.Module, names: list[str], kind: str, shape: Sizes
+) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
+    """(blocks with FLOPs and saved elements, boundary shape, output shape) from one sample on the meta device."""
+    x = _inputs(kind, shape, 1, "meta")
+    network.let_gradients_through(module)  # plans that need it keep the most activations
+    listed: set[int] = set()
+    blocks, boundaries = [], []
+    for name in names:
+        block = module.get_submodule(name)
+        saved = _SavedElements(block)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed)
+        with FlopCounterMode(display=False) as counter, hooks:
+            x = _call(name or "module", block, x)
+        found = tuple(_layers(module, name, listed))
+        flops = float(counter.get_total_flops())
+        blocks.append(BlockSpec(_full(name), "block", found, flops, float(saved.elements)))
+        boundaries.append(tuple(x.shape[1:]))
+    for name, given in zip(names[:-1], boundaries):
+        if given != boundaries[0]:
+            first = f"block {names[0]} gives {boundaries[0]}"
+            raise _undefined(f"block {name} gives {given} per sample, {first}: stages pass one shape")
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in listed]
+    if missing:
+        what = f"parameter {missing[0]} belongs to none of the blocks {', '.join(names)}"
+        raise _undefined(what, network.suggested_blocks(module))
+    return tuple(blocks), boundaries[0], tuple(x.shape)
+
+
+class _SavedElements:
+    """Counts the elements that autograd saves, each tensor once, parameters left out. `pack` is the packing hook."""
+
+    def __init__(self, block: nn.Module):
+        self.elements = 0
+        self._parameters = {id(parameter) for parameter in block.parameters()}
+        self._tensors: list[Tensor] = []  # kept alive, so that no two share an id
+
+    def pack(self, saved: Tensor) -> Tensor:
+        if id(saved) not in self._parameters and not saved.is_leaf and not any(saved is one for one in self._tensors):
+            self._tensors.append(saved)
+            self.elements += saved.numel()
+        return saved
+
+
+def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
+    """block(x). Raises ConfigError naming the block."""
+    try:
+        out = block(x)
+    except Exception as error:  # the user's code may raise anything
+        what = f"block {name} fails on an input of shape {tuple(x.shape)}: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(what, " <- ".join(reversed(user_code.frames(error))) or "model.source")) from error
+    if not isinstance(out, Tensor):
+        what = f"block {name} gives {with_article(type(out).__name__)}; a block maps one tensor to one tensor"
+        raise _undefined(what)
+    return out
+
+
+def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
+    """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
+    `listed`; a parameter that is in it already is tied."""
+    found = []
+    first = {id(parameter): _full(name) for name, parameter in module.named_parameters()}
+    for inner, part in module.get_submodule(block).named_modules():
+        name = _full(".".join(filter(None, (block, inner))))
+        role = getattr(part, "layer_role", "")
+        parameters, tied = [], None
+        for key, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in listed:
+                tied = first[id(parameter)]
+                continue
+            listed.add(id(parameter))
+            frozen = not parameter.requires_grad
+            parameters.append(ParameterSpec(f"{name}.{key}", tuple(parameter.shape), OWN, role, frozen=frozen))
+        if parameters or tied or role:
+            weight = next((tuple(p.shape) for p in part.parameters(recurse=False) if p.dim() == 2), (0, 0))
+            sizes = weight if role == "embedding" else weight[::-1]
+            possible = tuple(other for other, kinds in source.ROLES.items() if isinstance(part, kinds))
+            found.append(LayerSpec(name, role, sizes[0], sizes[1], tuple(parameters), tied, possible))
+    return found
+
+
+def _tied(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    first: dict[int, str] = {}
+    pairs = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        original = first.setdefault(id(parameter), name)
+        if original != name:
+            pairs.append((_full(name), _full(original)))
+    return tuple(pairs)
+
+
+def _full(name: str) -> str:
+    """The name in the network of a part that the user's module calls `name`."""
+    return f"{network.ROOT}.{name}" if name else network.ROOT
+
+
+def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape: Sizes) -> None:
+    """Raise ConfigError unless the chain of the blocks computes the module's forward, on real numbers."""
+    with torch.device("cpu"), torch.no_grad():
+        module = source.build(config, vocab).eval()
+        x = _inputs(kind, shape, 2, "cpu")
+        expected, chained = module(x), x
+        for name in names:
+            chained = module.get_submodule(name)(chained)
+    if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
+        what = f"the blocks {', '.join(names)}, one after the other, do not compute what {config.model.source} computes"
+        raise _undefined(what, "every module of forward, in order")
+
+
+def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
+    """Raise ConfigError unless forward works when every column- and row-parallel layer is split, on the meta device.
+
+    They are split by tp; by 2 under a grid, which splits features over some of its axes only: a module that works on
+    halves works on other parts.
+    """
+    tp = config.tp or 2
+    tp = tp if tp == 1 or config.strategy.tensor.kind == "megatron" else 2
+    if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
+        return
+    with torch.device("meta"):
+        module = source.build(config, vocab)
+        source.apply_roles(module, config, torch.float32)
+    inputs = _inputs(kind, shape, 1, "meta")
+    expected = network.dropout_shapes(module.eval(), inputs)
+    entered = [""]
+    for name, part in module.named_modules():
+        part.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+        if not _split(part, tp):
+            return  # does not divide: the tensor strategy refuses it, with the nearest legal degrees
+    try:
+        found = network.dropout_shapes(module, inputs)
+    except Exception as error:  # the user's code may raise anything
+        split = f"with its column_parallel and row_parallel layers split by tp={tp}"
+        what = f"{split}, {config.model.source} fails at or after {entered[-1]}: {error}"
+        fix = (
+            "no global sizes in forward: heads by unflatten(-1, (-1, head_dim)); only row_parallel layers read what "
+            "column_parallel layers give"
+        )
+        raise _undefined(what, fix, "model.roles") from error
+    for name, before in expected.items():
+        if before[:-1] != found[name][:-1]:
+            what = (
+                f"dropout {name} acts on something whose rows, not columns, tp={tp} splits ({before} to {found[name]})"
+            )
+            fix = "drop before heads are split or after they are joined; probabilities of attention cannot be dropped"
+            raise _undefined(what, fix, "model.roles")
+
+
+def _split(part: nn.Module, tp: int) -> bool:
+    """Cut the weights of a column- or row-parallel layer on meta to a tp-th; False if they do not divide."""
+    dim = {"column_parallel": 0, "row_parallel": 1}.get(getattr(part, "layer_role", ""))
+    for key, parameter in list(part.named_parameters(recurse=False)):
+        if dim is None or parameter.dim() <= dim:
+            continue
+        if parameter.size(dim) % tp:
+            return False
+        size = list(parameter.shape)
+        size[dim] //= tp
+        setattr(part, key, nn.Parameter(torch.empty(size, device="meta")))
+    return True

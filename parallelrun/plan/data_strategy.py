@@ -1,0 +1,232 @@
+"""The base class of data-parallel strategies: their resolved settings, and the traffic and memory they predict.
+
+A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/plan.py`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+from parallelrun.errors import Problem
+from parallelrun.layout import Layout
+from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.messages import Explanation, explanation_of_calls
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
+
+MeshDims = tuple[tuple[str, int], ...]
+FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class ExchangeForm:
+    """How a strategy combines gradients, for the comparison of costs in `data_axis`.
+
+    name: that of the closed form (`data_cost`) where the strategy sends all gradients in every step; None: there is no
+    form. group_size: ranks of an inner group (hierarchical). native: by a collective of the backend, not by messages.
+    compression: its kind; empty: none. scatters_once: gradients are scattered once a step, not in every backward pass.
+    gathers_again: weights are gathered twice a microbatch, not once a step. gathers_rounded: in the compute dtype.
+    """
+
+    name: str | None = None
+    group_size: int = 1
+    native: bool = True
+    compression: str = ""
+    scatters_once: bool = False
+    gathers_again: bool = False
+    gathers_rounded: bool = False
+
+
+@dataclass(frozen=True)
+class DataStrategy(ABC):
+    """A data-parallel strategy with its resolved settings: the `data` field of a Plan.
+
+    The class methods are asked before there is a plan. All other methods belong to a resolved strategy; they are pure
+    functions of their arguments and take the plan that the strategy is part of. `pp_rank` and `coordinate` name a rank.
+    The defaults describe replicas that hold complete copies of the weights, gradients and optimizer state.
+
+    shard: ranks that share one copy of the weights (HSDP: fewer than dp). bucket_bytes: size of a gradient bucket.
+    """
+
+    kind: ClassVar[str]  # the name in the registry, without the axis
+    reads: ClassVar[tuple[str, ...]] = ()  # the keys of `strategy.data` beside `kind` that it reads
+    description: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
+    takes_experts: ClassVar[bool] = False  # experts may be distributed over its ranks (ep > 1)
+    has_servers: ClassVar[bool] = False  # some ranks are no workers
+    keeps_gradients: ClassVar[bool] = False  # gradients stay allocated between steps, in buffers of the strategy
+    kept_states: ClassVar[int] = 0  # tensors of state per weight beside the optimizer's
+
+    shard: int = 1
+    bucket_bytes: int = 25 * 2**20
+
+    # Before there is a plan
+
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Every violation, each with the nearest legal values."""
+        return []
+
+    @classmethod
+    @abstractmethod
+    def resolve(cls, request: Request) -> Self:
+        """The strategy with all settings chosen, for a request without violations."""
+
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        """Sentences on the settings that the strategy filled in."""
+        return ()
+
+    @classmethod
+    def num_servers(cls, asked: int | None) -> int:
+        """The number of ranks that are no workers. asked: `strategy.data.servers`."""
+        return 0
+
+    # Properties of the resolved strategy
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """The data strategy of a plan, which is known to be of this class."""
+        assert isinstance(plan.data, cls), f"{plan.data.kind} is no {cls.__name__}"
+        return plan.data
+
+    @property
+    def detail(self) -> str:
+        """The settings in a few words for the user; empty where the name says everything."""
+        return ""
+
+    @property
+    def independent(self) -> bool:
+        """Whether every replica has weights of its own between synchronisations (local SGD, DiLoCo).
+
+        A replica's gradient is then that of the mean over its own samples (dp times its part of the global mean),
+        measured and clipped by itself; `verify` and checkpoints keep the weights of every replica.
+        """
+        return False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all replicas go through every step together, so that layers may communicate inside a step."""
+        return not self.independent
+
+    @property
+    def sync_every(self) -> int:
+        """The number of steps between two exchanges with purpose SYNC."""
+        return 1
+
+    def spare_workers(self, num_workers: int) -> int:
+        """The number of workers that a run can lose and continue. Worker 0 is never spare: it writes the metrics."""
+        return 0
+
+    def group_size(self, axis: str) -> int | None:
+        """The size of the strategy's own process groups named `axis`; None where it has none of that name."""
+        return None
+
+    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
+        """The dp coordinates in `worker`'s group among the strategy's own groups named `axis`; None without such."""
+        return None
+
+    def has_batch(self, step: int, worker: int) -> bool:
+        """Whether `worker` (a dp coordinate) has data in `step`; its gradient is zero otherwise."""
+        return True
+
+    def num_counted(self, step: int, num_workers: int) -> int:
+        """The number of replicas that the mean gradient of `step` is divided by."""
+        return num_workers
+
+    def checked(self, steps: int) -> Self:
+        """The strategy as `verify` runs it, so that everything rare happens within `steps` steps."""
+        return self
+
+    def full_step(self, step: int) -> int:
+        """The first step from `step` on that sends everything the strategy ever sends; traffic is counted there."""
+        return step
+
+    def document(self) -> dict[str, Any]:
+        """The settings as a JSON object."""
+        return {"kind": self.kind, **asdict(self)}
+
+    # Layouts
+
+    def mesh_dims(self, dp: int) -> tuple[MeshDims, FlattenedDims]:
+        """(mesh dims that make up dp, flattened dims): (("dp", 4),) or (("dp_replicate", 2), ("dp_shard", 2))."""
+        return (("dp", dp),), ()
+
+    def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        """The layout of the stored weights of a logical parameter, given its tensor layout."""
+        return tensor_layout
+
+    def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        """The layout of the optimizer's state, and of the part of the weight that the optimizer updates."""
+        return tensor_layout
+
+    def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
+        """The layout of the stored gradients at their peak, for memory."""
+        return tensor_layout
+
+    # Traffic
+
+    @abstractmethod
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """The data-axis collectives of one rank in one step.
+
+        They include the sums over partial axes and of tied copies, which are sized by this strategy's shards.
+        """
+
+    def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]] | None:
+        """(the first, how many) of the members of dp that send the same; None where shards alone decide that."""
+        return None
+
+    def links(self, plan: Plan) -> dict[tuple[int, int], int]:
+        """(source, target) -> bytes per step, where the strategy and not the backend chooses who sends to whom."""
+        return {}
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        """How gradients are combined, for the comparison of costs."""
+        return ExchangeForm()
+
+    @abstractmethod
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """What a run promises in comparison with one device."""
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message or collective of a step in the group of rank 0, for `parallelrun explain`."""
+        coordinate = plan.mesh.coordinate(0)
+        found = self.collectives(coordinate["pp"], coordinate, plan)
+        return explanation_of_calls("data", self.kind, *self.description, plan, found)
+
+    # Memory (asked only where dp > 1, but for `gathered_bytes`)
+
+    def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Bytes held beside the layouts above and counted as weights: gathered weights, copies of chunks."""
+        return 0
+
+    def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Bytes held beside the layouts above and counted as gradients: receive buffers, padding."""
+        return 0
+
+    def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
+        """Per block of a stage, bytes of gradients outside the buffers while backward pass `number` runs through it.
+
+        None where every gradient stays until the schedule ends.
+        """
+        return None
+
+    def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
+        """Bytes of buffers while the last gradients are exchanged after the schedule."""
+        return 0
+
+    # Server ranks (`has_servers`)
+
+    def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
+        """The messages of one server while every worker does one step."""
+        raise AssertionError(f"{self.kind} has no servers")
+
+    def server_memory(self, server: int, plan: Plan) -> Memory:
+        """Bytes of one server."""
+        raise AssertionError(f"{self.kind} has no servers")
+
+    def num_shards(self, server: int, plan: Plan) -> int:
+        """The number of tensors, or parts of tensors, that one server owns."""
+        raise AssertionError(f"{self.kind} has no servers")

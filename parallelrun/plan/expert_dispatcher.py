@@ -1,0 +1,68 @@
+"""The base class of expert dispatchers: what every dispatcher answers before a run. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from parallelrun.errors import Problem
+from parallelrun.model_spec import BlockSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from parallelrun.plan.expert_axes import FlattenedDims, MeshDims
+    from parallelrun.plan.messages import Explanation
+    from parallelrun.plan.request import Request
+    from parallelrun.plan.structure import Collective, Equivalence, Plan
+
+
+@dataclass(frozen=True)
+class ExpertDispatcher(ABC):
+    """How tokens reach experts that other ranks of the ep axis hold; `plan.expert` is one, or None where ep is 1.
+
+    Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
+
+    kind: the registry's name. chunks: parts of a microbatch's routing groups that are dispatched one after the other.
+    group_size: ranks of an inner group of the two-level all-to-all, 1 for one level. overlap: the all-to-all runs while
+    the shared expert and other chunks compute.
+    """
+
+    kind: ClassVar[str]
+
+    chunks: int = 1
+    group_size: int = 1
+    overlap: bool = True
+
+    @classmethod
+    @abstractmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Return every violation, each with the nearest legal values."""
+
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        """Return the dispatcher of a request without violations."""
+        asked = request.config.strategy.expert
+        return cls(asked.chunks, asked.group_size or 1, asked.overlap)
+
+    @classmethod
+    @abstractmethod
+    def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
+        """Return (mesh dims that make up ep, major first; flattened dims): see MeshShape."""
+
+    @abstractmethod
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """Return one rank's all-to-alls of one training step (all microbatches) for those blocks."""
+
+    @abstractmethod
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Return the bytes that one microbatch of `block` keeps for backward because tokens are dispatched."""
+
+    @abstractmethod
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """Return what the dispatcher promises against one device."""
+
+    @abstractmethod
+    def explain(self, plan: Plan) -> Explanation:
+        """Return every all-to-all of a step, for `parallelrun explain`."""

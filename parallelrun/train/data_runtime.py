@@ -1,0 +1,136 @@
+"""The base class of data strategies' runtimes: what the training loop calls. By itself the runtime of dp=1.
+
+A strategy's runtime is a subclass in `strategies/data/<kind>/runtime.py`, which names it `RUNTIME`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun import registry
+from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
+from parallelrun.errors import ConfigError, Problem
+from parallelrun.mesh import Mesh
+from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_parameters
+from parallelrun.plan.structure import Plan
+
+if TYPE_CHECKING:
+    from parallelrun.train.build import Training
+
+Pair = tuple[HeldParameter, nn.Parameter]
+
+
+def data_runtime(plan: Plan) -> type[DataRuntime]:
+    """The runtime class of the plan's data strategy. Raises ConfigError for a plug-in without one."""
+    module = registry.load("strategies", f"data.{plan.data.kind}", "runtime")
+    found = getattr(module, "RUNTIME", None)
+    if isinstance(found, type) and issubclass(found, DataRuntime):
+        return found
+    what = f"{module.__name__} of the strategy data.{plan.data.kind} has no RUNTIME that is a subclass of DataRuntime"
+    fix = f"write RUNTIME = <the subclass of {DataRuntime.__module__}.DataRuntime> at the end of it"
+    raise ConfigError(Problem(what, "strategy.data.kind", fix))
+
+
+def match(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
+    """Pair each parameter that the plan says this rank holds with the module's Parameter, in the plan's order."""
+    pp_rank = mesh.coordinate.get("pp", 0)
+    part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
+    pairs = [(held, part_of[held.stage].get_parameter(held.name)) for held in held_parameters(plan, pp_rank)]
+    known = {id(parameter) for _, parameter in pairs}
+    unknown = [name for part in parts for name, value in part.named_parameters() if id(value) not in known]
+    assert not unknown, f"not in the plan's spec: {unknown}"
+    assert len(known) == len(pairs), "two logical parameters are one tensor"
+    return pairs
+
+
+def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Set the gradient of a local tensor: zeros where backward computed none, so that all plans apply weight decay.
+
+    The gradient is made contiguous: torch's fused optimizers on CPU assume the strides of the weight, and a split
+    backward (zero bubble) leaves the strides of a matrix product.
+    """
+    tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+
+
+def by_axis(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """Group flat buffers by the axis over which each is summed."""
+    found: dict[str, list[Tensor]] = {}
+    for axis, buffer in buffers:
+        found.setdefault(axis, []).append(buffer)
+    return found
+
+
+def trained(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs that the optimizer updates."""
+    return [pair for pair in pairs if not pair[0].spec.frozen]
+
+
+class DataRuntime:
+    """What the training loop asks of a data strategy. This class leaves gradients as backward computes them (dp=1).
+
+    parameters: the tensors that the optimizer updates. frozen: the others, complete on every rank of dp unless the
+    strategy shards weights. kept: further tensors of checkpoints, by kind, equal on all replicas (diloco's outer
+    state). flat_gradients: by the axis over which they are summed (`replica_axis`), buffers that hold the gradients of
+    all `parameters` of that axis after `finish_gradients`, and otherwise only zeros; an axis without buffers is absent.
+    """
+
+    flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
+    kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({})
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        local = [(held, LocalParameter(held.name, p, held.spec, held.layout, held.shared)) for held, p in pairs]
+        self.parameters = [parameter for held, parameter in local if not held.spec.frozen]
+        self.frozen = [parameter for held, parameter in local if held.spec.frozen]
+        self._plan, self._mesh = plan, mesh
+
+    @classmethod
+    def run_rank(cls, config: Config, plan: Plan, context: WorkerContext) -> int | None:
+        """Run `config.verb` on this rank and return the exit code, where ranks have different tasks (ps).
+
+        None: the usual loops run it.
+        """
+        return None
+
+    @classmethod
+    def shard(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
+        """Shard the weights of the stages while they are on the meta device. The default leaves them complete."""
+
+    @classmethod
+    def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
+        """Return the runtime over materialised weights."""
+        runtime = cls if plan.mesh.size("dp") > 1 else DataRuntime
+        return runtime(match(parts, plan, mesh), plan, mesh)
+
+    def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
+        """Called on all ranks before step `start` + 1, after a checkpoint has been loaded if there is one."""
+
+    def end_run(self) -> None:
+        """Called after the last step, and when the run fails."""
+
+    def begin_step(self) -> None:
+        """Clear the gradients of the last step."""
+        for parameter in self.parameters:
+            parameter.tensor.grad = None
+
+    def launch_gradients(self) -> None:
+        """Start every exchange that has not started, without waiting. Called after the last backward pass."""
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients of all `parameters`."""
+        for parameter in self.parameters:
+            set_gradient(parameter.tensor, parameter.tensor.grad)
+
+    def finish_update(self) -> None:
+        """Bring the optimizer's update into the module's weights. Also called after a checkpoint was loaded."""
+
+    def after_load(self, kept: Sequence[str]) -> None:
+        """Called when a checkpoint has been loaded, with the kinds of `kept` that it was saved with."""
+
+    def after_step(self, step: int) -> None:
+        """Called on all ranks at the end of step `step` (from 1), whether or not an update was applied."""

@@ -1,0 +1,120 @@
+"""`apply_log.jsonl`: every update of every server, in the order in which that server applied it. Torch-free.
+
+A run can be replayed from it in one process, bit for bit (`reference.py`): each row names the worker and step of every
+push, and the version of this server's weights with which the gradient was computed. Each server appends its own rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parallelrun.records import append_jsonl
+
+NAME = "apply_log.jsonl"
+
+
+@dataclass(frozen=True)
+class Push:
+    """One worker's part in an update. pulled: the version of the weights that it used. loss: mean over its samples.
+
+    num_valid: its weight in the average of several pushes. norm: of its gradient before clipping (async), else 0.
+    """
+
+    worker: int
+    clock: int
+    pulled: int
+    loss: float
+    num_valid: float
+    norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """One update of one server, from version - 1 to `version`, by the mean of `pushes` in that order.
+
+    applied: False for a step that was skipped because a value was not finite. coefficient: of clipping on the server.
+    loss, norm: of the update. queue: other requests that the server held when the last push arrived. gap: the clock gap
+    then. time_s: since the server began, evaluation and saving included. step_time_s: of the worker.
+    """
+
+    server: int
+    version: int
+    clock: int
+    pushes: tuple[Push, ...]
+    lr: float
+    loss: float
+    norm: float
+    applied: bool = True
+    coefficient: float = 1.0
+    queue: int = 0
+    gap: int = 0
+    time_s: float = 0.0
+    step_time_s: float = 0.0
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """For each push, the number of updates between the weights that it used and this update."""
+        return tuple(self.version - 1 - push.pulled for push in self.pushes)
+
+
+@dataclass(frozen=True)
+class DroppedPush:
+    """A push that came too late: the server had already made `version` without it."""
+
+    server: int
+    worker: int
+    clock: int
+    pulled: int
+    version: int
+    time_s: float = 0.0
+
+
+LogRow = AppliedUpdate | DroppedPush
+
+
+def append(directory: Path, row: LogRow) -> None:
+    """Append a row. Raises OSError for a full disk: a log with a missing row could not be replayed."""
+    derived: dict[str, Any] = {"staleness": row.staleness} if isinstance(row, AppliedUpdate) else {}
+    kind = "update" if isinstance(row, AppliedUpdate) else "dropped"
+    append_jsonl(directory / NAME, {"kind": kind, **asdict(row), **derived})
+
+
+class ApplyLogReader:
+    """Reads a growing log."""
+
+    def __init__(self, directory: Path):
+        self._path = directory / NAME
+        self._offset = 0
+
+    def new_rows(self) -> list[LogRow]:
+        """Return the rows appended since the last call. An unfinished line is left for the next call."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [_row(json.loads(line)) for line in complete.splitlines()]
+
+
+def read(directory: Path) -> list[LogRow]:
+    """Return the complete log of a run."""
+    return ApplyLogReader(directory).new_rows()
+
+
+def _row(fields: dict[str, Any]) -> LogRow:
+    kind = DroppedPush if fields["kind"] == "dropped" else AppliedUpdate
+    values = _numbers({name: fields[name] for name in kind.__dataclass_fields__})
+    if kind is AppliedUpdate:
+        values["pushes"] = tuple(Push(**_numbers(push)) for push in values["pushes"])
+    return kind(**values)
+
+
+def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Turn null, as which JSON stores a non-finite number, into nan."""
+    return {name: float("nan") if value is None else value for name, value in fields.items()}

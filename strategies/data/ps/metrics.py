@@ -1,0 +1,223 @@
+"""Records of a run: metrics.jsonl, comm.json, summary.json and servers.json, all written by worker 0.
+
+If the workers are in step, each step of worker 0 is a row of metrics.jsonl. Otherwise each update in the first server's
+apply log is a row; the newest row is held back until the next one, so that an evaluation can be added to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from parallelrun.context import WorkerContext
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.structure import Collective
+from parallelrun.records import write_json
+from parallelrun.train import schedule
+from parallelrun.train.build import Training
+from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.step import Evaluation
+from parallelrun.train.timing import StepClock
+
+from .apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogRow
+from .plan import ParameterServer, imbalance, server_bytes
+from .protocol import AXIS, CONTROL, NORM_BYTES, ServerReply
+
+COUNTED = 2  # the exchange whose messages are counted: the first one has set-up traffic
+
+
+class ServerTraffic:
+    """What a server measures: the messages of a steady step, total payloads, and the seconds that replies were held.
+
+    A steady step is the second exchange with every worker and the second sum over servers, which belongs to no worker.
+    """
+
+    def __init__(self) -> None:
+        self.blocked_s: dict[int, float] = {}  # by worker
+        self.pushed_bytes = self.pulled_bytes = 0
+        self._rows: list[Collective] = []
+        self._exchanges: Counter[int] = Counter()
+        self._sums = 0
+
+    def exchanged(self, worker: int, rows: Iterable[Collective]) -> None:
+        """Note the messages of one push of `worker` and its answer."""
+        self._exchanges[worker] += 1
+        if self._exchanges[worker] == COUNTED:
+            self._rows += rows
+
+    def norm_summed(self) -> None:
+        """Note that the servers have summed the norm of one update."""
+        self._sums += 1
+        if self._sums == COUNTED:
+            self._rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
+
+    def rows(self) -> list[Collective] | None:
+        """One row per axis, operation and purpose; None while some worker's exchange is not counted."""
+        return merge(self._rows) if self._exchanges and min(self._exchanges.values()) >= COUNTED else None
+
+
+class LogStatistics:
+    """Staleness, clock gap, dropped pushes, queue and rates, from the first server's rows of the apply log."""
+
+    def __init__(self) -> None:
+        self._updates = self._skipped = self._gap = 0
+        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)  # by worker
+        self._dropped: Counter[int] = Counter()
+        self._queue: Counter[int] = Counter()
+        self._seconds = 0.0
+
+    def add(self, row: LogRow) -> None:
+        """Count one row."""
+        if row.server != 0:
+            return
+        if isinstance(row, DroppedPush):
+            self._dropped[row.worker] += 1
+            return
+        self._updates += row.applied
+        self._skipped += not row.applied
+        for push, staleness in zip(row.pushes, row.staleness):
+            self._staleness[push.worker][staleness] += 1
+        self._queue[row.queue] += 1
+        self._gap = max(self._gap, row.gap)
+        self._seconds = row.time_s
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fields of summary.json."""
+        staleness = sum(self._staleness.values(), Counter[int]())
+        return {
+            "updates": self._updates,
+            "updates_per_s": self._updates / self._seconds if self._seconds else None,
+            "staleness_mean": _mean(staleness),
+            "staleness_max": max(staleness, default=None),
+            "clock_gap_max": self._gap,
+            "dropped_gradients": self._dropped.total(),
+            "server_queue_mean": _mean(self._queue),
+            "server_queue_max": max(self._queue, default=None),
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Return the fields of servers.json: the summary and the histograms behind it."""
+        return {
+            **self.summary(),
+            "skipped_updates": self._skipped,
+            "staleness": _histogram(sum(self._staleness.values(), Counter[int]())),
+            "staleness_of_worker": {w: _histogram(counts) for w, counts in sorted(self._staleness.items())},
+            "staleness_mean_of_worker": {w: _mean(counts) for w, counts in sorted(self._staleness.items())},
+            "dropped_of_worker": _histogram(self._dropped),
+            "server_queue": _histogram(self._queue),
+        }
+
+
+def _histogram(counts: Counter[int]) -> dict[int, int]:
+    return dict(sorted(counts.items()))
+
+
+def _mean(counts: Counter[int]) -> float | None:
+    total = counts.total()
+    return sum(value * count for value, count in counts.items()) / total if total else None
+
+
+class MetricsWriter:
+    """Writes worker 0's records; on the other workers it only keeps their step times."""
+
+    def __init__(self, training: Training, context: WorkerContext, start: int):
+        plan = training.plan
+        self._training, self._context, self._settings = training, context, ParameterServer.of(plan)
+        self.by_log = not self._settings.in_step
+        num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_workers)
+        self.recorder = Recorder(training, context, num_rows if self.by_log else None)
+        self._reader, self._statistics = ApplyLogReader(context.directory), LogStatistics()
+        self._held: StepRecord | None = None
+        self._samples = start * plan.batch.global_batch
+        self._last_s = 0.0
+        self._began = time.perf_counter()
+
+    def step(
+        self, clock: int, reply: ServerReply, timer: StepClock, evaluation: Evaluation | None, loss_scale: float
+    ) -> None:
+        """Record this worker's step `clock`."""
+        lr = schedule.learning_rate(self._training.config.optimizer, clock, self._training.config.steps)
+        val_loss, top1 = (evaluation.loss, evaluation.top1) if evaluation else (None, None)
+        now = time.perf_counter() - self._began
+        record = StepRecord(
+            clock, reply.loss, reply.norm, lr, reply.applied > 0, timer.seconds, now, val_loss, loss_scale,
+            timer.times, top1,
+        )  # fmt: skip
+        if self.by_log:
+            self.recorder.remember(record)
+        else:
+            self.recorder.step(record)
+        self.follow_log()
+        if self.by_log and evaluation is not None:
+            self.add_evaluation(evaluation)
+
+    def follow_log(self) -> None:
+        """Read the new rows of the apply log."""
+        if self._context.rank != 0:
+            return
+        for row in self._reader.new_rows():
+            self._statistics.add(row)
+            if self.by_log and isinstance(row, AppliedUpdate) and row.server == 0:
+                self._hold(self._record(row))
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Add an evaluation of the weights after the newest update, as this worker pulled them, to its row."""
+        if self._held is not None:
+            self._held = replace(self._held, val_loss=evaluation.loss, val_top1=evaluation.top1)
+
+    def finish(self, everyone: dict[int, dict[str, Any]], state: str, clock: int, more: dict[str, Any]) -> None:
+        """Write the last row and the files of the end. everyone: the facts of every rank that is not lost."""
+        self.follow_log()
+        self._hold(None)
+        plan, settings = self._training.plan, self._settings
+        servers = [everyone[plan.num_workers + index] for index in range(plan.servers)]
+        blocked = {int(worker): seconds for worker, seconds in servers[0]["blocked_s"].items()}
+        facts = {
+            **self._statistics.summary(),
+            "servers": plan.servers,
+            "consistency": settings.consistency,
+            "staleness_bound": settings.staleness,
+            "backup_workers": settings.backup_workers,
+            "torn_reads": sum(one.get("torn_reads", 0) for one in everyone.values()),
+            "blocked_s": max(blocked.values(), default=0.0),
+            "lost_workers": len(servers[0]["lost"]),
+            "shard_imbalance": imbalance(plan),
+        }
+        document = {
+            **self._statistics.document(),
+            **facts,
+            "blocked_s_of_worker": blocked,
+            "lost_worker_numbers": servers[0]["lost"],
+            "shard_bytes": server_bytes(plan),
+            "pushed_bytes": [one["pushed_bytes"] for one in servers],
+            "pulled_bytes": [one["pulled_bytes"] for one in servers],
+        }
+        write_json(self._context.directory / "servers.json", document)
+        self.recorder.write_end(everyone, state, {"steps": clock, **facts, **more})
+
+    def _record(self, row: AppliedUpdate) -> StepRecord:
+        """One update as a row: loss and norm are of the worker that pushed, or means over those averaged."""
+        plan = self._training.plan
+        self._samples += plan.batch.replica_batch * len(row.pushes)
+        seconds = row.step_time_s or row.time_s - self._last_s
+        self._last_s = row.time_s
+        more: dict[str, Any] = {
+            "clock": row.clock,
+            "samples": self._samples,
+            "tokens": self._samples * plan.spec.targets_per_sample,
+        }
+        if self._settings.synchronous:
+            more["workers"] = [push.worker for push in row.pushes]
+        else:
+            more |= {"worker": row.pushes[0].worker, "staleness": row.staleness[0]}
+        return StepRecord(
+            row.version, row.loss, row.norm, row.lr, row.applied, seconds, row.time_s, None, 1.0, None, None, more
+        )
+
+    def _hold(self, record: StepRecord | None) -> None:
+        if self._held is not None:
+            self.recorder.step(self._held)
+        self._held = record

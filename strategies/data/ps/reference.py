@@ -1,0 +1,273 @@
+"""The proof of a parameter server: `verify` against one device if the workers are in step, else against a replay.
+
+The replay runs the apply log in one process. It recomputes every push from the weights that the worker had used (of
+each server, the version that the log names) and applies the updates in the logged order to the same `ShardStore`s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallelrun.comm.json_exchange import gather_json
+from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
+from parallelrun.data.order import Sampler
+from parallelrun.errors import EXIT_MISMATCH, EXIT_OK, Problem, VerificationError
+from parallelrun.plan.parameters import LocalParameter
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import TABLE
+from parallelrun.records import write_json
+from parallelrun.report import verify as report
+from parallelrun.train import schedule
+from parallelrun.train.build import Training, build
+from parallelrun.train.reader import Reader
+from parallelrun.train.step import evaluate
+from parallelrun.verify.run import checked_config, judge, reference_trace
+from parallelrun.verify.single_device import single_device as single_device
+from parallelrun.verify.trace import Trace
+
+from . import apply_log
+from .apply_log import AppliedUpdate, LogRow, Push
+from .connections import ShardBuffers
+from .plan import ParameterServer
+from .store import ShardStore
+from .worker import Worker, clip, compute, evaluate_alone
+
+PushKey = tuple[int, int]  # (worker, clock)
+
+
+def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
+    """Return what is run in order to verify: verify's precision, optimizer and number of steps. On all ranks alike."""
+    config = checked_config(config)
+    config = replace(config, steps=config.verify.steps)
+    return config, replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name)
+
+
+def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """Train as a worker; worker 0 compares, writes verify.json and shows it. Return EXIT_MISMATCH if unequal."""
+    training = build(config, plan, context.device)
+    in_step = ParameterServer.of(plan).in_step
+    trace = _record(training, context, in_step)
+    verdict: dict[str, Any] = {}
+    if context.rank == 0:
+        context.heartbeat(config.steps, "reference")
+        if in_step:
+            document = judge(trace, reference_trace(config, plan, context.device), config, plan)
+        else:
+            document = judge(trace, _replay(config, plan, context), config, plan)
+            document["against"] = "its own apply log, replayed in one process"
+            document["bit_for_bit"] = all(error == 0 for error in document["max_error"].values())
+            if plan.device == "cpu" and not config.compile:  # elsewhere kernels may add in another order
+                document["passed"] = document["passed"] and (document["bit_for_bit"] or document["reports_only"])
+        write_json(context.directory / "verify.json", document)
+        report.show(document, context.console_owner)
+        verdict = {"passed": document["passed"]}
+    return EXIT_OK if gather_json(verdict, training.mesh)[0]["passed"] else EXIT_MISMATCH
+
+
+def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
+    """Train `config.steps` steps. Worker 0's trace is complete: one entry per step, or per update if not in step."""
+    worker, trace = Worker(training, context), Trace()
+    trace.initial = _weights(training)
+    clock = worker.begin()
+    if in_step:  # otherwise other workers may have pushed already
+        trace.initial = _weights(training)
+    while clock < training.config.steps:
+        context.heartbeat(clock + 1, "step")
+        step = worker.step(clock + 1, False)
+        clock = step.clock
+        trace.losses.append(step.reply.loss)
+        trace.grad_norms.append(step.reply.norm)
+    worker.end(clock)
+    if worker.is_chief:
+        trace.final = _weights(training)
+        if not in_step:
+            rows = [r for r in apply_log.read(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
+            trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
+            trace.val_loss = worker.evaluate().loss
+        versions = range(1, len(trace.losses) + 1)
+        trace.gradients = [_with_frozen(worker.client.read_gradient(version), training) for version in versions]
+    if in_step:
+        trace.val_loss = evaluate(training)
+    worker.client.leave()
+    return trace
+
+
+def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
+    """Return the trace of a replay of this run's apply log."""
+    replay = LogReplay(config, plan, context.device, keep_gradients=True)
+    trace = Trace(initial=_weights(replay.training))
+    replay.run(apply_log.read(context.directory))
+    training = replay.load_final()
+    trace.losses, trace.grad_norms = replay.losses, replay.norms
+    trace.gradients = [_with_frozen(gradients, training) for gradients in replay.gradients()]
+    trace.final = _weights(training)
+    trace.val_loss = evaluate_alone(training, plan.num_workers, lambda n: context.heartbeat(n, "evaluate")).loss
+    return trace
+
+
+def _weights(training: Training) -> dict[str, Tensor]:
+    return {parameter.name: parameter.tensor.detach().to("cpu", copy=True) for parameter in training.held}
+
+
+def _with_frozen(gradients: dict[str, Tensor], training: Training) -> dict[str, Tensor]:
+    """Add zeros for the frozen parameters, as in every other trace."""
+    frozen: list[LocalParameter] = training.data.frozen
+    return {**{p.name: torch.zeros_like(p.tensor, device="cpu") for p in frozen}, **gradients}
+
+
+class RecomputedPush(NamedTuple):
+    """One flat gradient per server, loss sum, number of valid targets, and norm before clipping."""
+
+    gradients: list[Tensor]
+    loss_sum: float
+    num_valid: int
+    norm: float
+
+
+class LogReplay:
+    """Replays an apply log row by row. Results: the stores' weights; losses, norms and gradients by version."""
+
+    def __init__(self, config: Config, plan: Plan, device: torch.device, keep_gradients: bool = False):
+        self._config, self._synchronous = config, ParameterServer.of(plan).synchronous
+        self.training = _one_worker(config, plan, device)
+        split = self.training.dataset.train
+        sampler = Sampler(len(split), plan.batch.global_batch, config.seed)
+        own_plan, mesh = self.training.plan, self.training.mesh
+        self._readers = [Reader(split, sampler, own_plan, mesh, worker) for worker in range(plan.num_workers)]
+        self._buffers = ShardBuffers(plan, self.training.parameters)
+        self.stores = [ShardStore(config, plan, server) for server in range(plan.servers)]
+        for store in self.stores:
+            store.initialise()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self._squares: dict[int, float] = defaultdict(float)
+        self._keep_gradients = keep_gradients
+        self._gradients: dict[int, list[Tensor]] = defaultdict(list)
+
+    def run(self, rows: Sequence[LogRow]) -> None:
+        """Apply every update of the log. Raises VerificationError if rows are missing or contradict each other."""
+        updates = [row for row in rows if isinstance(row, AppliedUpdate)]
+        self._pulled = _pulled_versions(rows, len(self.stores))
+        self._uses = Counter((push.worker, push.clock) for row in updates for push in row.pushes)
+        # A run keeps the running statistics of worker 0 only.
+        first = [row for row in updates if row.server == 0 and row.applied]
+        self._kept_statistics = {(p.worker, p.clock) for row in first for p in row.pushes if p.worker == 0}
+        # The versions of each server's weights, kept as long as a push still needs them.
+        servers = range(len(self.stores))
+        self._needs = [Counter(versions[server] for versions in self._pulled.values()) for server in servers]
+        self._versions: list[dict[int, Tensor]] = [{0: store.weights.clone()} for store in self.stores]
+        self._recomputed: dict[PushKey, RecomputedPush] = {}
+        queues = [deque(row for row in updates if row.server == server) for server in servers]
+        while any(queues):
+            ready = [queue for queue in queues if queue and self._can_apply(queue[0])]
+            if not ready:
+                raise VerificationError(
+                    Problem("rows are missing in the apply log: an update needs weights that no row makes")
+                )
+            for queue in ready:
+                self._apply(queue.popleft())
+        if self._synchronous:
+            self.norms = [self._squares[version] ** 0.5 for version in sorted(self._squares)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the current weights by name."""
+        return self._buffers.by_name([store.weights for store in self.stores])
+
+    def gradients(self) -> list[dict[str, Tensor]]:
+        """Return each version's gradient by name; of several async servers, their updates of equal number together."""
+        return [self._buffers.by_name(self._gradients[version]) for version in sorted(self._gradients)]
+
+    def load_final(self) -> Training:
+        """Return the training with the current weights, to be evaluated."""
+        self._load([store.weights for store in self.stores])
+        return self.training
+
+    def _load(self, flats: Sequence[Tensor]) -> None:
+        for pull, flat in zip(self._buffers.pulls, flats):
+            pull.copy_(flat)
+        self._buffers.unpack()
+
+    def _can_apply(self, row: AppliedUpdate) -> bool:
+        """Whether every push of the row has been recomputed, or can be now."""
+        return all(
+            (push.worker, push.clock) in self._recomputed
+            or all(v <= s.version for v, s in zip(self._pulled[push.worker, push.clock], self.stores))
+            for push in row.pushes
+        )
+
+    def _apply(self, row: AppliedUpdate) -> None:
+        store = self.stores[row.server]
+        if row.version != store.version + 1:
+            said = f"update {row.version} of server {row.server} follows update {store.version} in the apply log"
+            raise VerificationError(Problem(said))
+        pushes = [self._recompute(push) for push in row.pushes]
+        averages = self._synchronous and sum(push.num_valid for push in pushes) > 0
+        counts = [float(push.num_valid) if averages else 1.0 for push in pushes]
+        store.mean([push.gradients[row.server] for push in pushes], counts)
+        if self._keep_gradients:
+            self._gradients[row.version].append(store.gradient.clone())
+        self._squares[row.version] += store.squared_norm()
+        if row.server == 0:
+            self.losses.append(sum(push.loss_sum for push in pushes) / (sum(push.num_valid for push in pushes) or 1))
+            self.norms.append(pushes[0].norm)
+        if row.applied:
+            lr = schedule.learning_rate(self._config.optimizer, row.clock, self._config.steps)
+            store.update(lr, row.coefficient)
+        store.version = row.version
+        if self._needs[row.server][row.version]:
+            self._versions[row.server][row.version] = store.weights.clone()
+        for key in ((push.worker, push.clock) for push in row.pushes):
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._recomputed[key]
+
+    def _recompute(self, push: Push) -> RecomputedPush:
+        key = push.worker, push.clock
+        if key not in self._recomputed:
+            versions = list(enumerate(self._pulled[key]))
+            self._load([self._versions[server][version] for server, version in versions])
+            for server, version in versions:
+                self._needs[server][version] -= 1
+                if not self._needs[server][version]:
+                    del self._versions[server][version]
+            loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
+            self.training.statistics.finish_step(key in self._kept_statistics)
+            self._buffers.pack()
+            norm = 0.0 if self._synchronous else clip(self._buffers.pushes, self._config.optimizer.clip)
+            gradients = [flat.clone() for flat in self._buffers.pushes]
+            self._recomputed[key] = RecomputedPush(gradients, loss_sum, num_valid, norm)
+        return self._recomputed[key]
+
+
+def _pulled_versions(rows: Sequence[LogRow], num_servers: int) -> dict[PushKey, list[int]]:
+    """For each applied push, the version of every server's weights that it used."""
+    found: dict[PushKey, dict[int, int]] = defaultdict(dict)
+    applied: set[PushKey] = set()
+    for row in rows:
+        for push in row.pushes if isinstance(row, AppliedUpdate) else (row,):
+            found[push.worker, push.clock][row.server] = push.pulled
+            if isinstance(row, AppliedUpdate):
+                applied.add((push.worker, push.clock))
+    for worker, clock in applied:
+        if (reached := len(found[worker, clock])) < num_servers:
+            raise VerificationError(
+                Problem(
+                    f"the push of worker {worker}, clock {clock}, reached {reached} of {num_servers} servers, so it "
+                    "cannot be recomputed"
+                )
+            )
+    return {key: [found[key][server] for server in sorted(found[key])] for key in found if key in applied}
+
+
+def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:
+    """A training on one device that computes as one worker does, in microbatches of the same size."""
+    own_config, own_plan = single_device(config, plan)
+    own_plan = replace(own_plan, batch=plan.batch, recompute=plan.recompute)
+    return build(replace(own_config, recompute=config.recompute), own_plan, device)

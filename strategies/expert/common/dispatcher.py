@@ -1,0 +1,110 @@
+"""Dispatch, experts and combine of one layer, chunk by chunk, with communication behind computation.
+
+All chunks' rows are being sent while the shared expert computes; a chunk's results are sent back while the next chunk's
+experts compute. The order in which autograd nodes are created gives backward the same overlap, from the last chunk to
+the first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun.mesh import Mesh
+from parallelrun.models.moe.experts import Experts
+from parallelrun.models.moe.layer import MoE
+from parallelrun.models.moe.routing import Routing
+from parallelrun.models.network import Network
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
+from parallelrun.plan.structure import Plan
+
+from .all_to_all import ByteCounter
+from .rows import DispatchedRows, ExpertGroups, Level, Reorder, ReturningRows, expert_groups
+
+
+class TokenPermutation(Protocol):
+    """How the rows of one chunk of tokens are packed for sending."""
+
+    def permute(self, x: Tensor) -> Tensor:
+        """Return x (tokens, hidden) as rows in the order of `ExpertGroups.send_order`."""
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Return the weighted sums (tokens, hidden) of rows as `permute` ordered them, after the experts."""
+
+
+@dataclass(frozen=True)
+class ChunkDispatch:
+    """How a rank sends one chunk of its tokens.
+
+    levels: the all-to-alls. by_expert: reorders arrived rows from source rank to expert. counts: rows of each of this
+    rank's experts; None where all have equally many.
+    """
+
+    tokens: TokenPermutation
+    levels: tuple[Level, ...]
+    by_expert: Reorder
+    counts: Tensor | None
+
+
+class TokenDispatcher(ABC):
+    """Brings the rows of one layer's tokens to the experts of all ep ranks, and the results back."""
+
+    def __init__(self, settings: ExpertDispatcher, groups: ExpertGroups):
+        self.settings, self.groups, self.counter = settings, groups, ByteCounter()
+
+    def take_bytes(self) -> int:
+        """Return the payload of this layer's all-to-alls in training since the last call."""
+        return self.counter.take()
+
+    @abstractmethod
+    def chunks(self, routing: Routing) -> list[ChunkDispatch]:
+        """Return how each chunk is sent."""
+
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weighted sums of the experts' outputs for x (tokens, hidden), and the output of `beside`."""
+        chunks = self.chunks(routing)
+        tokens = x.split(x.size(0) // len(chunks))
+        sent = [DispatchedRows(chunk.tokens.permute(own), chunk.levels) for own, chunk in zip(tokens, chunks)]
+        shared = beside() if beside is not None else None
+        for rows_of_chunk in sent:
+            rows_of_chunk.advance()
+        returning: list[ReturningRows] = []
+        for rows_of_chunk, chunk in zip(sent, chunks):
+            rows = chunk.by_expert.apply(rows_of_chunk.wait())
+            if chunk.counts is None:
+                rows = experts(rows.unflatten(0, (self.groups.num_local, -1)), None).flatten(0, 1)
+            else:
+                rows = experts(rows, chunk.counts)
+            returning.append(ReturningRows(chunk.by_expert.invert(rows), chunk.levels))
+        for rows_of_chunk in returning:
+            rows_of_chunk.advance()
+        arrived = [rows_of_chunk.wait() for rows_of_chunk in returning]
+        sums = [chunk.tokens.combine(rows) for chunk, rows in zip(chunks, arrived)]
+        return sums[0] if len(sums) == 1 else torch.cat(sums), shared
+
+
+def chunk_and_group(routing: Routing, chunks: int) -> tuple[Tensor, Tensor]:
+    """Return (chunk, group within the chunk) of each assignment."""
+    assert routing.num_groups % chunks == 0, f"{routing.num_groups} routing groups in {chunks} chunks"
+    group = routing.tokens.div(routing.num_tokens // routing.num_groups, rounding_mode="floor")
+    per_chunk = routing.num_groups // chunks
+    return group.div(per_chunk, rounding_mode="floor"), group.remainder(per_chunk)
+
+
+def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[TokenDispatcher]) -> None:
+    """Keep only this rank's experts in every MoE layer (parameters uninitialised) and give the layer its dispatcher."""
+    assert plan.expert is not None
+    groups = expert_groups(plan, mesh)
+    for layer in network.modules():
+        if isinstance(layer, MoE):
+            for name, weight in list(layer.experts.named_parameters()):
+                local = weight.new_empty(groups.num_local, *weight.shape[1:])
+                setattr(layer.experts, name, nn.Parameter(local, requires_grad=weight.requires_grad))
+            layer.dispatch = dispatcher(plan.expert, groups)

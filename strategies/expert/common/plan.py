@@ -1,0 +1,231 @@
+"""What the expert dispatchers share before a run: checks, mesh dims, traffic and memory in closed form. Torch-free.
+
+Per microbatch and layer with experts, a row is `hidden` numbers of the compute dtype. One level of the all-to-all (two
+on two levels) brings rows from source to destination. Rows cross it four times, as many as there are on that side:
+
+    dispatch  forward   rows before the level        its gradient, backward   rows after the level
+    combine   forward   rows after the level         its gradient, backward   rows before the level
+
+Full recomputation sends both forward messages again: the weighted sum over what comes back is the last operation and
+needs it for the gradients of the weights. Chunks make more calls of the same bytes. Evaluation is not counted.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, NamedTuple
+
+from parallelrun.errors import Problem
+from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.models.moe.spec import inside_dim
+from parallelrun.plan.expert_axes import FlattenedDims, MeshDims
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
+from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.precision import BYTES
+from parallelrun.wording import divisors, either, nearest
+
+AXIS, OUTER, INNER = "ep", "ep_outer", "ep_inner"
+KEY = "strategy.expert"
+ROWS, COUNTS, OPERATION = "experts", "routing", "all_to_all"  # purposes: rows of tokens, and how many rows will come
+WHAT = {
+    ROWS: "rows of tokens to their experts and back, then their gradients, of all microbatches",
+    COUNTS: "how many rows will come",
+}
+NO_EXPERTS = "an expert dispatcher for a model without experts"
+INDEX_BYTES, FLAG_BYTES = 8, 1  # of a row number, and of "kept or dropped"
+
+
+class Rows(NamedTuple):
+    """Rows of one microbatch and layer on a rank. even: under an even load without drops. most: the upper bound; None
+    where the number never differs from `even`."""
+
+    even: int
+    most: int | None = None
+
+    @property
+    def bound(self) -> int:
+        """The largest number of rows possible."""
+        return self.even if self.most is None else self.most
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher(ExpertDispatcher):
+    """A dispatcher that sends rows by all-to-all; the kinds differ in how many rows they send.
+
+    explained: how the dispatcher sizes its messages, and the paper, for `parallelrun explain`.
+    """
+
+    explained: ClassVar[tuple[str, str]]
+
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Chunks are whole routing groups of a microbatch; inner groups are equal parts of ep.
+
+        `plan/expert_axes.py` checks that ep divides the experts and dp.
+        """
+        return [*_check_chunks(request), *_check_group_size(request)]
+
+    @classmethod
+    def mesh_dims(cls, request: Request) -> tuple[MeshDims, FlattenedDims]:
+        """One axis, or inner groups and the axis between them."""
+        inner = request.config.strategy.expert.group_size
+        if inner is None:
+            return ((AXIS, request.ep),), ()
+        return ((OUTER, request.ep // inner), (INNER, inner)), ((AXIS, (OUTER, INNER)),)
+
+    @abstractmethod
+    def rows(self, plan: Plan) -> tuple[Rows, ...]:
+        """Return the rows of a microbatch on a rank before the first level and after each level."""
+
+    @abstractmethod
+    def index_bytes(self, plan: Plan) -> int:
+        """Return the bytes of one layer's indices by which rows are reordered."""
+
+    def counts_bytes(self, plan: Plan) -> int:
+        """Return the bytes that announce the number of rows per microbatch and level; 0 where none are sent."""
+        return 0
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        layers = [block for block in blocks for layer in block.layers if layer.layer_role == "expert"]
+        forwards = [1 + (plan.recompute == "full" and block.is_recomputed) for block in layers]
+        microbatches, rows, counts_bytes = plan.batch.microbatches, self.rows(plan), self.counts_bytes(plan)
+        passes = microbatches * sum(forward + 1 for forward in forwards)  # of each side: forward, again, backward
+        row_bytes = plan.spec.hidden * BYTES[plan.precision.compute]
+        found = []
+        for axis, before, after in zip(levels(plan), rows, rows[1:]):
+            even, most = before.even + after.even, before.bound + after.bound
+            bound = None if before.most is None and after.most is None else passes * row_bytes * most
+            found.append(Collective(axis, OPERATION, ROWS, 2 * passes * self.chunks, passes * row_bytes * even, bound))
+            if counts_bytes:
+                calls = microbatches * sum(forwards)
+                found.append(Collective(axis, OPERATION, COUNTS, calls, calls * counts_bytes))
+        return [row for row in found if row.calls]
+
+    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
+        """Count what a dispatched layer keeps beyond a layer whose experts are all on this rank, for an even load.
+
+        The tensor strategy counts the latter. The difference is rows of empty capacity slots, and the indices by which
+        rows are put into slots or sorted on arrival.
+        """
+        if plan.recompute == "full" and block.is_recomputed:
+            return 0
+        extra, index_bytes = self.rows(plan)[-1].even - num_local_rows(plan), self.index_bytes(plan)
+        experts = [layer for layer in block.layers if layer.layer_role == "expert"]
+        return sum(extra * _row_bytes(layer, block, plan) + index_bytes for layer in experts)
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Return the all-to-alls of the layers with experts of rank 0's stages."""
+        ranks, exchanges = ranks_over(plan, AXIS), []
+        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
+            for name in stage.blocks:
+                found = calls_of(self.collectives((plan.spec.block(name),), plan), plan, ranks)
+                rounds = tuple(Round(WHAT[calls[0].purpose], calls=calls) for calls in found)
+                exchanges += [Exchange(name, rounds)] if rounds else []
+        groups = plan.mesh.num_ranks // len(ranks)
+        text = (
+            "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the "
+            "rank of its expert, the experts compute, and a second all-to-all brings the rows back, where they are "
+            "weighted and added. Backward sends the gradients along the same paths. " + self.explained[0]
+        )
+        return Explanation("expert", self.kind, text, self.explained[1], ranks, groups, AXIS, tuple(exchanges))
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """Routing belongs to the model, so function and gradients are the same as on one device."""
+        return Equivalence("exact")
+
+
+def levels(plan: Plan) -> tuple[str, ...]:
+    """Return the axes over which rows are dispatched, in order; they are combined in reverse order."""
+    assert plan.expert is not None
+    return (INNER, OUTER) if plan.expert.group_size > 1 else (AXIS,)
+
+
+def num_tokens(plan: Plan) -> int:
+    """Return the tokens of a microbatch."""
+    return plan.batch.micro_batch * prod(plan.spec.boundary_shape[:-1])
+
+
+def num_slots(plan: Plan, num_experts: int | None = None) -> int:
+    """Return the capacity slots that so many experts (None: all) have for a microbatch."""
+    router, spec = plan.spec.router, plan.spec
+    assert router is not None, NO_EXPERTS
+    groups = plan.batch.micro_batch // router.group_samples
+    capacity = router.capacity(num_tokens(plan) // groups, spec.experts)
+    return (spec.experts if num_experts is None else num_experts) * groups * capacity
+
+
+def num_assignments(plan: Plan) -> int:
+    """Return the assignments of a microbatch's tokens to experts, dropped ones included."""
+    router = plan.spec.router
+    assert router is not None, NO_EXPERTS
+    return num_slots(plan) if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
+
+
+def kept_rows(plan: Plan) -> tuple[Rows, ...]:
+    """Return the rows of `AllToAllDispatcher.rows` where only kept assignments are sent."""
+    experts, ep = plan.spec.experts, plan.mesh.size("ep")
+    found = [_kept(1, experts, plan)]
+    if len(levels(plan)) > 1:
+        inner = plan.mesh.size(INNER)
+        found.append(_kept(inner, experts // inner, plan))  # of an inner group, to the ranks of one inner index
+    return (*found, _kept(ep, experts // ep, plan))
+
+
+def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
+    """Return the kept rows of so many ranks for so many experts. A token never goes twice to the same expert."""
+    router, tokens, slots = plan.spec.router, num_tokens(plan), num_slots(plan, num_experts)
+    assert router is not None, NO_EXPERTS
+    if router.kind == "expert_choice":
+        return Rows(num_ranks * slots)  # every expert takes its fixed number of every group
+    even = min(num_assignments(plan), num_slots(plan))
+    return Rows(even, num_ranks * min(tokens * min(router.top_k, num_experts), slots))
+
+
+def num_local_rows(plan: Plan) -> int:
+    """Return the rows of a microbatch without a dispatcher: the kept assignments of an even load."""
+    return kept_rows(plan)[0].even
+
+
+def _row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    """Return what one row keeps for backward: the row, the inside of its expert, and the expert's output."""
+    weight = layer.parameters[0]
+    inside = weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
+    opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps its output
+    activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
+    return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]
+
+
+def _check_chunks(request: Request) -> list[Problem]:
+    chunks, batch, router = request.config.strategy.expert.chunks, request.batch, request.spec.router
+    assert router is not None, NO_EXPERTS
+    if batch is None or batch.micro_batch % router.group_samples:
+        return []  # another violation
+    groups = batch.micro_batch // router.group_samples
+    if groups % chunks == 0:
+        return []
+    of = f"micro_batch={batch.micro_batch} in routing groups of {router.group_samples}"
+    what = f"{KEY}.chunks={chunks} does not divide the {groups} routing groups of a microbatch ({of})"
+    fixes = [either(f"{KEY}.chunks", nearest(chunks, divisors(groups)))]
+    legal = [n for n in divisors(batch.replica_batch) if n % (chunks * router.group_samples) == 0]
+    if legal:
+        fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
+    return [Problem(what, f"{KEY}.chunks", " or ".join(fixes), kind="arithmetic")]
+
+
+def _check_group_size(request: Request) -> list[Problem]:
+    size, ep = request.config.strategy.expert.group_size, request.ep
+    legal = divisors(ep)[1:-1]
+    if size is None or size in legal:
+        return []
+    fixes = [either(f"{KEY}.group_size", nearest(size, legal))] if legal else []
+    if ep % size:
+        what = f"{KEY}.group_size={size} does not divide ep={ep}, which the inner groups partition"
+    else:
+        which = "one rank" if size == 1 else f"all of ep={ep}"
+        what = f"{KEY}.group_size={size}: inner groups of {which} leave no second level"
+    fix = " or ".join([*fixes, f"leave {KEY}.group_size out"])
+    return [Problem(what, f"{KEY}.group_size", fix, kind="arithmetic")]

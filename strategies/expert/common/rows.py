@@ -1,0 +1,167 @@
+"""Rows of tokens on their way to experts and back, over one all-to-all or two (the two-level one).
+
+Two-level (Tutel's 2-D hierarchical all-to-all): rank (outer o, inner i) first sends inside its inner group to the
+member with the inner index of each row's destination, which then sends over its outer group: few large messages
+between the inner groups instead of many small ones. Rows come back over the same levels in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallelrun.mesh import Group, Mesh
+from parallelrun.plan.structure import Plan
+
+from .all_to_all import AllToAll, finish, start
+from .plan import AXIS, levels
+
+
+class Reorder(Protocol):
+    """An invertible reordering of rows."""
+
+    def apply(self, rows: Tensor) -> Tensor: ...
+
+    def invert(self, rows: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class BlockTranspose:
+    """Equal blocks of rows, (first, second) of them, become (second, first)."""
+
+    first: int
+    second: int
+
+    def apply(self, rows: Tensor) -> Tensor:
+        return _transposed(rows, self.first, self.second)
+
+    def invert(self, rows: Tensor) -> Tensor:
+        return _transposed(rows, self.second, self.first)
+
+
+def _transposed(rows: Tensor, first: int, second: int) -> Tensor:
+    block = rows.size(0) // (first * second)
+    return rows.unflatten(0, (first, second, block)).transpose(0, 1).flatten(0, 2)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows by index; the gradient by the inverse: a gather both ways, where index_select's own backward adds up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+@dataclass(frozen=True)
+class RowPermutation:
+    """Row n becomes row inverse[n]; row index[n] becomes row n."""
+
+    index: Tensor
+    inverse: Tensor
+
+    def apply(self, rows: Tensor) -> Tensor:
+        return _Permute.apply(rows, self.index, self.inverse)
+
+    def invert(self, rows: Tensor) -> Tensor:
+        return _Permute.apply(rows, self.inverse, self.index)
+
+
+def sort_segments(lengths: Tensor, keys: Tensor, num_rows: int) -> RowPermutation:
+    """Return the stable sort of segments of rows by their keys. lengths, keys: int64, one per segment."""
+    of_row = keys.repeat_interleave(lengths, output_size=num_rows)
+    index = torch.sort(of_row, stable=True).indices
+    inverse = torch.empty_like(index)
+    inverse[index] = torch.arange(num_rows, device=index.device)
+    return RowPermutation(index, inverse)
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The process groups of a layer's levels: (ep,), or (ep_inner, ep_outer). num_local: experts of a rank."""
+
+    groups: tuple[Group, ...]
+    num_local: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the ep axis."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(inner, outer) sizes; (ep, 1) with one level."""
+        return self.groups[0].size, self.groups[1].size if len(self.groups) > 1 else 1
+
+    def send_order(self, device: torch.device) -> Tensor:
+        """Return int64 (experts,): the position of each expert's rows in a rank's send buffer.
+
+        Rows are ordered by the inner index of their destination, then its outer index, then the expert. With one level
+        experts keep their own order.
+        """
+        inner, outer = self.shape
+        order = torch.arange(inner * outer * self.num_local, device=device)
+        return order.view(inner, outer, self.num_local).transpose(0, 1).reshape(-1)
+
+
+def expert_groups(plan: Plan, mesh: Mesh) -> ExpertGroups:
+    """Return this rank's groups."""
+    groups = tuple(mesh.group(axis) for axis in levels(plan))
+    return ExpertGroups(groups, plan.spec.experts // plan.mesh.size(AXIS))
+
+
+@dataclass(frozen=True)
+class Level:
+    """One all-to-all on the way to the experts. reorder: applied before sending; None where rows are in order."""
+
+    all_to_all: AllToAll
+    reorder: Reorder | None = None
+
+
+class DispatchedRows:
+    """Rows on their way to experts over `levels`; the first level has begun."""
+
+    def __init__(self, rows: Tensor, levels: Sequence[Level]):
+        self._levels = list(levels)
+        self._send(rows)
+
+    def advance(self) -> None:
+        """Wait for all levels but the last, which has begun afterwards."""
+        while len(self._levels) > 1:
+            self._send(self._receive())
+
+    def wait(self) -> Tensor:
+        """Return the rows, ordered by source rank."""
+        self.advance()
+        return self._receive()
+
+    def _send(self, rows: Tensor) -> None:
+        level = self._levels[0]
+        self._arriving = start(level.reorder.apply(rows) if level.reorder else rows, level.all_to_all)
+
+    def _receive(self) -> Tensor:
+        return finish(self._arriving, self._levels.pop(0).all_to_all)
+
+
+class ReturningRows(DispatchedRows):
+    """Rows on their way back from experts, over the levels that brought them."""
+
+    def __init__(self, rows: Tensor, levels: Sequence[Level]):
+        super().__init__(rows, [Level(level.all_to_all.reversed(), level.reorder) for level in reversed(levels)])
+
+    def _send(self, rows: Tensor) -> None:
+        self._arriving = start(rows, self._levels[0].all_to_all)
+
+    def _receive(self) -> Tensor:
+        level = self._levels.pop(0)
+        rows = finish(self._arriving, level.all_to_all)
+        return level.reorder.invert(rows) if level.reorder else rows
