@@ -1,4 +1,4 @@
-"""What the launcher gives to the worker of one rank."""
+"""The interface between the launcher and the worker of one rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """One rank's place in the run and its lines to the launcher.
+    """One rank's coordinates in the run, and its connection to the launcher.
 
-    heartbeat(step, phase): "I am alive and here"; a rank that is silent for `config.timeout_s` seconds is a hang.
-    stop_requested(): SIGTERM has come: finish the step, save, return EXIT_PREEMPTED. Ranks may see it at different
-    steps, so the loop must agree on it (sum it over the world) before it acts.
-    save_failed(step): the checkpoint of that step could not be written and the training goes on; status.json says so.
-    gone(rank): that rank has died and the run goes on without it; said once, by one of the others.
-    console_owner: this rank may write to the terminal (rank 0 only); the others' output goes to their logs.
+    heartbeat(step, phase): report progress. A rank without progress for `config.timeout_s` seconds counts as hanging.
+    stop_requested(): whether SIGTERM has arrived; then finish the step, save and return EXIT_PREEMPTED. Ranks may see
+    it at different steps, so the training loop must agree on it (sum it over all ranks) before it acts.
+    save_failed(step): report in status.json that the checkpoint of that step could not be written, and continue.
+    gone(rank): report that `rank` has died and that the run continues without it. Exactly one other rank calls this.
+    console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
     """
 
     rank: int

@@ -1,16 +1,16 @@
-"""What a model and a dataset must provide: the base classes of both, and how an instance is found by name. Torch-free.
+"""The base classes of models and datasets, and how an instance is found by name. Torch-free.
 
 A model is a package with `spec.py`, which holds `MODEL`, an instance of a subclass of `ModelDefinition`, and
 `network.py`, which holds `build(config, spec, precision)` and needs torch. A dataset is a module that holds `DATASET`,
-an instance of a subclass of `DatasetDefinition`. `docs/` and the entry points of `parallelrun.registry` say how a
-package outside this repository adds one.
+an instance of a subclass of `DatasetDefinition`. A package outside this repository adds its own through the entry
+points of `parallelrun.registry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun import registry
 from parallelrun.config.schema import Config
@@ -37,16 +37,25 @@ class ModelDefinition:
         raise NotImplementedError
 
 
-class Split(Protocol):
-    """Samples by index. `sample` is a pure function of the index and may be called from any rank."""
+class Split:
+    """Samples by index. Every rank may call its methods, which are pure functions of their arguments.
 
-    def __len__(self) -> int: ...
+    decodes_files: its samples are files to be decoded, so that training reads it in worker processes.
+    """
+
+    decodes_files: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """(input, target): token ids int64 of shape (seq,) each, or float32 features or an image (channels, height,
-        width) and one int64 class. The loss ignores a target below 0. A split that augments also has
-        `augmented(index, sample_id)`, which training reads instead; one whose samples are files to be decoded has
-        `decodes_files = True`, and training then reads it in worker processes."""
+        width) and one int64 class. The loss ignores a target below 0."""
+        raise NotImplementedError
+
+    def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The sample as training sees it. sample_id: the global sample id, so that no two epochs are alike."""
+        return self.sample(index)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Dataset:
 
 
 class DatasetDefinition:
-    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and what else differs.
+    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and others that differ.
 
     reads_path: it reads `dataset.path`. vocab_follows_model: it generates samples over as many token ids or classes as
     the model has.

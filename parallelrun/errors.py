@@ -1,4 +1,4 @@
-"""What a user is told when something is wrong, and the exit code that goes with it."""
+"""Errors that the user sees, and the exit code of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_TERMINATED = 143
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey: control characters, escapes and the like are spelled out."""
+    """Return `text` with control characters and terminal escapes spelled out, so that a terminal does not obey them."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
@@ -26,13 +26,12 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what the user asked for.
+    """One thing that is wrong with the user's request.
 
-    what: the broken rule with its numbers; where: key or file (`tp`, `recipe.yaml:3`); suggestion: the nearest legal
-    value or name ("did you mean"); command: something to try; kind: `arithmetic` (does not divide), `undefined` (has
-    no meaning), `not_built`, `contradiction`, `unread` (a key the chosen strategies do not read) or `usage`. A text may
-    quote
-    names out of files that others have made: it is made `printable`.
+    what: the violated rule with its numbers; where: the key or file (`tp`, `recipe.yaml:3`); suggestion: the nearest
+    legal value or name ("did you mean"); command: a command to try; kind: `arithmetic` (does not divide), `undefined`
+    (has no meaning), `not_built`, `contradiction`, `unread` (the chosen strategies do not read the key) or `usage`.
+    All texts are made `printable`, because they may quote names from files that other people wrote.
     """
 
     what: str
@@ -45,11 +44,16 @@ class Problem:
         for name in ("what", "where", "suggestion", "command"):
             object.__setattr__(self, name, printable(str(getattr(self, name))))
 
+    def lines(self) -> list[str]:
+        """Return the lines of the error message: `error: ...`, `  where: ...`, `  did you mean: ...`, `  try: ...`."""
+        parts = (("  where", self.where), ("  did you mean", self.suggestion), ("  try", self.command))
+        return [f"error: {self.what}", *(f"{label}: {text}" for label, text in parts if text)]
+
 
 class ParallelrunError(Exception):
-    """An error meant for the user: shown without a traceback, ends the program with `exit_code`.
+    """An error for the user: it is shown without a traceback and ends the program with `exit_code`.
 
-    of_another_rank: all ranks raise this error alike, and another rank is the one whose failure it tells.
+    of_another_rank: this rank raises the error because another rank has failed.
     """
 
     exit_code = EXIT_RUN_FAILED
@@ -63,53 +67,62 @@ class ParallelrunError(Exception):
 
 
 class ConfigError(ParallelrunError):
-    """Wrong usage or configuration: exit 2. Carries every violation of a plan at once."""
+    """Wrong usage or configuration: exit 2. It carries all violations of a plan."""
 
     exit_code = EXIT_CONFIG
 
 
 class EnvironmentProblem(ParallelrunError):
-    """The machine lacks something, or the plan does not fit it: exit 3."""
+    """The machine lacks something, or the plan does not fit on it: exit 3."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 class SaveFailed(EnvironmentProblem):
-    """A checkpoint could not be written (a full disk, a lost mount): exit 3 where the loop does not try again."""
+    """A checkpoint could not be written (full disk, lost mount): exit 3 unless the training loop tries again."""
 
 
 class CheckpointError(ParallelrunError):
-    """A checkpoint is missing, incomplete, corrupt or of another model: exit 4."""
+    """A checkpoint is missing, incomplete, corrupt or belongs to another model: exit 4."""
 
     exit_code = EXIT_MISMATCH
 
 
 class VerificationError(ParallelrunError):
-    """The training differs from one device by more than its declared equivalence allows: exit 4."""
+    """The run differs from its reference by more than the declared equivalence allows: exit 4."""
 
     exit_code = EXIT_MISMATCH
 
 
 class NumericsError(ParallelrunError):
-    """Non-finite loss or gradient, or too many skipped steps: exit 5."""
+    """The loss or a gradient is not finite, or too many steps were skipped: exit 5."""
 
     exit_code = EXIT_NUMERICS
 
 
 class PeerFailed(ParallelrunError):
-    """An exception on another rank, which tells it itself, ends this rank too: exit 6."""
+    """Another rank raised an exception, which that rank reports: exit 6."""
 
     exit_code = EXIT_RANK_DIED
     of_another_rank = True
 
 
 class CollectiveMismatch(ParallelrunError):
-    """Ranks issue different collectives: exit 6."""
+    """The ranks issued different collectives: exit 6."""
 
     exit_code = EXIT_RANK_DIED
 
 
+def cause_chain(error: BaseException | None) -> list[BaseException]:
+    """Return `error` and the exceptions that led to it, the first cause last."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
 def with_article(name: str) -> str:
-    """`a list`, `an int`, `an LSTM`."""
+    """Return `name` after its indefinite article: `a list`, `an int`, `an LSTM`."""
     spelled_out = name[:2].isupper() and name[0] in "AEFHILMNORSX"
     return f"an {name}" if spelled_out or name[0] in "aeioAEIO" else f"a {name}"

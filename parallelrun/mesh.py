@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelrun.plan import expert_axes
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
 from parallelrun.wording import counted
 
-WORLD = "world"
 SERVERS = "servers"
-EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True)

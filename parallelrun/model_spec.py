@@ -55,6 +55,14 @@ class ParameterSpec:
         return prod(self.shape)
 
 
+def weight_and_bias(
+    name: str, shape: tuple[int, ...], initialiser: Initialiser, role: str, bias: bool = True, heads: int | None = None
+) -> tuple[ParameterSpec, ...]:
+    """The parameters of a layer or of one of its outputs: a weight and, with `bias`, a bias over dim 0 of zeros."""
+    weight = ParameterSpec(f"{name}.weight", shape, initialiser, role, heads)
+    return (weight, ParameterSpec(f"{name}.bias", shape[:1], Initialiser("zeros"), role, heads)) if bias else (weight,)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One role layer: the unit that a tensor strategy replaces.
@@ -164,6 +172,13 @@ class RouterSpec:
     def limited(self) -> bool:
         """Whether experts have a capacity, as they always have under expert choice."""
         return self.capacity_factor is not None or self.kind == "expert_choice"
+
+    @property
+    def choice(self) -> str:
+        """How a token gets its experts, such as `top-2 (gshard)`."""
+        if self.kind == "expert_choice":
+            return f"{self.top_k} per token on average, chosen by the experts"
+        return f"top-{self.top_k}" + (f" ({self.kind})" if self.kind != "top_k" else "")
 
     def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
         """The most tokens that an expert takes of a routing group of `num_tokens`; all of them if it has no capacity.

@@ -1,4 +1,4 @@
-"""Packages that only some options need: looked for before a rank is started, without importing them. Torch-free."""
+"""Check for optional packages without importing them, before any rank starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
-# module -> the name by which pip installs it
-_PIP_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_PIP_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where the name for pip differs from the module's
 
 
 def require(module: str, option: str, where: str, suggestion: str = "") -> Path:
-    """The folder of a package that `option` needs. Raises EnvironmentProblem with the pip command if it is absent."""
+    """Return the folder of a package that `option` needs. Raises EnvironmentProblem (with the fix) if it is absent."""
     found = find_spec(module)
     if found is None or not found.origin:
         name = _PIP_NAMES.get(module, module)

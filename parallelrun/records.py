@@ -1,6 +1,6 @@
-"""The one writer of a run's JSON files: atomic, with `schema: 1`, and never a number that is not JSON (torch-free).
+"""Writing a run's JSON files: atomically, with `schema: 1`. Torch-free.
 
-Non-finite numbers become null and the top-level object then carries `nonfinite: true`.
+JSON has no non-finite numbers: they become null, and the top-level object gets `nonfinite: true`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ SCHEMA = 1
 
 
 def document(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` as a plain JSON object with `schema` first. numpy and torch scalars, paths, dataclasses are converted.
+    """Return `fields` as a plain JSON object with `schema` first.
 
-    Raises TypeError for a value that JSON cannot hold.
+    Scalars of numpy and torch, paths and dataclasses are converted. Raises TypeError for values that JSON cannot hold.
     """
     nonfinite: list[bool] = []
-    plain = _plain({"schema": SCHEMA, **fields}, nonfinite)
+    plain: dict[str, Any] = _plain({"schema": SCHEMA, **fields}, nonfinite)
     if nonfinite:
         plain["nonfinite"] = True
     return plain
 
 
 def write_json(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write `document(fields)` to `path`: a reader sees the old file or the new one, whole. Raises OSError."""
+    """Write `document(fields)` to `path`: readers see either the old file or the complete new one. Raises OSError."""
     text = json.dumps(document(fields), indent=2, allow_nan=False) + "\n"
     write_text(path, text)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replace `path` by a private (0600) file holding `text`, atomically. Raises OSError."""
+    """Replace `path` atomically by a private (0600) file with `text`. Raises OSError."""
     path = Path(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -54,16 +54,16 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def append_jsonl(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Append `document(fields)` as one line, in one write: a line is there whole or not at all. Raises OSError.
+    """Append `document(fields)` as one line, in one write, so that the file never has part of a line. Raises OSError.
 
-    A disk that fills up in the middle of a line takes a part of it: that part is cut off again.
+    A disk that fills up may accept part of the line; that part is removed again.
     """
     line = json.dumps(document(fields), allow_nan=False) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        whole = line.encode()
+        encoded = line.encode()
         before = os.fstat(descriptor).st_size
-        if os.write(descriptor, whole) < len(whole):
+        if os.write(descriptor, encoded) < len(encoded):
             os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
     finally:
@@ -71,7 +71,7 @@ def append_jsonl(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> Non
 
 
 class RowFile:
-    """A file of JSON lines that outlasts a full disk: rows without room are kept, and written as soon as there is."""
+    """A file of JSON lines. Rows that a full disk rejects are kept in memory and written when there is room again."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = path
@@ -79,17 +79,17 @@ class RowFile:
 
     @property
     def num_kept(self) -> int:
-        """Rows that wait for room."""
+        """The number of rows that wait for room on the disk."""
         return len(self._kept)
 
     def append(self, fields: Mapping[str, Any]) -> None:
-        """Write a row, after those that wait; keep it where that cannot be."""
+        """Write the rows that wait and then this one. Rows that cannot be written are kept."""
         self._kept.append(fields)
         with contextlib.suppress(OSError):
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Raises OSError."""
+        """Write the rows that wait. Raises OSError."""
         while self._kept:
             append_jsonl(self._path, self._kept[0])
             self._kept.popleft()

@@ -1,7 +1,7 @@
-"""Names to import paths, lazily: the only place where the runner knows a strategy, a model or a dataset by name.
+"""Import paths of strategies, models and datasets by name. No other module of the runner knows these names.
 
-Third parties add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models` and
-`parallelrun.datasets` (name = `axis.kind` for strategies, else the name; value = the package or module).
+Plug-ins add their own through the entry-point groups `parallelrun.strategies`, `parallelrun.models` and
+`parallelrun.datasets` (name: `axis.kind` for strategies, else the name; value: the package or module).
 """
 
 from __future__ import annotations
@@ -34,48 +34,34 @@ STRATEGIES = {
     "expert.capacity": "parallelrun.strategies.expert.capacity",
     "expert.dropless": "parallelrun.strategies.expert.dropless",
 }
-MODELS = {
-    "gpt": "parallelrun.models.gpt",
-    "bert": "parallelrun.models.bert",
-    "mlp": "parallelrun.models.mlp",
-    "matmul": "parallelrun.models.matmul",
-    "resnet": "parallelrun.models.resnet",
-    "alexnet": "parallelrun.models.alexnet",
-    "vgg": "parallelrun.models.vgg",
-    "module": "parallelrun.models.module",
+MODELS = ("gpt", "bert", "mlp", "matmul", "resnet", "alexnet", "vgg", "module")
+DATASETS = ("pystdlib", "text", "megatron", "synthetic", "digits", "mnist", "cifar10", "imagefolder")
+BUILT_IN = {
+    "strategies": STRATEGIES,
+    "models": {name: f"parallelrun.models.{name}" for name in MODELS},
+    "datasets": {name: f"parallelrun.data.{name}" for name in DATASETS},
 }
-DATASETS = {
-    "pystdlib": "parallelrun.data.pystdlib",
-    "text": "parallelrun.data.text",
-    "megatron": "parallelrun.data.megatron",
-    "synthetic": "parallelrun.data.synthetic",
-    "digits": "parallelrun.data.digits",
-    "mnist": "parallelrun.data.mnist",
-    "cifar10": "parallelrun.data.cifar10",
-    "imagefolder": "parallelrun.data.imagefolder",
-}
-_BUILT_IN = {"strategies": STRATEGIES, "models": MODELS, "datasets": DATASETS}
 
 
 def names(kind: str) -> dict[str, str]:
     """Every known name of `kind` (strategies | models | datasets) with its import path, plug-ins included."""
-    return {**_plug_ins(kind), **_BUILT_IN[kind]}
+    return {**_plug_ins(kind), **BUILT_IN[kind]}
 
 
 def has(kind: str, name: str) -> bool:
-    """Whether `name` is known; for a built-in name no package's metadata is read."""
-    return name in _BUILT_IN[kind] or name in _plug_ins(kind)
+    """Whether `name` is known. Built-in names need no package metadata."""
+    return name in BUILT_IN[kind] or name in _plug_ins(kind)
 
 
 @lru_cache(maxsize=3)
 def _plug_ins(kind: str) -> dict[str, str]:
-    """Reading the metadata of every installed package takes tens of milliseconds: once per process, where needed."""
+    """The plug-ins of `kind`, cached: reading the metadata of all installed packages takes tens of milliseconds."""
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=f"parallelrun.{kind}")}
 
 
-def load(kind: str, name: str, half: str = "") -> ModuleType:
-    """Import the module of `name`, or its submodule `half` (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
-    path = _BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
-    return import_module(f"{path}.{half}" if half else path)
+def load(kind: str, name: str, submodule: str = "") -> ModuleType:
+    """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
+    path = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
+    return import_module(f"{path}.{submodule}" if submodule else path)

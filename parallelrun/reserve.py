@@ -1,4 +1,4 @@
-"""Room on the disk that a run keeps back for its last words: freed when there is no other. Torch-free."""
+"""Disk space that a run reserves for its last records, so that a full disk cannot hide how it ended. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TypeVar
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-RECORDS, ERRORS, STATUS = ".reserve-records", ".reserve-errors", ".reserve-status"  # each writer has its own
+RECORDS, ERRORS, STATUS = ".reserve-records", ".reserve-errors", ".reserve-status"  # one file for each writer
 _BYTES = {RECORDS: 2**18, ERRORS: 2**16, STATUS: 2**14}
 
 T = TypeVar("T")
 
 
 def set_aside(directory: Path) -> bool:
-    """Keep room back in a run directory; False where there is none."""
+    """Reserve space in a run directory. Return False if the disk does not have it."""
     try:
         for name, num_bytes in _BYTES.items():
             descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -35,14 +35,14 @@ def set_aside(directory: Path) -> bool:
 
 
 def release(directory: Path, *names: str) -> None:
-    """Give the room back; without names, all of it: the run is over."""
+    """Free the reserved space of `names`; without names, all of it."""
     for name in names or _BYTES:
         with contextlib.suppress(OSError):
             os.unlink(directory / name)
 
 
 def insist(directory: Path, name: str, write: Callable[[], T]) -> T:
-    """`write()`, once more with the room kept back under `name` where the disk is full. Raises what it raises then."""
+    """Return `write()`. If the disk is full, free the space reserved under `name` and try once more."""
     try:
         return write()
     except OSError as error:

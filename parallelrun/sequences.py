@@ -1,13 +1,15 @@
-"""Sequences of collectives: what every rank has sent in its first steps, and where two ranks differ. Torch-free.
+"""The collectives that each rank issues in its first steps, and the first difference between ranks. Torch-free.
 
-gloo and NCCL pair the n-th collective of a group on one rank with the n-th on the others, whatever they are: ranks that
-differ hang, crash, or compute garbage without a word. So each rank notes what it is about to send, in a file that
-outlives it; whoever looks (the ranks after the step, the launcher while they hang) finds the first difference.
+gloo and NCCL match the n-th collective of a group on one rank with the n-th on the others, even if they differ. Ranks
+that issue different collectives therefore hang, crash, or silently compute wrong numbers. So each rank writes every
+collective to a file before it starts it. The files survive a crash; the ranks compare them after the step, and the
+launcher compares them while the ranks hang.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +18,12 @@ from typing import TextIO
 from parallelrun.errors import Problem
 
 _NOTHING = "nothing (it has ended the step)"
-_SHOWN = 8  # ranks of a group that are named
+_SHOWN = 8  # ranks of a group that a message names
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What is sent in order: the collectives of one group, or the messages of one purpose from one rank to another."""
+    """An ordered stream: the collectives of one group, or the messages of one purpose from one rank to another."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -34,41 +36,46 @@ class Lane:
 
 
 @dataclass
-class Sequence:
-    """What one rank has issued: per lane (step, what), and the last step that it has ended."""
+class CollectiveSequence:
+    """The collectives that one rank has issued, as (step, description) by lane, and the last step that it has ended."""
 
     issued: dict[Lane, list[tuple[int, str]]] = field(default_factory=dict)
     ended: int = 0
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """The first collective in which members of a lane differ. suspects: the ranks that differ from the most."""
+class SequenceMismatch:
+    """The first collective in which ranks of a lane differ.
+
+    number: of the collective in its step, from 1; by_rank: its description on each rank; suspects: the ranks that
+    differ from the majority.
+    """
 
     lane: Lane
     step: int
     number: int
-    said: Mapping[int, str]
+    by_rank: Mapping[int, str]
     suspects: tuple[int, ...]
 
     def problem(self) -> Problem:
-        """As it is told to the user."""
+        """Return the error message for the user."""
         by_text: dict[str, list[int]] = {}
-        for rank, text in sorted(self.said.items()):
+        for rank, text in sorted(self.by_rank.items()):
             by_text.setdefault(text, []).append(rank)
-        told = "; ".join(
+        issued = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {text}" for text, ranks in by_text.items()
         )
+        what = f"step {self.step}: ranks issue different collectives over {self.lane}"
         return Problem(
-            f"step {self.step}: ranks issue different collectives over {self.lane}: number {self.number} is {told}",
+            f"{what}; collective {self.number} is: {issued}",
             where=f"rank {_numbers(self.suspects)}",
-            command="every rank must run the same layers in the same order: look for what depends on the rank or on "
-            "data (logs/collectives_rank_<n>.txt has all of them)",
+            command="find the code that depends on the rank or on the data; every rank must run the same layers in the "
+            "same order (logs/collectives_rank_<n>.txt lists all collectives)",
         )
 
 
 class SequenceFile:
-    """Writes one rank's sequence: a line a collective, flushed before it is sent."""
+    """Writes one rank's sequence: one line per collective, flushed before the collective starts."""
 
     def __init__(self, directory: Path, rank: int):
         self.path = path_of(directory, rank)
@@ -83,7 +90,7 @@ class SequenceFile:
         self._file.write(f"end {step}\n")
 
     def note(self, lane: Lane, what: str) -> None:
-        """The rank is about to send `what`."""
+        """Record that the rank is about to issue the collective `what`."""
         number = self._numbers.get(lane)
         if number is None:
             number = self._numbers[lane] = len(self._numbers)
@@ -92,20 +99,20 @@ class SequenceFile:
         self._file.write(f"{number} {what}\n")
 
     def remove(self) -> None:
-        """The first steps are over, and were alike."""
+        """Delete the file: the first steps have ended and were the same on all ranks."""
         self._file.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """Where the sequence of a rank is, in a run directory."""
+    """Return the path of a rank's sequence in a run directory."""
     return directory / "logs" / f"collectives_rank_{rank}.txt"
 
 
-def parse(text: str) -> Sequence:
-    """Read what a SequenceFile wrote; a line that was cut off by a kill is left out."""
-    sequence, lanes, step = Sequence(), {}, 0
+def parse(text: str) -> CollectiveSequence:
+    """Read the text of a SequenceFile, without a last line that is incomplete because the rank was killed."""
+    sequence, lanes, step = CollectiveSequence(), {}, 0
     for line in text.split("\n")[:-1]:
         first, _, rest = line.partition(" ")
         if first == "step":
@@ -120,8 +127,8 @@ def parse(text: str) -> Sequence:
     return sequence
 
 
-def read_all(directory: Path) -> dict[int, Sequence]:
-    """The sequences in a run directory, by rank; empty once the first steps are over."""
+def read_all(directory: Path) -> dict[int, CollectiveSequence]:
+    """Return the sequences in a run directory by rank; empty once the first steps have ended."""
     found = {}
     for path in (directory / "logs").glob("collectives_rank_*.txt"):
         with contextlib.suppress(OSError):  # its rank has just removed it
@@ -129,38 +136,39 @@ def read_all(directory: Path) -> dict[int, Sequence]:
     return found
 
 
-def first_mismatch(sequences: Mapping[int, Sequence], lanes: Iterable[Lane] | None = None) -> Mismatch | None:
-    """The earliest certain difference between members of a lane; None if there is none, or not yet.
+def first_mismatch(
+    sequences: Mapping[int, CollectiveSequence], lanes: Iterable[Lane] | None = None
+) -> SequenceMismatch | None:
+    """Return the earliest certain difference between ranks of a lane, or None.
 
-    Ranks that are merely behind are none: a difference is certain when two ranks have issued different collectives at
-    the same place, or one has ended the step in which another issued one more.
+    A rank that is only slower does not count. A difference is certain when two ranks have issued different collectives
+    at the same index, or when one rank has ended the step in which another issued one collective more.
     """
-    wanted = dict.fromkeys(lanes if lanes is not None else (l for s in sequences.values() for l in s.issued))  # noqa: E741
-    found = [mismatch for lane in wanted if (mismatch := _of_lane(lane, sequences)) is not None]
+    if lanes is None:
+        lanes = [lane for sequence in sequences.values() for lane in sequence.issued]
+    found = [mismatch for lane in dict.fromkeys(lanes) if (mismatch := _of_lane(lane, sequences)) is not None]
     return min(found, key=lambda mismatch: mismatch.step, default=None)
 
 
-def _of_lane(lane: Lane, sequences: Mapping[int, Sequence]) -> Mismatch | None:
+def _of_lane(lane: Lane, sequences: Mapping[int, CollectiveSequence]) -> SequenceMismatch | None:
     members = {rank: sequences[rank] for rank in lane.ranks if rank in sequences}
     issued = {rank: sequence.issued.get(lane, []) for rank, sequence in members.items()}
     for index in range(max(map(len, issued.values()), default=0)):
-        there = {rank: items[index] for rank, items in issued.items() if index < len(items)}
-        step = min(at for at, _ in there.values())
-        said = {rank: what if at == step else f"{what}, of step {at}" for rank, (at, what) in there.items()}
-        said |= {rank: _NOTHING for rank in members if rank not in there and members[rank].ended >= step}
-        if len(set(said.values())) > 1:
-            one = next(rank for rank, (at, _) in there.items() if at == step)
+        present = {rank: items[index] for rank, items in issued.items() if index < len(items)}
+        step = min(at for at, _ in present.values())
+        by_rank = {rank: what if at == step else f"{what}, of step {at}" for rank, (at, what) in present.items()}
+        by_rank |= {rank: _NOTHING for rank in members if rank not in present and members[rank].ended >= step}
+        if len(set(by_rank.values())) > 1:
+            one = next(rank for rank, (at, _) in present.items() if at == step)
             number = 1 + sum(at == step for at, _ in issued[one][:index])
-            return Mismatch(lane, step, number, said, _suspects(said))
+            return SequenceMismatch(lane, step, number, by_rank, _suspects(by_rank))
     return None
 
 
-def _suspects(said: Mapping[int, str]) -> tuple[int, ...]:
-    """Those who differ from the largest set that agrees; all, when no set is the largest."""
-    counts = sorted(((list(said.values()).count(text), text) for text in set(said.values())), reverse=True)
-    if counts[0][0] == counts[1][0]:
-        return tuple(sorted(said))
-    return tuple(sorted(rank for rank, text in said.items() if text != counts[0][1]))
+def _suspects(by_rank: Mapping[int, str]) -> tuple[int, ...]:
+    """Return the ranks outside the largest group that agrees; all ranks if there is no largest group."""
+    (common, count), (_, second) = Counter(by_rank.values()).most_common(2)
+    return tuple(sorted(rank for rank, text in by_rank.items() if count == second or text != common))
 
 
 def _numbers(ranks: Iterable[int]) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

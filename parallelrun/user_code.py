@@ -1,4 +1,4 @@
-"""Where an exception went through the user's own files: what a person needs of a traceback. Torch-free."""
+"""The part of a traceback that is in the user's own files. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import traceback
 from functools import lru_cache
 from pathlib import Path
 
+from parallelrun.errors import cause_chain
+
 MOST_FRAMES = 6
 
 
 def frames(error: BaseException) -> list[str]:
-    """The user's own frames of `error`, outermost first: `net.py:12 in forward: return self.q(x)`."""
+    """Return the frames of `error` in the user's files, outermost first: `net.py:12 in forward: return self.q(x)`."""
     found = []
-    for link in _chain(error):
+    for link in reversed(cause_chain(error)):
         if isinstance(link, SyntaxError) and link.filename and _is_users(link.filename):
             found.append(_shown(link.filename, link.lineno or 0, "", link.text or ""))
             break
@@ -26,25 +28,10 @@ def frames(error: BaseException) -> list[str]:
     return found if len(found) <= MOST_FRAMES else [*found[:2], "...", *found[3 - MOST_FRAMES :]]
 
 
-def where(error: BaseException) -> str:
-    """The innermost frame of the user's own, "" where there is none."""
-    found = frames(error)
-    return found[-1] if found else ""
-
-
 def _shown(file: str, line: int, function: str, text: str) -> str:
     path = os.path.relpath(file)
     name = file if path.startswith("..") else path
     return f"{name}:{line}{f' in {function}' if function else ''}: {text.strip()}".rstrip(": ")
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """`error` and what it came from, the origin first."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.insert(0, error)
-        error = error.__cause__ or error.__context__
-    return chain
 
 
 def _is_users(file: str) -> bool:
@@ -56,10 +43,10 @@ def _is_users(file: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _others() -> tuple[str, ...]:
-    """The folders of Python, of installed packages and of this program."""
+    """Return the folders of Python, of installed packages and of parallelrun."""
     here = Path(__file__).resolve().parent
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     installed = {os.path.realpath(path) for path in paths}
-    # a virtual environment may read another's packages
+    # a virtual environment may also use packages of another one
     shared = {os.path.realpath(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     return (str(here), str(here.parent / "strategies"), *sorted(installed | shared))

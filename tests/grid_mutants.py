@@ -128,13 +128,13 @@ def masks_of_the_first_samples() -> None:
     """Every row of the grid drops what the first row drops."""
     from parallelrun.models import layers
 
-    right = layers._Masked.sample_ids
+    right = layers._HashMasked.sample_ids
 
-    def wrong(self: layers._Masked, num_samples: int) -> torch.Tensor:
+    def wrong(self: layers._HashMasked, num_samples: int) -> torch.Tensor:
         self.sample_part = (0, self.sample_part[1])
         return right(self, num_samples)
 
-    layers._Masked.sample_ids = wrong
+    layers._HashMasked.sample_ids = wrong
 
 
 def masks_of_the_first_heads() -> None:

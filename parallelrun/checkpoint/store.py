@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from parallelrun.checkpoint import replicas
 from parallelrun.checkpoint.index import (
@@ -32,6 +37,8 @@ from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import Plan
 
+AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter): the box that this rank holds
+
 
 def save(
     directory: Path,
@@ -44,20 +51,46 @@ def save(
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
 ) -> Path:
     """Write `directory/step_<step>`; see `parallelrun.checkpoint.save`."""
-    writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     parts = _own_parts(parameters, optimizer, plan, mesh)
     for kind, others in kept.items():
         owned = [p for p in others if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
         parts += [_part(kept_key(kind, p.spec.name), p.tensor, p, mesh) for p in owned]
+    return write_parts(directory, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
+
+
+def write_parts(
+    directory: Path,
+    step: int,
+    parts: Sequence[LocalPart],
+    extra: Mapping[str, Any],
+    plan: Plan,
+    rank: int,
+    alone: bool,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write one rank's parts of `directory/step_<step>`. Collective over the group unless `alone`.
+
+    rank: of this process in the group. Raises as `_raise_for_user` says.
+    """
+    writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
     try:
-        with one_process_is_fine():
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=mesh.shape.num_ranks == 1)
-    except dcp.CheckpointException as error:
+        with _one_process_is_fine():
+            save_state({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    except CheckpointException as error:
         writer.discard()
         what = f"the checkpoint of step {step} could not be written to {writer.directory}"
-        raise_for_user(error, what, mesh.rank, saving=True)
+        _raise_for_user(error, what, rank, saving=True)
     return writer.target
+
+
+def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
+    """Fill the planner's parts. Collective over the world unless `alone`. Raises as `_raise_for_user` says."""
+    try:
+        with _one_process_is_fine():
+            load_state({}, storage_reader=reader, planner=planner, no_dist=alone)
+    except CheckpointException as error:
+        _raise_for_user(error, f"{reader.path} could not be loaded", rank, saving=False)
 
 
 def load(
@@ -67,15 +100,11 @@ def load(
     plan: Plan,
     mesh: Mesh,
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
-) -> dict:
+) -> dict[str, Any]:
     """Fill weights and optimizer state from a checkpoint; see `parallelrun.checkpoint.load`."""
     reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
     planner = _TrainingPlanner(reader, parameters, kept, plan, mesh)
-    try:
-        with one_process_is_fine():
-            dcp.load({}, storage_reader=reader, planner=planner, no_dist=mesh.shape.num_ranks == 1)
-    except dcp.CheckpointException as error:
-        raise_for_user(error, f"{path} could not be loaded", mesh.rank, saving=False)
+    read_parts(reader, planner, mesh.rank, alone=mesh.shape.num_ranks == 1)
     for parameter, state in planner.states:
         if state:
             optimizer.load_state(parameter.name, state)
@@ -99,11 +128,11 @@ class _TrainingPlanner(PartLoadPlanner):
         self._reader, self._parameters, self._kept, self._plan, self._mesh = reader, parameters, kept, plan, mesh
         self.states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
 
-    def create_local_plan(self):
+    def create_local_plan(self) -> LoadPlan:
         check_model(self._reader.index, self._plan, self._reader.path)
         index, mesh = self._reader.index, self._mesh
         for parameter in self._parameters:
-            parts, state = _parts_to_load(parameter, index, mesh)
+            parts, state = parts_to_load(parameter, index, partial(_part, mesh=mesh))
             self._parts += [replicas.of_this_one(part, index, self._plan, mesh) for part in parts]
             self.states.append((parameter, state))
         for kind, others in self._kept.items():
@@ -119,36 +148,40 @@ def _own_parts(parameters: Sequence[LocalParameter], optimizer: Optimizer, plan:
     """
     if not replicas.are_apart(plan):
         owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
-        return [part for parameter in owned for part in _parts_to_save(parameter, optimizer, mesh)]
+        return [part for p in owned for part in parts_to_save(p, optimizer, partial(_part, mesh=mesh))]
     coordinate = {**mesh.coordinate, "dp": 0}
     owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, coordinate)]
-    return replicas.apart_and_mean([q for p in owned for q in _parts_to_save(p, optimizer, mesh)], mesh)
+    return replicas.apart_and_mean(
+        [q for p in owned for q in parts_to_save(p, optimizer, partial(_part, mesh=mesh))], mesh
+    )
 
 
-def _parts_to_save(parameter: LocalParameter, optimizer: Optimizer, mesh: Mesh) -> list[LocalPart]:
+def parts_to_save(parameter: LocalParameter, optimizer: Optimizer, as_part: AsPart) -> list[LocalPart]:
     """The parts of a parameter's weight and state as this rank holds them."""
-    parts = [_part(weight_key(parameter.spec.name), parameter.tensor, parameter, mesh)]
+    parts = [as_part(weight_key(parameter.spec.name), parameter.tensor, parameter)]
     is_first = not any(parts[0].offsets)
     for kind, value in () if parameter.spec.frozen else optimizer.state(parameter.name).items():
         key = state_key(kind, parameter.spec.name)
         if value.dim():
-            parts.append(_part(key, value, parameter, mesh))
+            parts.append(as_part(key, value, parameter))
         elif is_first:  # one number for the whole tensor: written by the rank of its first part
             parts.append(LocalPart(key, value, (), ()))
     return parts
 
 
-def _parts_to_load(parameter: LocalParameter, index: Index, mesh: Mesh) -> tuple[list[LocalPart], dict[str, Tensor]]:
+def parts_to_load(
+    parameter: LocalParameter, index: Index, as_part: AsPart
+) -> tuple[list[LocalPart], dict[str, Tensor]]:
     """The parts of a parameter that are to be filled, and the state dict some of them will make up."""
     name, tensor = parameter.spec.name, parameter.tensor
-    parts = [_part(weight_key(name), tensor, parameter, mesh)]
+    parts = [as_part(weight_key(name), tensor, parameter)]
     state: dict[str, Tensor] = {}
     for kind in () if parameter.spec.frozen else index.state_kinds.get(name, ()):
         stored = index.tensors[state_key(kind, name)]
         dtype = getattr(torch, stored.dtype)
         if stored.shape:
             state[kind] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-            parts.append(_part(state_key(kind, name), state[kind], parameter, mesh))
+            parts.append(as_part(state_key(kind, name), state[kind], parameter))
         else:
             state[kind] = torch.zeros((), dtype=dtype)
             parts.append(LocalPart(state_key(kind, name), state[kind], (), ()))
@@ -167,13 +200,13 @@ def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> Lo
 
 
 @contextmanager
-def one_process_is_fine() -> Iterator[None]:
+def _one_process_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
-def raise_for_user(error: dcp.CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
+def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
     """End a save or load that failed on some ranks: every rank raises, and the rank that failed is told apart.
 
     rank: of this process among those that save or load together. A disk that cannot be written raises SaveFailed, a

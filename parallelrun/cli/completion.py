@@ -1,6 +1,6 @@
-"""TAB completion: verbs, tools, groups, keys and their values. Ours alone: Hydra knows neither verbs nor values.
+"""TAB completion of verbs, tools, groups, keys and their values; Hydra's own knows neither verbs nor values.
 
-The shell calls `parallelrun -sc query=bash` with COMP_LINE and COMP_POINT set. No Hydra, no torch: it has to be quick.
+The shell calls `parallelrun -sc query=bash` with COMP_LINE and COMP_POINT set. No Hydra, no torch: it must be fast.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from parallelrun.cli.words import HYDRA_FLAGS, OUR_FLAGS, TOOLS, VERBS
+from parallelrun.cli.help import HYDRA_FLAGS, OUR_FLAGS, TOOLS, VERBS
 from parallelrun.config import presets, recipes
-from parallelrun.config.keys import GROUPS, MAPPINGS, Key, known_keys
+from parallelrun.config.keys import GROUPS, MAPPINGS, known_keys
 
-LISTABLE = ("recipes", "models", "strategies", "datasets", "optimizers", "precisions", "clusters")
-_ONE_OF_A_PRESET = ("preset", "description", "demo", "own_axis", "router", "verb")  # keys that no user types
+LISTABLE = ("recipes", "models", "strategies", "datasets", "optimizers", "precisions", "clusters", "keys")
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -22,7 +21,7 @@ def is_asked(argv: Sequence[str]) -> bool:
 
 
 def answer(environment: Mapping[str, str]) -> list[str]:
-    """What may stand where the cursor is."""
+    """The words that can be completed at the cursor."""
     line = environment.get("COMP_LINE", "")
     point = environment.get("COMP_POINT", "")
     before = line[: int(point)] if point.isdigit() else line
@@ -33,7 +32,8 @@ def answer(environment: Mapping[str, str]) -> list[str]:
     if len(words) > 1 and words[1] in TOOLS:
         return _starting(typed, _of_tool(words[1]))
     first = [*VERBS, *TOOLS] if len(words) == 1 else []
-    return _starting(typed, [*first, *_flags(typed), *_keys(typed), *_pairs(typed)])
+    flags = sorted({*HYDRA_FLAGS, *OUR_FLAGS}) if typed.startswith("-") else []
+    return _starting(typed, [*first, *flags, *_keys(typed), *_pairs(typed)])
 
 
 def _starting(typed: str, candidates: Iterable[str]) -> list[str]:
@@ -48,21 +48,15 @@ def _of_tool(tool: str) -> list[str]:
     return ["--json"] if tool == "doctor" else []
 
 
-def _flags(typed: str) -> list[str]:
-    return sorted({*HYDRA_FLAGS, *OUR_FLAGS}) if typed.startswith("-") else []
-
-
 def _keys(typed: str) -> list[str]:
-    """`tp=`, `model=`, and below what is typed one level more: `model.layers=`, `strategy.data.`."""
+    """`tp=`, `model=`, and one level below the typed section: `model.layers=`, `strategy.data.`."""
     if "=" in typed:
         return []
     level = typed.count(".")
     found = {f"{group}=": None for group in GROUPS} if level == 0 else {}
-    for name in known_keys():
+    for name, key in known_keys().items():
         parts = name.split(".")
-        if parts[-1] in _ONE_OF_A_PRESET or (len(parts) > 1 and parts[-1] == "name"):
-            continue
-        if len(parts) > level:
+        if len(parts) > level and not key.is_of_presets:
             found[".".join(parts[: level + 1]) + ("=" if len(parts) == level + 1 else ".")] = None
     return list(found)
 
@@ -70,33 +64,23 @@ def _keys(typed: str) -> list[str]:
 def _pairs(typed: str) -> list[str]:
     """`strategy=ptdp`, `schedule=1f1b`, `compile=true`; after a comma the next value of a sweep."""
     match = re.match(r"(?P<key>(?:~|\+\+|\+|)[A-Za-z_][\w.]*)=(?P<before>(?:.*,)?)", typed)
-    if match is None:
-        return []
-    return [f"{match[0]}{value}" for value in values(match["key"].lstrip("+~"))]
+    return [f"{match[0]}{value}" for value in values(match["key"].lstrip("+~"))] if match else []
 
 
 def values(key: str) -> list[str]:
-    """The values that a key is known to take; [] where it takes any number or text."""
+    """The possible values of a key; [] if it takes any number or text."""
     if key in GROUPS:
         return presets.options(key)
-    known: Key | None = known_keys().get(key)
+    known = known_keys().get(key)
     if known is None or key in MAPPINGS:
         return []
     if known.kind == "bool":
         return ["true", "false"]
-    from parallelrun.models.transformer import spec as transformer
-    from parallelrun.plan import rules, shorthands
+    from parallelrun.plan import shorthands
 
     axes = {f"strategy.{axis}.kind": axis for axis in ("data", "tensor", "pipeline", "expert")}
     if key == "schedule" or key in axes:
         return list(shorthands.kinds(axes.get(key, "pipeline")))
-    listed = {
-        **rules.CHOICES,
-        **{f"model.{name}": legal for name, legal in transformer.CHOICES.items()},
-        "layout": tuple(shorthands.layouts()),
-        "device": ("auto", "cpu", "cuda"),
-        "consistency": ("sync", "async", "ssp"),
-        "strategy.data.consistency": ("sync", "async", "ssp"),
-        "resume": ("latest",),
-    }
-    return list(listed.get(key, ()))
+    if key == "layout":
+        return list(shorthands.layouts())
+    return ["latest", "auto"] if key == "resume" else list(known.choices)

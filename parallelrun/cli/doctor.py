@@ -1,4 +1,4 @@
-"""`doctor`: is this machine fit to run? A table of checks, pass, warn or fail; exit 3 if a run could not work."""
+"""`doctor`: check whether this machine can run. Prints a table of checks; exit 3 if one failed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from parallelrun.cli import gpu_reduce
+from parallelrun.cli import all_reduce
 from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK
 
 _OLDEST_TORCH = (2, 11)
 _TESTED_TORCH = ("2.11", "2.13")
-_REDUCE_S = 30.0
+_COLORS = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ def main(words: list[str]) -> int:
     checks = examine()
     usable = all(check.state != "fail" for check in checks)
     if arguments.json:
-        from parallelrun.cli.compute import print_json
+        from parallelrun.cli.verbs import print_json
 
         print_json({"usable": usable, "checks": [asdict(check) for check in checks]})
     else:
@@ -52,22 +48,9 @@ def main(words: list[str]) -> int:
 
 
 def examine() -> list[Check]:
-    """All checks, in the order of the table; one that breaks is a failed check, not a crash."""
+    """All checks, in the order of the table. An exception in one of them makes it fail."""
     checks: list[Check] = []
-    for check in (
-        _python,
-        _packages,
-        _torch,
-        _gpus,
-        _cores,
-        _memory,
-        _shared_memory,
-        _limits,
-        _disk,
-        _loopback,
-        _reduce,
-        _gpu_reduce,
-    ):
+    for check in _CHECKS:
         try:
             found = check()
         except Exception as error:
@@ -99,20 +82,15 @@ def _torch() -> list[Check]:
         tested = "" if minor in _TESTED_TORCH else f" (tested: {', '.join(_TESTED_TORCH)})"
         found = Check("torch", "pass", torch.__version__ + tested)
     gloo = dist.is_available() and dist.is_gloo_available()
-    nccl = dist.is_available() and dist.is_nccl_available()
-    lacks_nccl = torch.cuda.is_available() and not nccl
+    nccl = "not built in; only GPUs need it"
+    if has_nccl := dist.is_available() and dist.is_nccl_available():
+        number = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
     return [
         found,
         Check("gloo", "pass" if gloo else "fail", "available" if gloo else "not built into this torch"),
-        Check("nccl", "warn" if lacks_nccl else "pass", _nccl_version() if nccl else "not built in; only GPUs need it"),
+        Check("nccl", "warn" if torch.cuda.is_available() and not has_nccl else "pass", nccl),
     ]
-
-
-def _nccl_version() -> str:
-    import torch
-
-    version = torch.cuda.nccl.version()
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 def _gpus() -> Check:
@@ -162,88 +140,45 @@ def _disk() -> Check:
     folder = Path.cwd()
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        return Check("disk", "warn", f"{folder} is not writable; give runs=<a writable folder>")
+        return Check("disk", "warn", f"{folder} is not writable; set runs=<a writable folder>")
     return Check("disk", "warn" if free < 2**30 else "pass", f"{free / 2**30:.1f} GiB free in {folder}")
 
 
 def _loopback() -> Check:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname(), timeout=5):
-            return Check("loopback", "pass", "127.0.0.1 can be listened on and reached")
+            return Check("loopback", "pass", "a process can listen on 127.0.0.1 and connect to it")
 
 
-def _reduce() -> Check:
-    """Two forked ranks add two numbers over gloo on the loopback interface."""
+def _all_reduce() -> Check:
+    """Two processes add a number over gloo on the loopback interface."""
     began = time.monotonic()
-    name = "all-reduce"
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
-        import torch.distributed  # noqa: F401  # imported once, before the fork
-
-        children = [_fork(partial(_rank, rank, listener)) for rank in range(2)]
-    codes = [_wait(child, began + _REDUCE_S) for child in children]
-    if codes != [0, 0]:
-        return Check(name, "fail", f"two gloo ranks ended with {codes} (0, 0 expected)")
-    return Check(name, "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
+    try:
+        all_reduce.run(2, all_reduce.GLOO, num_elements=1)
+    except all_reduce.AllReduceFailed as error:
+        return Check("all-reduce", "fail", f"two gloo ranks: {error}")
+    return Check("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
 
 
-def _gpu_reduce(backend: str = gpu_reduce.NCCL) -> list[Check]:
-    """Each visible GPU adds a number to the others', over NCCL."""
+def _gpu_all_reduce(backend: str = all_reduce.NCCL) -> list[Check]:
+    """One process per visible GPU adds a tensor over NCCL."""
     import torch
 
     if not torch.cuda.is_available():
         return []
     num_gpus = torch.cuda.device_count()
-    name, each = f"{backend} all-reduce", f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+    name, gpus = f"{backend} all-reduce", f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
     try:
-        seconds = gpu_reduce.run(num_gpus, backend)
-    except gpu_reduce.Failed as error:
+        seconds = all_reduce.run(num_gpus, backend)
+    except all_reduce.AllReduceFailed as error:
         return [Check(name, "fail", str(error))]
-    return [Check(name, "pass", f"{each}, {gpu_reduce.NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
+    return [Check(name, "pass", f"{gpus}, {all_reduce.NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
 
 
-def _rank(rank: int, listener: socket.socket) -> bool:
-    import torch
-    import torch.distributed as dist
-
-    from parallelrun.launch.environment import loopback_interface
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    port, timeout = listener.getsockname()[1], timedelta(seconds=_REDUCE_S)
-    descriptor = listener.detach() if rank == 0 else None
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout, False, master_listen_fd=descriptor)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    value = torch.tensor([rank + 1.0])
-    dist.all_reduce(value)
-    dist.barrier()
-    dist.destroy_process_group()
-    return bool(value.item() == 3.0)
-
-
-def _fork(body: Callable[[], bool]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        code = 0 if body() else 2
-    finally:
-        os._exit(code)
-
-
-def _wait(child: int, deadline: float) -> int:
-    """The child's exit code; -9 if it had to be ended."""
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        time.sleep(0.02)
+_CHECKS = (
+    _python, _packages, _torch, _gpus, _cores, _memory, _shared_memory, _limits, _disk, _loopback,
+    _all_reduce, _gpu_all_reduce,
+)  # fmt: skip
 
 
 def _print(checks: list[Check], usable: bool) -> None:
@@ -252,9 +187,8 @@ def _print(checks: list[Check], usable: bool) -> None:
     from parallelrun.report.screen import open_console
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    colors = {"pass": "green", "warn": "yellow", "fail": "bold red"}
     for check in checks:
-        table.add_row(check.name, f"[{colors[check.state]}]{check.state}[/]", check.detail)
+        table.add_row(check.name, f"[{_COLORS[check.state]}]{check.state}[/]", check.detail)
     console = open_console()
     console.print(table)
     console.print("ready" if usable else "not usable: see the failed checks")

@@ -1,35 +1,68 @@
-"""The help texts. The examples are planned by a test, so that none of them is ever wrong."""
+"""The words of the command line (verbs, tools, flags) and the help texts. No Hydra, no torch.
+
+A test plans every example, so that none of them is ever wrong.
+"""
 
 from __future__ import annotations
 
-from parallelrun.cli.words import TOOLS, VERBS
+import textwrap
+
 from parallelrun.config import presets
 from parallelrun.config.keys import GROUPS
 
+VERBS = {
+    "run": "train (the default verb)",
+    "plan": "predict mesh, memory, schedule and traffic; starts nothing",
+    "explain": "show every message of the plan's strategies, as text, --json or plot=NAME; starts nothing",
+    "verify": "check that the training equals training on one device",
+    "bench": "warm up, time steps, write bench.json",
+}
+TOOLS = {
+    "ls": "list recipes, models, strategies, datasets, optimizers, precisions, clusters; ls keys: every key",
+    "show": "print a recipe's composed configuration",
+    "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
+    "tokenize": "write Megatron .bin/.idx token files from text",
+}
+OUR_FLAGS = (
+    "--json", "-v", "--verbose", "--trust", "--version", "--help",
+    "-np", "-H", "--ssh-port", "--ssh-identity-file", "--ssh-config",
+)  # fmt: skip
+# Hydra's flags, and whether a value follows (None: it may).
+HYDRA_FLAGS = {
+    **dict.fromkeys(("--hydra-help", "--run", "-r", "--multirun", "-m", "--resolve"), False),
+    **dict.fromkeys(("--shell-completion", "-sc"), False),
+    **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"), True),
+    **dict.fromkeys(("--config-dir", "-cd"), True),
+    **dict.fromkeys(("--info", "-i"), None),
+}
+PICKLE_FLAG = "--experimental-rerun"  # Hydra's; it unpickles a file, which can run any code
+CFG_VALUES = ("job", "hydra", "all")
+INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath", "aliases")
+
 EXAMPLES = (
     ("parallelrun model=gpt strategy=ptdp tp=2 pp=2", "train a small GPT on 4 ranks of this machine"),
-    ("parallelrun plan model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6", "what 3072 GPUs would do, before they do it"),
-    ("parallelrun verify model=gpt strategy=ptdp dp=2 tp=2 pp=2", "prove it equal to one device"),
-    ("parallelrun bench model=moe_gpt strategy=gshard dp=2 ep=2", "time experts, spread over the data replicas"),
-    ("parallelrun -m model=gpt strategy=ddp,tp,gpipe,ptdp world=4 steps=20", "strategies side by side"),
-    ("parallelrun plan recipe=gpt3_oneflow_3072", "a complete run from a shared recipe"),
+    ("parallelrun plan model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6", "predict a run on 3072 GPUs"),
+    ("parallelrun verify model=gpt strategy=ptdp dp=2 tp=2 pp=2", "check it against one device"),
+    ("parallelrun bench model=moe_gpt strategy=gshard dp=2 ep=2", "time expert parallelism"),
+    ("parallelrun -m model=gpt strategy=ddp,tp,gpipe,ptdp world=4 steps=20", "compare strategies"),
+    ("parallelrun plan recipe=gpt3_oneflow_3072", "use a complete run from a shared recipe"),
 )
 
 SHORT = """parallelrun: one command composes a model, a dataset and a parallelism plan, and trains.
 
   parallelrun model=gpt strategy=ptdp tp=2 pp=2     train a small GPT on 4 ranks of this machine
   parallelrun recipe=quickstart                     the shortest complete run
-  parallelrun plan model=gpt3_175b tp=8 pp=64 dp=6  what would happen, before it does
-  parallelrun ls                                    what there is
+  parallelrun plan model=gpt3_175b tp=8 pp=64 dp=6  predict memory, traffic and time before a run
+  parallelrun ls                                    list models, strategies, datasets, recipes, ...
   parallelrun --help                                everything else"""
 
 _FLAGS = """  -m, --multirun        a sweep: every combination of comma-separated values, one table at the end
-  --json                one JSON document on stdout and nothing else (all verbs; ls, show, doctor)
-  -v, --verbose         tracebacks
-  --trust               let a recipe name code
-  -np N, -H h1:4,h2:4   as horovodrun's: N ranks in the slots of these hosts, in order; other hosts by ssh
+  --json                print one JSON document and nothing else (all verbs; ls, show, doctor)
+  -v, --verbose         show tracebacks
+  --trust               let a recipe name code and write anywhere
+  -np N, -H h1:4,h2:4   as in horovodrun: N ranks in the slots of these hosts, in order; other hosts by ssh
   --ssh-port P, --ssh-identity-file F, --ssh-config F
-                        how ssh reaches the other hosts, where its own configuration does not say
+                        how ssh reaches the other hosts, if its own configuration does not say
   --cfg job, --info, -p, --config-dir, -sc install=bash, ...
                         Hydra's flags; --hydra-help explains them
   --version, -h, --help"""
@@ -41,9 +74,10 @@ _KEYS = """  degrees     world dp tp pp ep
   experts     model.experts expert_ffn expert_period shared_experts, model.router.* strategy.expert.*
   optimizer   optimizer.lr schedule warmup weight_decay clip ...
   run         steps seed dropout recompute compile device name path runs
-  going on    resume=latest (the newest run) | auto (this training, or fresh) | DIR
+  resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
   records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
-  plan        ranks=all plot=NAME (what combining gradients costs, as NAME.svg and NAME.csv)
+  plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),
+              tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv)
   explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad
@@ -56,18 +90,20 @@ def full() -> str:
     lines = ["parallelrun [verb] key=value ...", "", "Verbs (all take the same overrides):"]
     lines += [f"  {word:<{width}}  {text}" for word, text in VERBS.items()]
     lines += ["", "Tools:"] + [f"  {word:<{width}}  {text}" for word, text in TOOLS.items()]
-    lines += ["", "Groups (group=option; parallelrun ls tells more):"]
-    lines += [f"  {group:<9}  {_wrapped(presets.options(group))}" for group in GROUPS]
-    lines += ["", "Keys (key=value):", _KEYS, "", "Flags:", _FLAGS, "", "Examples:"]
+    lines += ["", "Groups (group=option; `parallelrun ls` describes them):"]
+    for group in GROUPS:
+        options = " ".join(presets.options(group))
+        lines += textwrap.wrap(options, 118, initial_indent=f"  {group:<9}  ", subsequent_indent=" " * 13,
+                               break_on_hyphens=False)  # fmt: skip
+    lines += [
+        "",
+        "Keys (key=value; `parallelrun ls keys` explains each):",
+        _KEYS,
+        "",
+        "Flags:",
+        _FLAGS,
+        "",
+        "Examples:",
+    ]
     lines += [f"  {command}\n      {text}" for command, text in EXAMPLES]
-    lines += ["", _EXIT_CODES]
-    return "\n".join(lines)
-
-
-def _wrapped(words: list[str], width: int = 105) -> str:
-    lines = [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += word + " "
-    return ("\n" + " " * 13).join(line.rstrip() for line in lines)
+    return "\n".join([*lines, "", _EXIT_CODES])

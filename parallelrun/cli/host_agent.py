@@ -1,8 +1,8 @@
-"""The process on each host of `-np N -H h1:4,h2:4` that starts this host's ranks, passes signals on and ends them.
+"""The process on each host of `-np N -H h1:4,h2:4` that starts this host's ranks, forwards signals and ends them.
 
-`cli/remote.py` starts it, over ssh on other hosts, and speaks to it through its stdin: first one line of JSON with the
-`Order`, then the names of signals. When stdin ends, because the launcher has ended or the connection is lost, the agent
-ends its ranks. Nothing but the rendezvous of rank 0 listens on the network, on one address.
+`cli/host_launcher.py` starts it, over ssh on other hosts, and writes to its stdin: first one line of JSON with the
+`Order`, then names of signals. When stdin ends, because the launcher has ended or the connection is lost, the agent
+ends its ranks. Only the rendezvous of rank 0 listens on the network, on one address.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from parallelrun.launch import processes
 from parallelrun.launch.environment import LISTENER, without_launchers
 from parallelrun.launch.rank import leave_with_parent
 
-GREETING = "parallelrun host agent: "  # before it, a login shell may have printed anything
-SERVE = "serve"  # the argument that asks for a listening socket: this host has rank 0
-LOCAL = "local"  # the argument of the agent on the launcher's own host
-GRACE_S = 10.0  # after a rank has failed: time for the others to notice, and to tell the user
+GREETING = "parallelrun host agent: "  # a login shell may print other lines before it
+SERVE = "serve"  # argument: this host has rank 0, so open a listening socket
+LOCAL = "local"  # argument: this is the launcher's own host
+GRACE_S = 10.0  # after a rank has failed: time for the others to notice and report it
 _TICK_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What an agent on another host tells when it has started. address: this host, as the launcher has reached it;
-    launcher: the launcher's host, as this one sees it, empty if unknown; port: where rank 0 will listen, 0 where it
-    does not run."""
+    """The greeting of an agent on another host.
+
+    address: this host as the launcher reached it; launcher: the launcher's address as this host sees it, empty if
+    unknown; port: where rank 0 will listen, 0 if it runs elsewhere.
+    """
 
     host: str
     address: str
@@ -46,9 +48,11 @@ class Hello:
 
 @dataclass(frozen=True)
 class Order:
-    """What an agent is told to start: ranks `first_rank` to `first_rank + num_ranks - 1` of `world`, as
-    `parallelrun <words>` with the variables `environ`. address: this host for the others, to choose its network
-    interface; listener: rank 0's socket, where the launcher has opened it."""
+    """The ranks that an agent must start, each as `parallelrun <words>` with the variables `environ`.
+
+    address: this host as the others see it, to choose the network interface; listener: the descriptor of rank 0's
+    socket, if the launcher has opened it.
+    """
 
     words: tuple[str, ...]
     first_rank: int
@@ -70,9 +74,9 @@ class Order:
 
 
 def main(arguments: list[str]) -> int:
-    """The life of an agent: greet, read the order, start the ranks, watch them; the exit code."""
+    """Run an agent: greet, read the order, start the ranks and watch them. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the launcher says what they mean
+        signal.signal(number, signal.SIG_IGN)  # the launcher forwards those that matter
     lines = _Lines()
     listener = None
     if LOCAL not in arguments:
@@ -82,14 +86,14 @@ def main(arguments: list[str]) -> int:
         print(GREETING + json.dumps(asdict(Hello(os.uname().nodename, address, launcher, port))), flush=True)
     text = lines.first()
     if text is None:
-        return EXIT_OK  # the launcher has given up before it began
+        return EXIT_OK  # the launcher gave up before it sent an order
     order = Order.from_json(text)
     descriptor = order.listener if listener is None else listener.detach()
     return Ranks(order, descriptor).watch(lines)
 
 
 def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
-    """(the launcher's address as this host sees it, this host's as the launcher sees it), from what sshd has set."""
+    """(the launcher's address as this host sees it, this host's as the launcher sees it), from sshd's variables."""
     client, _, server, _ = environ.get("SSH_CONNECTION", f"- - {os.uname().nodename} -").split()
     return client.strip("-"), server
 
@@ -101,7 +105,7 @@ def listen(address: str) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has the IPv4 `address` (Linux), None where none is found."""
+    """The network interface with the IPv4 `address` (Linux), or None."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -115,11 +119,11 @@ def interface_of(address: str) -> str | None:
 
 
 class Ranks:
-    """The ranks of this host, started in the constructor; `watch` is their end."""
+    """The ranks of this host, started by the constructor."""
 
     def __init__(self, order: Order, listener: int | None):
-        self._pids: dict[int, int] = {}  # of living ranks
-        self._codes: dict[int, int] = {}  # of ended ones, in the order of their ends
+        self._pids: dict[int, int] = {}  # rank -> process, while it lives
+        self._codes: dict[int, int] = {}  # rank -> exit code, in the order in which they ended
         self._ended_by_us = False
         for local_rank in range(order.num_ranks):
             self._pids[order.first_rank + local_rank] = _fork(order, local_rank, listener)
@@ -127,7 +131,7 @@ class Ranks:
             os.close(listener)
 
     def watch(self, lines: _Lines) -> int:
-        """Wait for all ranks and obey the launcher; the exit code of this host."""
+        """Wait for all ranks and forward the launcher's signals. Returns the exit code of this host."""
         deadline = float("inf")
         while self._pids:
             for word in lines.read(_TICK_S):
@@ -164,7 +168,7 @@ class Ranks:
         return any(code != EXIT_OK for code in self._codes.values())
 
     def _exit_code(self) -> int:
-        """Rank 0's, which knows the cause; else that of the rank that failed first."""
+        """The code of rank 0, which knows the cause; else that of the rank that failed first."""
         codes = [code for code in (self._codes.get(0, 0), *self._codes.values()) if code != EXIT_OK]
         if not codes:
             return EXIT_RANK_DIED if self._ended_by_us else EXIT_OK
@@ -172,7 +176,7 @@ class Ranks:
 
 
 def _fork(order: Order, local_rank: int, listener: int | None) -> int:
-    """Start one rank: a fork, because a forked rank can be told to end with its agent, and torch is not loaded yet."""
+    """Start one rank by fork, so that it ends with its agent; torch is not loaded yet, so a fork is safe."""
     agent = os.getpid()
     pid = os.fork()
     if pid:
@@ -207,7 +211,7 @@ def _fork(order: Order, local_rank: int, listener: int | None) -> int:
 
 
 def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: int | None) -> dict[str, str]:
-    """The environment of a rank: this host's own, over it the launcher's, and the rank's place (torchrun's names)."""
+    """The environment of a rank: this host's, overridden by the launcher's, and torchrun's variables for the rank."""
     found = {**without_launchers(host), **order.environ}
     paths = [path for environ in (order.environ, host) for path in environ.get("PATH", "").split(os.pathsep) if path]
     found["PATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -227,14 +231,14 @@ def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: 
 
 
 class _Lines:
-    """Lines from stdin, without ever blocking behind a buffer."""
+    """Reads lines from stdin without buffering, so that `select` sees everything."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._ended = False
 
     def first(self) -> str | None:
-        """Wait for a whole line; None when stdin ends before."""
+        """Wait for a complete line; None if stdin ends first."""
         while b"\n" not in self._rest:
             chunk = os.read(0, 65536)
             if not chunk:
@@ -244,7 +248,7 @@ class _Lines:
         return line.decode()
 
     def read(self, patience_s: float) -> Iterator[str | None]:
-        """The lines that come within `patience_s`; None once when stdin ends."""
+        """Yield the lines that arrive within `patience_s`, and None once when stdin ends."""
         if self._ended:
             time.sleep(patience_s)
         elif select.select([0], [], [], patience_s)[0]:

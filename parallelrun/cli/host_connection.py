@@ -1,4 +1,4 @@
-"""The launcher's end of one host's agent (`cli/host_agent.py`): over ssh, or a process of this host."""
+"""The launcher's connection to one host's agent (`cli/host_agent.py`), over ssh or a process of this host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _AGENT = "parallelrun.cli.host_agent"
 
 @dataclass
 class HostConnection:
-    """The launcher's end of one host's agent. hello: once a remote one has greeted; complaints: what ssh and the
-    login shell wrote to stderr before."""
+    """The launcher's connection to one host's agent.
+
+    hello: the greeting of a remote agent, once it has come; complaints: stderr of ssh and the login shell before that.
+    """
 
     ranks: HostRanks
-    process: subprocess.Popen
+    process: subprocess.Popen[bytes]
     hello: Hello | None = None
     complaints: list[str] = field(default_factory=list)
 
@@ -36,20 +38,20 @@ class HostConnection:
         return self.ranks.host.name
 
     def send(self, line: str) -> None:
-        """Write a line to the agent; one that has ended needs none."""
+        """Write a line to the agent, unless it has ended."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
     def hang_up(self) -> None:
-        """End the agent's stdin: it ends its ranks, then itself."""
+        """Close the agent's stdin, which makes it end its ranks and itself."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
     def unreachable(self, ssh: SshOptions) -> Problem:
-        """Why this host's agent did not greet."""
+        """The reason why this host's agent did not greet."""
         code = self.process.poll()
         ended = f"no answer in {CONNECT_S:g} s" if code is None else f"exit code {code}"
         why = "; ".join(self.complaints[-3:]) or ended
@@ -60,7 +62,7 @@ class HostConnection:
 
 
 def connect(one: HostRanks, ssh: SshOptions, serves: bool) -> HostConnection:
-    """Start the agent of another host. serves: rank 0 is among its ranks."""
+    """Start the agent of another host. serves: rank 0 runs there."""
     command = [*_SSH, *ssh.words(), one.host.name.strip("[]"), remote_command(serves)]
     try:
         process = subprocess.Popen(
@@ -68,16 +70,16 @@ def connect(one: HostRanks, ssh: SshOptions, serves: bool) -> HostConnection:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
         )
     except FileNotFoundError as error:
-        problem = Problem("there is no ssh on this host", f"-H {one.host.name}", command="install openssh-client")
+        problem = Problem("ssh is not installed on this host", f"-H {one.host.name}", command="install openssh-client")
         raise EnvironmentProblem(problem) from error
     return HostConnection(one, process)
 
 
 def start_here(one: HostRanks, listener: socket.socket | None) -> HostConnection:
-    """The agent of this host: no ssh, and its ranks have our terminal."""
+    """Start the agent of this host, without ssh; its ranks share our terminal."""
     process = subprocess.Popen(
         [sys.executable, "-m", _AGENT, LOCAL],
         stdin=subprocess.PIPE,
@@ -88,7 +90,7 @@ def start_here(one: HostRanks, listener: socket.socket | None) -> HostConnection
 
 
 def remote_command(serves: bool) -> str:
-    """What the login shell of another host runs: this Python in this directory, with what it needs to start."""
+    """The command for the login shell of another host: this Python in this directory, with its search paths."""
     needed = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if os.environ.get(name)]
     agent = ["env", *needed, sys.executable, "-m", _AGENT, *([SERVE] if serves else [])]
     return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"

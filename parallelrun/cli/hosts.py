@@ -1,6 +1,6 @@
-"""horovodrun's `-np N -H h1:4,h2:4`: which ranks run on which host; `cli/remote.py` starts them there. No torch.
+"""horovodrun's `-np N -H h1:4,h2:4`: the ranks of each host, which `cli/host_launcher.py` starts. No torch.
 
-Slots are filled in the order in which hosts are listed; what is left over stays idle.
+Slots are filled in the order in which hosts are listed; remaining slots stay idle.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,6}")
 
 @dataclass(frozen=True)
 class Host:
-    """A host with its slots; None where none were given: as many as are asked for."""
+    """A host with its slots; None (not given) means as many as needed."""
 
     name: str
     slots: int | None
 
     @property
     def is_this_one(self) -> bool:
-        """Whether this process runs there."""
+        """Whether this process runs on the host."""
         here = socket.gethostname()
         return self.name in ("localhost", "127.0.0.1", "[::1]", here, here.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How other hosts are reached, where ssh's own configuration does not say so: as ssh's -p, -i and -F."""
+    """Options of ssh for reaching the other hosts: its -p, -i and -F."""
 
     port: str | None = None
     identity_file: str | None = None
     config: str | None = None
 
     def words(self) -> list[str]:
-        """As options of ssh. With an identity file no other key is offered."""
+        """The options for ssh. With an identity file, no other key is offered."""
         out = ["-F", self.config] if self.config else []
         out += ["-p", self.port] if self.port else []
         out += ["-i", self.identity_file, "-o", "IdentitiesOnly=yes"] if self.identity_file else []
         return out
 
     def problems(self) -> list[Problem]:
-        """What is wrong with them."""
+        """The mistakes in these options."""
         found = []
         if self.port is not None and not (_NUMBER.fullmatch(self.port) and int(self.port) < 65536):
             found.append(Problem(f"--ssh-port {self.port}: not a port (1 to 65535)", COMMAND_LINE, "--ssh-port 22"))
         for flag, file in (("--ssh-identity-file", self.identity_file), ("--ssh-config", self.config)):
             if file is not None and not Path(file).is_file():
-                found.append(Problem(f"{flag} {file}: there is no such file", COMMAND_LINE))
+                found.append(Problem(f"{flag} {file}: no such file", COMMAND_LINE))
         return found
 
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of one host: `num_ranks` of them, the first of which is number `first_rank` of the world."""
+    """The ranks of one host: `num_ranks` ranks from `first_rank` on."""
 
     host: Host
     first_rank: int
@@ -68,18 +68,20 @@ class HostRanks:
 
     @property
     def ranks(self) -> str:
-        """In words."""
+        """The ranks as a text."""
         last = self.first_rank + self.num_ranks - 1
         return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
 
 
 def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
-    """The ranks of `-np ranks -H hosts`, () where neither is given. Without -np all slots are used; without -H all
-    ranks are on this host. Raises ConfigError in horovodrun's words."""
+    """The ranks of `-np ranks -H hosts`, () if neither is given. Raises ConfigError with horovodrun's message.
+
+    Without -np all slots are used; without -H all ranks run on this host.
+    """
     if ranks is None and hosts is None:
         return ()
     if ranks is not None and not _NUMBER.fullmatch(ranks):
-        raise ConfigError(Problem(f"-np {ranks}: a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
+        raise ConfigError(Problem(f"-np {ranks}: must be a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
     listed = _listed(hosts) if hosts is not None else [Host("localhost", None)]
     asked = int(ranks) if ranks is not None else sum(host.slots or 1 for host in listed)
     if all(host.slots is not None for host in listed) and asked > sum(host.slots or 0 for host in listed):
@@ -90,7 +92,7 @@ def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
 
 
 def fill(hosts: Sequence[Host], num_ranks: int) -> tuple[HostRanks, ...]:
-    """Ranks on hosts in the order given; hosts for which none is left are not in the answer."""
+    """Ranks on hosts in the given order; hosts that get no rank are left out."""
     out, first = [], 0
     for host in hosts:
         here = min(num_ranks - first, num_ranks if host.slots is None else host.slots)
@@ -104,7 +106,7 @@ def _listed(text: str) -> list[Host]:
     found = [(_ENTRY.fullmatch(entry), entry) for entry in text.split(",")]
     wrong = [entry for match, entry in found if match is None]
     if wrong:
-        what = f"-H {text}: {wrong[0]!r} is no host with slots, as in h1:4,h2:4"
+        what = f"-H {text}: {wrong[0]!r} is not a host with slots, as in h1:4,h2:4"
         raise ConfigError(Problem(what, COMMAND_LINE, "-H localhost:2"))
     slots: dict[str, int | None] = {}
     for match, _ in found:
@@ -115,6 +117,6 @@ def _listed(text: str) -> list[Host]:
     return [Host(name, count) for name, count in slots.items()]
 
 
-def has_others(placed: Sequence[HostRanks]) -> bool:
-    """Whether some ranks belong on other hosts."""
-    return any(not one.host.is_this_one for one in placed)
+def has_others(hosts: Sequence[HostRanks]) -> bool:
+    """Whether some ranks run on other hosts."""
+    return any(not one.host.is_this_one for one in hosts)

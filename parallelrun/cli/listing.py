@@ -1,18 +1,19 @@
-"""`ls` and `show`: what there is, and what a recipe comes to. No torch."""
+"""`ls` lists the options of every group and the keys; `show` prints what a recipe composes to. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from dataclasses import asdict
 
 from parallelrun import registry
 from parallelrun.cli.argv import read
 from parallelrun.config import presets
-from parallelrun.config.keys import nearest
+from parallelrun.config.keys import known_keys, nearest
+from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
 
-# What `ls` lists -> the configuration group; singular words are understood too.
+# The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
 KINDS = {
     "recipes": "recipe",
     "models": "model",
@@ -22,18 +23,19 @@ KINDS = {
     "precisions": "precision",
     "clusters": "cluster",
 }
+KEYS = "keys"  # listed only on request: there are many
 
 
 def ls(words: list[str]) -> int:
     """`parallelrun ls [kind] [--json]`."""
-    parser = argparse.ArgumentParser("parallelrun ls", description="List what there is, with its source.")
-    parser.add_argument("kind", nargs="?", default=None, help=", ".join(KINDS))
+    parser = argparse.ArgumentParser("parallelrun ls", description="List options with source and description, or keys.")
+    parser.add_argument("kind", nargs="?", default=None, help=", ".join([*KINDS, KEYS]))
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
     kinds = list(KINDS) if arguments.kind is None else [_kind(arguments.kind)]
-    found = {kind: _rows(kind) for kind in kinds}
+    found = {kind: _keys() if kind == KEYS else _options(kind) for kind in kinds}
     if arguments.json:
-        from parallelrun.cli.compute import print_json
+        from parallelrun.cli.verbs import print_json
 
         print_json(found)
     else:
@@ -44,23 +46,30 @@ def ls(words: list[str]) -> int:
 def _kind(word: str) -> str:
     by_group = {group: kind for kind, group in KINDS.items()}
     kind = by_group.get(word, word)
-    if kind not in KINDS:
-        suggestion = " or ".join(f"ls {kind}" for kind in nearest(word, [*KINDS, *by_group]) or KINDS)
+    if kind not in (*KINDS, KEYS):
+        suggestion = " or ".join(f"ls {kind}" for kind in nearest(word, [*KINDS, KEYS, *by_group]) or KINDS)
         raise ConfigError(Problem(f"ls {word}: no such kind", "command line", suggestion))
     return kind
 
 
-def _rows(kind: str) -> list[dict[str, str]]:
+def _options(kind: str) -> list[dict[str, str]]:
     """The options of the group, then what plug-ins registered under names that no file has."""
-    rows = [
-        {"name": option.name, "source": option.source, "description": option.description}
-        for option in presets.described(KINDS[kind])
-    ]
-    if kind in ("models", "strategies", "datasets"):
-        built_in = {"models": registry.MODELS, "strategies": registry.STRATEGIES, "datasets": registry.DATASETS}[kind]
-        for name, path in registry.names(kind).items():
-            if name not in built_in:
-                rows.append({"name": name, "source": "plugin", "description": path})
+    rows = [asdict(option) for option in presets.described(KINDS[kind])]
+    if kind in registry.BUILT_IN:
+        plugins = {name: path for name, path in registry.names(kind).items() if name not in registry.BUILT_IN[kind]}
+        rows += [{"name": name, "source": "plugin", "description": path} for name, path in plugins.items()]
+    return rows
+
+
+def _keys() -> list[dict[str, str]]:
+    """Every key that users type, with its values and its one-line help."""
+    bounds = (("least", ">= "), ("above", "> "), ("most", "<= "), ("below", "< "))
+    rows = []
+    for key in known_keys().values():
+        limits = [f"{sign}{getattr(key, name)}" for name, sign in bounds if getattr(key, name) is not None]
+        values = " | ".join(key.choices) or " ".join([key.kind, ", ".join(limits)]).strip()
+        if not key.is_of_presets:
+            rows.append({"name": key.name, "values": values, "description": key.help})
     return rows
 
 
@@ -72,44 +81,36 @@ def _print_tables(found: dict[str, list[dict[str, str]]]) -> None:
     console = open_console()
     for kind, rows in found.items():
         table = Table(title=kind, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("name", no_wrap=True)
-        table.add_column("source", no_wrap=True)
-        table.add_column("description", overflow="fold")
+        names = ("name", "values" if kind == KEYS else "source", "description")
+        for name in names:
+            table.add_column(name, no_wrap=name != "description", overflow="fold")
         for row in rows:
-            table.add_row(row["name"], row["source"], row["description"])
+            table.add_row(*(row[name] for name in names))
         console.print(table)
         console.print()
 
 
 def show(words: list[str]) -> int:
-    """`parallelrun show <recipe> [key=value ...] [--json]`: the configuration it composes to."""
+    """`parallelrun show <recipe> [key=value ...] [--json]`: the configuration that it composes to."""
     if not words or "-h" in words or "--help" in words:
         print("usage: parallelrun show <recipe or file.yaml> [key=value ...] [--json]\n\nrecipes:")
         print("\n".join(f"  {option.name:<20} {option.description}" for option in presets.described("recipe")))
         return EXIT_OK if words else 2
     names = [word for word in words if "=" not in word and not word.startswith("-")]
-    rest = [word for word in words if word not in names]
     if len(names) > 1:
-        raise ConfigError(Problem(f"show {' '.join(names)}: one recipe at a time", "command line"))
-    line = read([*(f"recipe={name}" for name in names), *rest])
-    config = _composed(line)
+        raise ConfigError(Problem(f"show {' '.join(names)}: show one recipe at a time", "command line"))
+    line = read([*(f"recipe={name}" for name in names), *(word for word in words if word not in names)])
+    from parallelrun.config import compose
+
+    found: list[Config] = []
+    prepared = compose.prepare(line.overrides, (), "run", line.trust)
+    compose.run_hydra(prepared, lambda config: found.append(compose.composed(config, prepared).config))
     if line.json:
-        from dataclasses import asdict
+        from parallelrun.cli.verbs import print_json
 
-        from parallelrun.cli.compute import print_json
-
-        print_json(asdict(config))
+        print_json(asdict(found[0]))
     else:
         from parallelrun.plan.freeze import freeze
 
-        sys.stdout.write(freeze(config))
+        sys.stdout.write(freeze(found[0]))
     return EXIT_OK
-
-
-def _composed(line: Any) -> Any:
-    from parallelrun.config import compose
-
-    found: list[Any] = []
-    prepared = compose.prepare(line.overrides, (), "run", line.trust)
-    compose.run_hydra(prepared, lambda config: found.append(compose.composed(config, prepared)))
-    return found[0].config

@@ -1,7 +1,7 @@
-"""The program's entry: argv -> exit code. Routes words, turns every error into its shape and code.
+"""The program's entry point: routes the first word, and turns every error into a message and an exit code.
 
-Nothing but the standard library's smallest modules is imported before the signals are taken: a scheduler may warn a
-job in its first second. No torch, no Hydra, no rich before a word asks for them.
+Before the signal handlers are set, only the smallest modules of the standard library are imported: a scheduler may
+send a signal in a job's first second. torch, Hydra and rich are imported only by the verbs and tools that need them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
-EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.errors, which takes its time to import
+EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 130, 143  # as in parallelrun.errors, which is slow to import
 _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Terminated(BaseException):
-    """SIGTERM, SIGHUP or SIGUSR1 has come while nobody else was watching for it."""
+    """SIGTERM, SIGHUP or SIGUSR1 came while no other code handled it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with `argv` (None: the process's own), and return its exit code."""
+    """Run the program with `argv` (None: the process's own); return its exit code."""
     try:
         with _stops_raise() as taken:
             return _main(list(sys.argv[1:] if argv is None else argv), taken)
@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str], taken: list[str]) -> int:
-    """taken: the signals that have come; an import that was interrupted may raise anything."""
+    """Route `words`. taken: the signals that have come; an interrupted import may raise any exception."""
     verbose = any(word in ("-v", "--verbose") for word in words) or os.environ.get("HYDRA_FULL_ERROR") == "1"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead of ending the run
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, and the run goes on
     try:
         from parallelrun.cli import stdout
 
@@ -59,28 +59,20 @@ def _main(words: list[str], taken: list[str]) -> int:
 
 def _route(words: list[str]) -> int:
     from parallelrun import __version__
-    from parallelrun.cli.words import TOOLS
+    from parallelrun.cli import help as texts
 
-    if not words:
-        return _help(full=False)
-    if words[0] in TOOLS:
+    if words and words[0] in texts.TOOLS:
         return _tool(words[0], words[1:])
-    if any(word in ("-h", "--help") for word in words):
-        return _help(full=True)
+    if not words or any(word in ("-h", "--help") for word in words):
+        if os.environ.get("RANK", "0") == "0":  # under a launcher, print it once
+            print(texts.full() if words else texts.SHORT)
+        return EXIT_OK
     if "--version" in words:
         print(f"parallelrun {__version__}")
         return EXIT_OK
-    from parallelrun.cli import compute
+    from parallelrun.cli import verbs
 
-    return compute.run(words)
-
-
-def _help(full: bool) -> int:
-    from parallelrun.cli import help as texts
-
-    if os.environ.get("RANK", "0") == "0":  # under a launcher, once is enough
-        print(texts.full() if full else texts.SHORT)
-    return EXIT_OK
+    return verbs.run(words)
 
 
 def _tool(tool: str, words: list[str]) -> int:
@@ -99,10 +91,7 @@ def _tool(tool: str, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _stops_raise() -> Iterator[list[str]]:
-    """SIGTERM, SIGHUP and SIGUSR1 unwind the stack once, like Ctrl-C.
-
-    What nohup or a shell told us to ignore stays ignored.
-    """
+    """Let SIGTERM, SIGHUP and SIGUSR1 unwind the stack once, like Ctrl-C. Ignored signals (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield []
         return

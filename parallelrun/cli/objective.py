@@ -1,4 +1,4 @@
-"""What a point of a sweep answers to Hydra's sweeper: the number that a sweeper with a search of its own optimizes."""
+"""The objective of a sweep's point: the number that an optimizing sweeper (hydra/sweeper=optuna) gets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DEFAULTS = {"run": "val_loss", "bench": "median_s", "verify": "max_error.params"
 
 
 class Pruned(Exception):
-    """A point without an objective. Sweepers count an exception as a failed trial, learn nothing from it and go on."""
+    """A point without an objective. Sweepers count the exception as a failed trial and continue."""
 
 
 def objective(row: Mapping[str, Any], key: str | None, verb: str) -> float:
-    """The number that `key` (None: the verb's own) names in a finished point's row.
+    """The number under `key` (None: the verb's default) in a finished point's row.
 
-    Raises Pruned for a point that was refused, failed or gave no finite number, ConfigError for a key no row has.
+    Raises Pruned if the point was refused, failed or has no finite number; ConfigError for an unknown key.
     """
     if row["state"] not in FINISHED:
         raise Pruned(f"point {row['point']} was {row['state']}: {row.get('reason', '')}")
@@ -31,5 +31,5 @@ def objective(row: Mapping[str, Any], key: str | None, verb: str) -> float:
     if key in row and value is None:
         raise Pruned(f"point {row['point']} has no finite {key}")
     numbers = [name for name, found in row.items() if isinstance(found, (int, float)) and not isinstance(found, bool)]
-    what = f"sweep.objective={key}: the summary of a {verb} has no number of that name"
+    what = f"sweep.objective={key}: a {verb} records no number with this name"
     raise ConfigError(Problem(what, "sweep.objective", did_you_mean(key, numbers)))

@@ -1,4 +1,4 @@
-"""`resume=latest`: the newest run goes on as it was, except for what the command line says otherwise."""
+"""`resume=latest`: continue the newest run with its saved configuration and the changes of the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parallelrun.errors import ConfigError, Problem
 
 
 def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
-    """`composed`, or for `resume=latest` the configuration of the run that is taken, which is said.
+    """`composed`, or for `resume=latest` the continued run's configuration, which is announced on stderr.
 
-    world: how many ranks another launcher has started. Raises CheckpointError, ConfigError.
+    world: the number of ranks that another launcher has started. Raises CheckpointError, ConfigError.
     """
     asked = composed.config
     if asked.resume != LATEST or asked.verb not in ("run", "plan"):
@@ -28,7 +28,7 @@ def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
     said = f"resume=latest: step {found.step} of {os.path.relpath(found.run)}, {among}"
     saved = saved_config(found.run)
     if saved is None:
-        print(f"{said}; it keeps no config.yaml, so the configuration is this command's", file=sys.stderr)
+        print(f"{said}; it has no config.yaml, so this command's configuration is used", file=sys.stderr)
         return composed
     config = continued(asked, composed.given, saved, world)
     _refuse_code(config.model.source, composed.given)
@@ -39,7 +39,7 @@ def with_saved_configuration(composed: Composed, world: int | None) -> Composed:
 
 
 def _refuse_code(source: str | None, given: frozenset[str]) -> None:
-    """A run directory may be a stranger's: code is named on the command line only."""
+    """Refuse code that only the run directory names: it may come from a stranger."""
     if source is not None and "model.source" not in given:
-        what = f"that run trains a module of its own, {source}: code is taken from the command line only"
+        what = f"that run trains the module {source}, and code must be named on the command line"
         raise ConfigError(Problem(what, "resume", f"the same command with model=module model.source={source}"))

@@ -1,4 +1,4 @@
-"""Standard output that may be full, closed or no longer read, without ending what the program does. No torch."""
+"""A standard output that may be full, closed or no longer read, without ending the program. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any, TextIO, cast
 
 from parallelrun.errors import EnvironmentProblem, Problem
 
-_GONE = (BrokenPipeError, ConnectionResetError)  # the reader has seen enough: no error
-
 
 class Output:
-    """A stream that keeps the first error of writing to it, and drops what is written after that."""
+    """A stream that records the first error of writing to it, and drops everything that is written afterwards."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -33,7 +31,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop what is left."""
+        """Flush, or drop the buffered text."""
         if self.error is None:
             try:
                 self._stream.flush()
@@ -41,7 +39,7 @@ class Output:
                 self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Keep `error`; what the stream still buffers, and what Python flushes at its end, goes to /dev/null."""
+        """Record `error`, and send the stream's buffer, which Python flushes at exit, to /dev/null."""
         self.error = error
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
@@ -51,10 +49,9 @@ class Output:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """While entered, `sys.stdout` is an Output. Raises EnvironmentProblem at the end if it could not be written to for
-    another reason than a reader who has gone."""
+    """Make `sys.stdout` an Output. At the end, raise EnvironmentProblem if writing failed, except to a closed pipe."""
     before = sys.stdout
-    # closed by the shell (`>&-`): the file takes the lowest free number, so that nothing else becomes stdout
+    # if the shell closed it (`>&-`), this file takes the lowest free number, so that nothing else becomes stdout
     stream = before if before is not None else open(os.devnull, "w")  # noqa: SIM115
     output = Output(stream)
     sys.stdout = cast(TextIO, output)
@@ -63,6 +60,6 @@ def guarded() -> Iterator[None]:
         output.flush()
     finally:
         sys.stdout = before
-    if output.error is not None and not isinstance(output.error, _GONE):
+    if output.error is not None and not isinstance(output.error, (BrokenPipeError, ConnectionResetError)):
         what = f"standard output cannot be written to: {output.error.strerror or output.error}"
         raise EnvironmentProblem(Problem(what, "standard output"))

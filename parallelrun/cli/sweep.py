@@ -1,8 +1,8 @@
-"""Sweeps (`-m`): Hydra composes every point; here each is resolved, run or skipped, and its row written down.
+"""Sweeps (`-m`): Hydra composes every point; here each is resolved, run or skipped, and recorded.
 
-A sweep directory holds the points' run directories, `results.jsonl` (a row a point, appended when the point ends) and
-the same as `results.csv`. A point is known by `plan.freeze.identity`, so that `sweep.resume=<directory>` runs only
-what has not been done, and a point that repeats an earlier one of the same sweep is listed (`same_as`), not run again.
+A sweep directory holds the points' run directories, `results.jsonl` (one row per point, appended when it ends) and
+the same as `results.csv`. `plan.freeze.identity` identifies a point: `sweep.resume=<directory>` runs only the points
+that are not done, and a point that repeats an earlier one of the same sweep is listed (`same_as`), not run again.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from parallelrun.errors import (
 )
 from parallelrun.plan.freeze import identity
 from parallelrun.records import append_jsonl, document
-from parallelrun.report import comparison, scaling
+from parallelrun.report import chart, comparison, scaling
 from parallelrun.report import sweep as report
 
-_BASIC = "basic"  # Hydra's sweeper that takes every point and ignores what points answer
-_COUNT_FAILURES = ("optuna", "nevergrad")  # end at the first failed trial unless max_failure_rate says otherwise
+_BASIC = "basic"  # Hydra's default sweeper; it runs every point and ignores objectives
+_COUNT_FAILURES = ("optuna", "nevergrad")  # they stop at the first failed trial, unless max_failure_rate is set
 _STOPPING = (EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PREEMPTED)
 
 
 class _Stopped(BaseException):
-    """A point was interrupted: the sweep ends. No Exception, so that Hydra lets it through."""
+    """A point was interrupted, so the sweep ends. Not an Exception, so that Hydra does not catch it."""
 
     def __init__(self, exit_code: int):
         self.exit_code = exit_code
@@ -55,23 +55,23 @@ class _Stopped(BaseException):
 
 @dataclass(frozen=True)
 class _Sweep:
-    """What every point needs; plain data, because Hydra's launchers may send it to other processes."""
+    """The settings that all points share; plain data, because Hydra's launchers may send it to other processes."""
 
     line: CommandLine
     words: tuple[str, ...]
     prepared: Prepared
     directory: Path
-    invocation: int  # 1, or one more than the last one that wrote into the directory
+    invocation: int  # number of the command that runs in this directory, from 1
 
 
 def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: list[dict[str, Any]] | None = None) -> int:
-    """Run every point of the sweep. 0: all done; 1: a point failed; 2: no point was legal. points: gets their rows."""
+    """Run every point; 0 if all are done, 1 if one failed, 2 if none was legal. Their rows are added to `points`."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
         invocation = 1 + max((row.get("invocation", 0) for row in report.read(directory)), default=0)
         sweep = _Sweep(line, tuple(words), prepared, directory, invocation)
-        hydra_argv = (*prepared.argv, *_hydra_directories(line, directory, scratch), *_pruning(line))
+        hydra_argv = (*prepared.argv, *_hydra_overrides(line, directory, scratch))
         stopped, failure = EXIT_OK, None
         try:
             compose.run_hydra(replace(prepared, argv=hydra_argv), lambda c: _point(c, sweep))
@@ -91,13 +91,13 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: lis
             report.show(directory)
             for path in (*comparison.write(directory), *scaling.write(directory)):
                 print(f"{path.stem}: {path}", flush=True)
+            if not chart.available():
+                print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)
     if stopped:
-        print(f"parallelrun: stopped; go on with sweep.resume={directory}", file=sys.stderr)
+        print(f"parallelrun: stopped; continue with sweep.resume={directory}", file=sys.stderr)
         return stopped
     states = {row["state"] for row in rows if "same_as" not in row}
-    if failure is not None and states & set(
-        report.FINISHED
-    ):  # else the sweeper complains that no point gave it a number
+    if failure is not None and states & set(report.FINISHED):  # otherwise the sweeper only got no number from any point
         raise failure
     if "failed" in states:
         return EXIT_RUN_FAILED
@@ -110,17 +110,17 @@ def _given(line: CommandLine, key: str) -> str | None:
 
 
 def _directory(line: CommandLine) -> Path:
-    """The sweep's own directory: a new one, or the one to go on with."""
+    """The sweep's directory: a new one, or the one to continue."""
     resume = _given(line, "sweep.resume")
     if resume is not None:
         if not (Path(resume) / report.RESULTS).is_file():
-            what = f"sweep.resume={resume}: no sweep directory (it has no {report.RESULTS})"
+            what = f"sweep.resume={resume}: not a sweep directory (it has no {report.RESULTS})"
             raise EnvironmentProblem(Problem(what, "sweep.resume", command="ls -d runs/sweep-*"))
         return Path(resume).absolute()
     chosen = _given(line, "sweep.directory") or _given(line, "hydra.sweep.dir")
     if chosen is not None:
         if (Path(chosen) / report.RESULTS).exists():
-            what = f"{chosen} holds another sweep"
+            what = f"{chosen} already holds a sweep"
             raise EnvironmentProblem(Problem(what, "sweep.directory", f"sweep.resume={chosen}, or another directory"))
         return Path(chosen).absolute()
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
@@ -131,25 +131,25 @@ def _sweeper(line: CommandLine) -> str:
     return _given(line, "hydra/sweeper") or _BASIC
 
 
-def _pruning(line: CommandLine) -> list[str]:
-    """Illegal and failed points must not end an optimizing sweeper, unless the user says how many may fail."""
-    if _sweeper(line) not in _COUNT_FAILURES or _given(line, "hydra.sweeper.max_failure_rate") is not None:
-        return []
-    return ["hydra.sweeper.max_failure_rate=1.0"]
+def _hydra_overrides(line: CommandLine, directory: Path, scratch: str) -> list[str]:
+    """Overrides of Hydra's own settings that the user has not set.
 
-
-def _hydra_directories(line: CommandLine, directory: Path, scratch: str) -> list[str]:
-    """Hydra writes a multirun.yaml: into a scratch folder, or, when a plug-in keeps files, beside ours."""
-    if any(override.key == "hydra.sweep.dir" for override in line.overrides):
-        return []
-    plugin = any(override.key in ("hydra/launcher", "hydra/sweeper") for override in line.overrides)
-    return [f"hydra.sweep.dir='{directory / 'hydra' if plugin else scratch}'"]
+    Illegal and failed points must not end an optimizing sweeper. Hydra's multirun.yaml goes to a scratch folder, or
+    beside our files if a plug-in stores files too.
+    """
+    keys, found = {override.key for override in line.overrides}, []
+    if _sweeper(line) in _COUNT_FAILURES and _given(line, "hydra.sweeper.max_failure_rate") is None:
+        found.append("hydra.sweeper.max_failure_rate=1.0")
+    if "hydra.sweep.dir" not in keys:
+        has_plugin = keys & {"hydra/launcher", "hydra/sweeper"}
+        found.append(f"hydra.sweep.dir='{directory / 'hydra' if has_plugin else scratch}'")
+    return found
 
 
 def _point(task_config: Any, sweep: _Sweep) -> float | None:
-    """One point: skipped with its reason, planned, or run; its row appended.
+    """Skip, plan or run one point, and append its row.
 
-    Returns the objective for an optimizing sweeper, which alone gets a Pruned for a point that has none.
+    Returns the objective, or raises Pruned if there is none, if the sweeper optimizes; otherwise returns None.
     """
     number = compose.point_number()
     overrides = compose.point_overrides(sweep.prepared)
@@ -161,7 +161,9 @@ def _point(task_config: Any, sweep: _Sweep) -> float | None:
         row["config_sha256"] = identity(composed.config)
         row |= _resolve_and_run(composed, row, sweep)
     except ConfigError as error:
-        row |= {"state": "skipped", "exit_code": error.exit_code, **_reasons(error)}
+        names = ("what", "where", "suggestion", "kind")
+        problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
+        row |= {"state": "skipped", "exit_code": error.exit_code, "reason": str(error), "problems": problems}
         _say(sweep, f"point {number}: skipped: {error.problems[0].what}")
     except Exception as error:
         known = errors.translate(error) or error
@@ -175,7 +177,7 @@ def _point(task_config: Any, sweep: _Sweep) -> float | None:
 
 
 def _objective(row: dict[str, Any], key: str | None, sweep: _Sweep) -> float:
-    """The point's objective; of a repeated point that of the first. A key that no summary has stops the sweep."""
+    """The objective of the point, or of the point that it repeats. An unknown sweep.objective stops the sweep."""
     rows = report.read(sweep.directory)
     row = next((old for old in rows if old["point"] == row.get("same_as") and old["state"] != "skipped"), row)
     try:
@@ -193,7 +195,11 @@ def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> 
     if found is not None:
         return found
     if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
-        return {"state": "skipped", "exit_code": EXIT_OK, "reason": "an earlier point failed (sweep.fail_fast)"}
+        return {
+            "state": "skipped",
+            "exit_code": EXIT_OK,
+            "reason": "an earlier point failed, and sweep.fail_fast is set",
+        }
     plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
     row["run_sha256"] = identity(composed.config, plan)
     row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
@@ -208,7 +214,7 @@ def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> 
 def _known(
     row: dict[str, Any], key: str, rows: list[dict[str, Any]], sweep: _Sweep, warnings: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """The row of a point that need not run: it repeats a point of this invocation, or was done by an earlier one."""
+    """The row of a point that need not run: it repeats a point of this command, or an earlier command ran it."""
     alike = [old for old in rows if old.get(key) == row[key]]
     first = next((old for old in alike if old["invocation"] == sweep.invocation), None)
     if first is not None:
@@ -220,21 +226,22 @@ def _known(
     done = next((old for old in alike if old["state"] == "done"), None)
     if done is None:
         return None
-    _say(sweep, f"point {row['point']}: done before")
+    _say(sweep, f"point {row['point']}: already done")
     return {**done, **row}
 
 
 def _plan(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
-    from parallelrun.cli.compute import show_plan, write_plot
+    from parallelrun.cli.verbs import show_plan, write_plot
+    from parallelrun.plan.document import document as plan_document
+    from parallelrun.plan.document import facts
     from parallelrun.plan.figures import figures
     from parallelrun.report import layouts
-    from parallelrun.report import plan as plan_report
 
-    found = plan_report.facts(plan, composed.config)
+    found = facts(plan, composed.config)
     planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
     if sweep.line.json:
         write_plot(plan, composed.config, found, row["point"])
-        return {**planned, "plan": plan_report.document(plan, composed.config, found)}
+        return {**planned, "plan": plan_document(plan, composed.config, found)}
     _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
     show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
     return {**planned, "layouts": layouts.sweep_row(found.layouts)}
@@ -246,36 +253,31 @@ def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> d
     _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
     degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
     sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (sweep.directory / report.RESULTS).touch(mode=0o600)  # a sweep that is killed within its first point can go on, too
-    place = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
-    if composed.config.checkpoint.last is None:  # nobody goes on from a point, and many points fill a disk
+    (sweep.directory / report.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
+    directory = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
+    if composed.config.checkpoint.last is None:  # points are not resumed, and their checkpoints fill the disk
         checkpoint = replace(composed.config.checkpoint, last=False)
         composed = replace(composed, config=replace(composed.config, checkpoint=checkpoint))
     try:
-        code = start(composed.config, plan, list(sweep.words), composed.overrides, place)
+        code = start(composed.config, plan, list(sweep.words), composed.overrides, directory)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
-    found: dict[str, Any] = {"state": state, "exit_code": code, "directory": place.name}
+    found: dict[str, Any] = {"state": state, "exit_code": code, "directory": directory.name}
     if state == "failed":
-        found["reason"] = report.read_json(place / "status.json").get("error") or f"exit code {code}"
+        found["reason"] = report.read_json(directory / "status.json").get("error") or f"exit code {code}"
     if plan.warnings:
         found["notes"] = list(plan.warnings)
-    summary = report.summary(place, sweep.line.verb)
+    summary = report.summary(directory, sweep.line.verb)
     return {**summary, **found}
 
 
 def _fresh(directory: Path, name: str) -> Path:
     """A directory that no earlier attempt at this point has used."""
-    place, attempt = directory / name, 2
-    while place.exists():
-        place, attempt = directory / f"{name}-attempt{attempt}", attempt + 1
-    return place
-
-
-def _reasons(error: ConfigError) -> dict[str, Any]:
-    problems = [{"what": p.what, "where": p.where, "suggestion": p.suggestion, "kind": p.kind} for p in error.problems]
-    return {"reason": "; ".join(problem.what for problem in error.problems), "problems": problems}
+    path, attempt = directory / name, 2
+    while path.exists():
+        path, attempt = directory / f"{name}-attempt{attempt}", attempt + 1
+    return path
 
 
 def _say(sweep: _Sweep, text: str) -> None:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelrun import comm
 from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective
 from parallelrun.sequences import Lane
+from parallelrun.torch_private import TorchDispatchMode
 
 ENGINE = "engine"
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from parallelrun import comm
-from parallelrun.mesh import WORLD, Mesh
+from parallelrun.mesh import Mesh
+from parallelrun.plan.structure import WORLD
 
 
 def gather_json(value: Any, mesh: Mesh) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Overrides -> Config, through Hydra, once. The only module that imports Hydra."""
+"""Overrides -> Config, through Hydra. The only module that runs Hydra."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from parallelrun.config import config_folder, presets, recipe_result, recipes, sweeps
-from parallelrun.config.keys import nearest
+from parallelrun.config import presets, recipes, sweeps, untrusted
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
 from parallelrun.config.schema import Config, DatasetConfig, ModelConfig, StrategyConfig
 from parallelrun.errors import ConfigError, Problem
 
+# Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told.
+_VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration and how it came about. given: the keys that the user or a recipe set; overrides: as typed."""
+    """A configuration and its origin. given: the keys that the user or a recipe set; overrides: as typed."""
 
     config: Config
     given: frozenset[str]
@@ -39,22 +41,21 @@ class Composed:
 
 @dataclass(frozen=True)
 class Prepared:
-    """argv for Hydra, and what is needed to tell afterwards what was given."""
+    """argv for Hydra, and the facts about recipes and overrides that are needed after composition."""
 
     argv: tuple[str, ...]
     recipe_keys: Mapping[str, frozenset[str]]
-    shown: Mapping[str, str]  # the name that a recipe file got -> the path that the user typed
+    shown: Mapping[str, str]  # our name for a recipe file -> the path that the user typed
     untrusted: Mapping[str, str] = field(default_factory=dict)  # recipe that may not name code -> file to blame
-    typed: frozenset[str] = frozenset()  # keys with a value of the user's own
+    typed: frozenset[str] = frozenset()  # keys whose values the user typed
 
 
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
     sweeps.check_points(overrides)
-    store = ConfigStore.instance()
-    store.store(name="base_schema", node=Config)
+    _register("base_schema", Config)
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
-    own_files = config_folder.recipes(flags)
+    own_files = presets.user_recipes(flags)
     shown: dict[str, str] = {}
     chosen: list[str] = []
     argv = [*flags, f"verb={verb}"]
@@ -67,89 +68,91 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
             own = own_files.get(value) if value not in files else None  # a built-in recipe cannot be shadowed
             if own or recipes.is_path(value):
                 file = recipes.at_path(str(own.path) if own else value)
-                files[file.name] = file
-                shown[file.name] = value
+                files[file.name], shown[file.name] = file, value
                 value = file.name
             names.append(value)
         chosen += names
         argv.append(f"{override.sign}recipe={','.join(names)}")
-    loaded = _load_all(files, chosen, trust)
+    loaded = recipes.load_all(files, chosen, trust)
     nodes = {name: _node(recipe) for name, recipe in loaded.items()}
-    for name, node in nodes.items():
-        store.store(group="recipe", name=name, node=node, package="_global_", provider="parallelrun")
-    if flags:  # Hydra may be asked what there is
-        for name in files.keys() - loaded.keys():
-            store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
-    if "--hydra-help" in flags:  # it knows Hydra's own configuration only
+    unused: dict[str, Any] = dict.fromkeys(files if flags else ())  # Hydra's flags may list all recipes
+    for name, node in {**unused, **nodes}.items():
+        _register(name, {} if node is None else node, "recipe")
+    if "--hydra-help" in flags:  # it understands no overrides
         argv = list(flags)
-    families = {name: _family(name, loaded, ()) for name in loaded}
+    families = {name: recipes.family(name, loaded) for name in loaded}
     keys = {name: frozenset().union(*(loaded[one].keys for one in family)) for name, family in families.items()}
     for override in overrides:
         if override.is_own_group:
-            keys |= config_folder.keys(flags, override.key)
-    untrusted = _untrusted(families, loaded, nodes, trust)
+            keys |= presets.user_keys(flags, override.key)
+    strangers = _untrusted(families, loaded, nodes, trust)
     typed = frozenset(override.key for override in overrides if "${" not in override.value)
-    return Prepared(tuple(argv), keys, shown, untrusted, typed)
+    return Prepared(tuple(argv), keys, shown, strangers, typed)
 
 
 def prepare_completion(words: Sequence[str]) -> Prepared:
-    """For the shell's TAB: every recipe has a name, and none is opened."""
-    store = ConfigStore.instance()
-    store.store(name="base_schema", node=Config)
+    """For Hydra's shell completion: recipes have names, and none is opened."""
+    _register("base_schema", Config)
     for name in recipes.find():
-        store.store(group="recipe", name=name, node={}, package="_global_", provider="parallelrun")
+        _register(name, {}, "recipe")
     return Prepared(tuple(words), {}, {})
 
 
-def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
-    """Let Hydra answer its flags, or compose and call `task`, once for every point of a sweep. Raises what Hydra does.
+def _register(name: str, node: Any, group: str | None = None) -> None:
+    package = "_global_" if group else None
+    ConfigStore.instance().store(name=name, node=node, group=group, package=package, provider="parallelrun")
 
-    Hydra's own errors come up as exceptions (HYDRA_FULL_ERROR), so that `cli.errors` can word them.
+
+def run_hydra(prepared: Prepared, task: Callable[[DictConfig], Any]) -> None:
+    """Let Hydra answer its flags, or compose and call `task`, once for every point of a sweep.
+
+    Raises Hydra's own exceptions (HYDRA_FULL_ERROR); `cli.errors` rewords them.
     """
-    _check_hydra(prepared)
-    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **_version_base())
+    _check_hydra_settings(prepared)
+    main = hydra.main(config_path="pkg://parallelrun.conf", config_name="config", **_VERSION_BASE)
     with _process_state(prepared.argv):
         main(task)()
 
 
-def _check_hydra(prepared: Prepared) -> None:
-    """Raise ConfigError where an untrusted recipe changes Hydra's own configuration, which names code and folders.
+def _check_hydra_settings(prepared: Prepared) -> None:
+    """Raise ConfigError if an untrusted recipe changes Hydra's own configuration, which names code and folders.
 
-    Hydra instantiates its launcher and sweeper before it starts a task of ours, so this is checked before Hydra runs.
-    A primary configuration of the user's own (`--config-name`) cannot be composed here; its recipes' texts are checked.
+    Hydra instantiates its launcher and sweeper before it calls our task, so this check comes before Hydra runs. A
+    primary configuration of the user's own (`--config-name`) cannot be composed here; then only the texts of the
+    recipes are checked.
     """
     if not prepared.untrusted or _flag_values(prepared.argv, "--config-name", "-cn", "--config-path", "-cp"):
         return
     folders = ",".join(f"'file://{os.path.abspath(one)}'" for one in _flag_values(prepared.argv, "--config-dir", "-cd"))
     own = [word for word in prepared.argv if word.startswith(("hydra.", "hydra/", "+hydra", "++hydra"))]
     own += [f"hydra.searchpath=[{folders}]"] if folders else []
-    with hydra.initialize_config_module("parallelrun.conf", **_version_base()):
+    with hydra.initialize_config_module("parallelrun.conf", **_VERSION_BASE):
         plain = _hydra_settings(own)
         for name, where in prepared.untrusted.items():
             if _hydra_settings([*own, f"recipe={name}"]) != plain:
-                raise ConfigError(Problem("a recipe may not set hydra", where, command=recipe_result.TRUST))
+                raise ConfigError(Problem("a recipe may not set hydra", where, command=untrusted.TRUST))
 
 
 def _flag_values(argv: Sequence[str], *names: str) -> list[str]:
-    """The values of a flag of Hydra's, written as `--flag value` or `--flag=value`."""
+    """The values of a Hydra flag, written as `--flag value` or `--flag=value`."""
     apart = [value for flag, value in pairwise(argv) if flag in names]
     return apart + [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
 
 
 def _hydra_settings(overrides: list[str]) -> dict[str, Any]:
-    """Hydra's own configuration under some overrides, without what merely repeats them."""
+    """Hydra's own configuration under some overrides, without its copies of the overrides."""
     node = hydra.compose("config", overrides, return_hydra_config=True)["hydra"]
     settings = cast(dict[str, Any], OmegaConf.to_container(node, resolve=False))
     settings["job"].pop("override_dirname")
     return {key: value for key, value in settings.items() if key not in ("overrides", "runtime")}
 
 
-def compose_plainly(prepared: Prepared) -> tuple[Composed, Path | None]:
-    """(what `run_hydra` composes in a single run without flags of Hydra's, the run directory asked for).
+def compose_once(prepared: Prepared) -> tuple[Composed, Path | None]:
+    """(the configuration of a single run without Hydra flags, the run directory asked for).
 
-    Half the time, and no directory made: `hydra.main` composes twice, once only to learn whether it is a sweep.
+    Takes half the time of `run_hydra` and creates no directory: `hydra.main` composes twice, first to detect a sweep.
     """
-    with hydra.initialize_config_module("parallelrun.conf", **_version_base()):
+    with hydra.initialize_config_module("parallelrun.conf", **_VERSION_BASE):
         task_config = hydra.compose("config", list(prepared.argv), return_hydra_config=True)
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(task_config)
@@ -161,32 +164,29 @@ def compose_plainly(prepared: Prepared) -> tuple[Composed, Path | None]:
         HydraConfig.instance().cfg = before
 
 
-def _version_base() -> dict[str, Any]:
-    """Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told."""
-    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-
-
 def composed(task_config: DictConfig, prepared: Prepared) -> Composed:
     """The Config of the task that Hydra has just started, checked against the schema."""
     config = OmegaConf.to_object(task_config)
     if not isinstance(config, Config):
         what = "the primary configuration must have base_schema first in its defaults"
         raise ConfigError(Problem(what, "config.yaml"))
-    task = HydraConfig.get().overrides.task
-    given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in task} - {"verb"}
-    recipe = str(HydraConfig.get().runtime.choices.get("recipe"))
+    hydra_config = HydraConfig.get()
+    choices = hydra_config.runtime.choices
+    given = {text.lstrip("+~").partition("=")[0].partition("@")[0] for text in hydra_config.overrides.task} - {"verb"}
+    recipe = str(choices.get("recipe"))
     if recipe != "None" and recipe not in prepared.recipe_keys:
-        raise ConfigError(Problem(f"recipe={recipe} was not read; choose it on the command line", "recipe"))
+        what = f"recipe={recipe} was not checked: a recipe must be chosen on the command line"
+        raise ConfigError(Problem(what, "recipe"))
     keys = prepared.recipe_keys.get(recipe, frozenset())
     if recipe in prepared.untrusted:
-        problems = recipe_result.check(config, keys, prepared.typed, prepared.untrusted[recipe])
+        problems = untrusted.check(config, keys, prepared.typed, prepared.untrusted[recipe])
         if problems:
             raise ConfigError(*problems)
     given |= keys
-    for group, option in HydraConfig.get().runtime.choices.items():
+    for group, option in choices.items():
         given |= prepared.recipe_keys.get(f"{group}={option}", frozenset())
-    config = _titled(config, HydraConfig.get().runtime.choices)
-    config, given = _fold_path(_with_own_choices(config, given), given)
+    config = _with_file_names(config, choices)
+    config, given = _fold_path(_with_choices_of_model(config, given), given)
     if config.strategy.router and "model.own_router" not in given and _preset_has_router():
         config = replace(config, model=replace(config.model, own_router=True))
     return Composed(config, frozenset(given), tuple(point_overrides(prepared)))
@@ -203,41 +203,37 @@ def point_number() -> int:
 
 
 def point_overrides(prepared: Prepared) -> list[str]:
-    """The running point's overrides, as the user would type them; nothing about the sweep itself."""
-    task = HydraConfig.get().overrides.task
-    return [_as_typed(text, prepared.shown) for text in task if not text.startswith(("verb=", "sweep."))]
+    """The running point's overrides as the user would type them, without those about the sweep itself."""
+    found = []
+    for text in HydraConfig.get().overrides.task:
+        key, _, value = text.partition("=")
+        if key == "recipe":
+            found.append(f"recipe={prepared.shown.get(value, value)}")
+        elif key != "verb" and not key.startswith("sweep."):
+            found.append(f"{key.removeprefix('++')}={unquoted(value)}")
+    return found
 
 
 def run_directory() -> Path | None:
-    """The directory a user asked for with `hydra.run.dir=...`, else None."""
+    """The directory that the user asked for with `hydra.run.dir=...`, or None."""
     directory = str(HydraConfig.get().run.dir)
     return None if directory == "." else Path(directory).expanduser()
 
 
-def _as_typed(text: str, shown: Mapping[str, str]) -> str:
-    key, _, value = text.partition("=")
-    if key == "recipe":
-        return f"recipe={shown.get(value, value)}"
-    return f"{key.removeprefix('++')}={unquoted(value)}"
-
-
-def _with_own_choices(config: Config, given: Set[str]) -> Config:
-    """The dataset and the learning rate that the model's preset names, where neither the user nor a recipe chose."""
+def _with_choices_of_model(config: Config, given: Set[str]) -> Config:
+    """`config` with the dataset and learning rate of the model's preset, unless the user or a recipe chose them."""
     model = config.model
     if model.suited_lr is not None and not given & {"optimizer", "optimizer.name", "optimizer.lr"}:
         config = replace(config, optimizer=replace(config.optimizer, lr=model.suited_lr))
     if model.dataset is None or given & {"dataset", "dataset.name"}:
         return config
-    own = {
-        key: value for key, value in presets.values("dataset", model.dataset).items() if f"dataset.{key}" not in given
-    }
-    kept = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
-    asked = {key: getattr(config.dataset, key) for key in kept}
-    return replace(config, dataset=replace(DatasetConfig(), **own, **asked))
+    asked = {key.partition(".")[2] for key in given if key.startswith("dataset.")}
+    values = {**presets.values("dataset", model.dataset), **{key: getattr(config.dataset, key) for key in asked}}
+    return replace(config, dataset=replace(DatasetConfig(), **values))
 
 
 def _preset_has_router() -> bool:
-    """Whether the file of the chosen model says how tokens are routed: ours, or of a folder that the user named."""
+    """Whether the file of the chosen model, ours or of a folder of the user's, sets the router."""
     runtime = HydraConfig.get().runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     files = [folder / "model" / f"{runtime.choices.get('model')}.yaml" for folder in (presets.folder(), *folders)]
@@ -245,8 +241,8 @@ def _preset_has_router() -> bool:
     return file is not None and "router" in yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
-def _titled(config: Config, choices: Mapping[str, Any]) -> Config:
-    """A model or strategy of the user's own folder that does not say its name has its file's."""
+def _with_file_names(config: Config, choices: Mapping[str, Any]) -> Config:
+    """`config` in which a user's own model or strategy without a name is named after its file."""
     model, strategy = config.model, config.strategy
     if choices.get("model") not in presets.options("model") and model.preset == ModelConfig().preset:
         model = replace(model, preset=str(choices["model"]))
@@ -256,7 +252,7 @@ def _titled(config: Config, choices: Mapping[str, Any]) -> Config:
 
 
 def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
-    """`path` is a short name of dataset.path; a recipe may use it too."""
+    """Move `path`, which recipes may use too, to dataset.path."""
     if config.path is None:
         return config, given
     if config.dataset.path not in (None, config.path):
@@ -266,51 +262,25 @@ def _fold_path(config: Config, given: set[str]) -> tuple[Config, set[str]]:
     return replace(config, path=None, dataset=dataset), (given - {"path"}) | {"dataset.path"}
 
 
-def _load_all(files: Mapping[str, recipes.RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
-    """The chosen recipes and those they build on; the others are not even opened."""
-    loaded: dict[str, Recipe] = {}
-    wanted = [name for name in chosen if name.lower() != "null"]
-    while wanted:
-        name = wanted.pop()
-        if name in loaded:
-            continue
-        if name not in files:
-            close = nearest(name, files) or list(files)[:6]
-            suggestion = ", ".join(f"recipe={option}" for option in close)
-            raise ConfigError(Problem(f"recipe={name}: no such recipe", "recipe", suggestion, "parallelrun ls recipes"))
-        loaded[name] = recipes.load(files[name], trust)
-        wanted += loaded[name].parents
-    return loaded
-
-
-def _family(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...]) -> frozenset[str]:
-    """The recipe and all that it builds on. Raises ConfigError for a circle."""
-    if name in above:
-        raise ConfigError(Problem(f"recipes build on each other in a circle: {' -> '.join((*above, name))}", "recipe"))
-    return frozenset({name}).union(*(_family(parent, loaded, (*above, name)) for parent in loaded[name].parents))
-
-
 def _node(recipe: Recipe) -> DictConfig:
     try:
-        node = OmegaConf.create(recipe.text)
+        return cast(DictConfig, OmegaConf.create(recipe.text))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         what = f"not readable: {str(error).strip().splitlines()[0]}"
         raise ConfigError(Problem(what, recipe.file.shown)) from error
-    assert isinstance(node, DictConfig)
-    return node
 
 
 def _untrusted(
     families: Mapping[str, Set[str]], loaded: Mapping[str, Recipe], nodes: Mapping[str, DictConfig], trust: bool
 ) -> dict[str, str]:
-    """Each recipe that is not trusted, or builds on one, with that one's file. Raises ConfigError where one grows."""
+    """Each recipe that is not trusted, or builds on one, with that one's file. Raises ConfigError."""
     found = {}
     for name, family in families.items():
         files = [loaded[one].file for one in sorted(family) if not loaded[one].file.is_trusted(trust)]
         if files:
             found[name] = loaded[name].file.shown if loaded[name].file in files else files[0].shown
             plain = [cast(dict[str, Any], OmegaConf.to_container(nodes[one], resolve=False)) for one in family]
-            problems = recipe_result.check_growth(plain, found[name])
+            problems = untrusted.check_growth(plain, found[name])
             if problems:
                 raise ConfigError(*problems)
     return found
@@ -318,9 +288,9 @@ def _untrusted(
 
 @contextmanager
 def _process_state(argv: Sequence[str]) -> Iterator[None]:
-    """Hydra reads sys.argv and one environment variable and sets up logging; all are given back as they were."""
+    """Give Hydra our argv and environment variable, and restore them and the logging that it sets up."""
     old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    loggers = [logging.getLogger(name) for name in (None, "hydra")]  # Hydra's own handlers hold today's stdout
+    loggers = [logging.getLogger(name) for name in (None, "hydra")]  # Hydra's own handlers keep a reference to stdout
     old_logging = [(logger.level, list(logger.handlers)) for logger in loggers]
     sys.argv = ["parallelrun", *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -331,7 +301,6 @@ def _process_state(argv: Sequence[str]) -> Iterator[None]:
             logger.setLevel(level)
             logger.handlers[:] = handlers
         sys.argv = old_argv
-        if old_full is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
-        else:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if old_full is not None:
             os.environ["HYDRA_FULL_ERROR"] = old_full

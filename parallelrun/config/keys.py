@@ -1,4 +1,4 @@
-"""The keys a configuration may have, read from the schema, and the names nearest to a wrong one. No Hydra, no torch."""
+"""The keys of a configuration, read from the schema, and the names closest to a wrong one. No Hydra, no torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from parallelrun.config.schema import Config
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
-PATH_KEYS = frozenset({"path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "sweep.resume"}) | {
-    "sweep.directory",
-    "plot",
-}
-# Open mappings of the schema: a user's own keys are allowed below them.
+PATH_KEYS = {
+    "path", "dataset.path", "resume", "runs", "name", "recipe", "model.source", "plot",
+    "sweep.resume", "sweep.directory",
+}  # fmt: skip
+# Open mappings of the schema: users may add keys of their own below them.
+LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
 MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
+_OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router")
 
-# What other tools call the same thing.
+# The names that other tools use for our keys.
 _ELSEWHERE = {
+    "ranks": "detail",
     "batch_size": "global_batch",
     "micro_batch_size": "micro_batch",
     "gradient_accumulation": "microbatches",
@@ -50,26 +53,38 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the schema. kind: int | float | bool | str | list | dict; optional: null is allowed."""
+    """One leaf of the schema. kind: int | float | bool | str | list | dict | Any; optional: null is allowed.
+
+    The bounds are those of `schema.key`: at least, above, at most, below, one of.
+    """
 
     name: str
     kind: str
     optional: bool
+    help: str = field(default="", compare=False)
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def is_of_presets(self) -> bool:
+        """Whether only presets set this key, and no user types it (the run's own `name` is typed)."""
+        return self.name != "name" and self.name.rpartition(".")[2] in _OF_PRESETS
 
 
 def _leaves(node: type, prefix: str) -> Iterable[Key]:
     hints = typing.get_type_hints(node)
-    for field in dataclasses.fields(node):
-        hint, optional = hints[field.name], False
+    for item in dataclasses.fields(node):
+        hint, optional = hints[item.name], hints[item.name] is typing.Any
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            inner = [argument for argument in typing.get_args(hint) if argument is not type(None)]
-            hint, optional = inner[0], True
-        optional = optional or hint is typing.Any
-        name = prefix + field.name
+            hint, optional = next(one for one in typing.get_args(hint) if one is not type(None)), True
         if dataclasses.is_dataclass(hint):
-            yield from _leaves(typing.cast(type, hint), name + ".")
+            yield from _leaves(typing.cast(type, hint), f"{prefix}{item.name}.")
         else:
-            yield Key(name, (typing.get_origin(hint) or hint).__name__, optional)
+            kind = (typing.get_origin(hint) or hint).__name__
+            yield Key(prefix + item.name, kind, optional, **item.metadata)
 
 
 @lru_cache(maxsize=1)
@@ -80,17 +95,17 @@ def known_keys() -> dict[str, Key]:
 
 @lru_cache(maxsize=1)
 def sections() -> frozenset[str]:
-    """Dotted names that hold keys but are no leaf: `model`, `strategy.data`, `eval`, ..."""
+    """The dotted names that hold keys: `model`, `strategy.data`, `eval`, ..."""
     return frozenset(name.rsplit(".", depth)[0] for name in known_keys() for depth in range(1, name.count(".") + 1))
 
 
 def in_mapping(name: str) -> bool:
-    """Whether `name` lies below an open mapping (`model.roles.fc1`)."""
+    """Whether `name` is below an open mapping (`model.roles.fc1`)."""
     return any(name.startswith(mapping + ".") for mapping in MAPPINGS)
 
 
 def nearest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `word`, best first; an equal last part (`lr` of `optimizer.lr`) counts most."""
+    """The names closest to `word`, best first; an equal last part (`lr` of `optimizer.lr`) counts most."""
     names = list(names)
     last_part = [name for name in names if name.rpartition(".")[2] == word.rpartition(".")[2] and name != word]
     similar = difflib.get_close_matches(word, names, n=count, cutoff=0.6)
@@ -101,7 +116,8 @@ def nearest(word: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 
 def nearest_keys(word: str, count: int = 3) -> list[str]:
-    """The keys and groups most like `word`."""
-    found = nearest(word, [*known_keys(), *GROUPS], count)
-    elsewhere = nearest(word, _ELSEWHERE, 1) if word not in _ELSEWHERE else [word]
+    """The keys and groups closest to `word`, without the keys that only presets set."""
+    typed = [key.name for key in known_keys().values() if not key.is_of_presets]
+    found = nearest(word, [*typed, *GROUPS], count)
+    elsewhere = [word] if word in _ELSEWHERE else nearest(word, _ELSEWHERE, 1)
     return list(dict.fromkeys([_ELSEWHERE[name] for name in elsewhere] + found))[:count]

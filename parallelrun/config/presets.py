@@ -1,16 +1,19 @@
-"""The options of every group with their descriptions, read straight from the files. No Hydra, no torch."""
+"""The options of every group, read from our YAML files and from a user's `--config-dir`. No Hydra, no torch.
+
+YAML is imported late: most command lines need none of this, and it is slow to import.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from parallelrun.config import recipes
-from parallelrun.config.keys import nearest
+from parallelrun.config.keys import GROUPS, known_keys, nearest
+from parallelrun.config.recipes import RecipeFile
 from parallelrun.errors import ConfigError, Problem
 
 
@@ -24,30 +27,83 @@ class Option:
 
 
 def folder() -> Path:
-    """Where the built-in groups lie."""
+    """The folder of the built-in groups."""
     return Path(str(resources.files("parallelrun.conf")))
 
 
 def options(group: str) -> list[str]:
-    """The names of a group's built-in options (recipe: the users' too), sorted."""
+    """The sorted names of a group's built-in options; of recipes, the users' too."""
     if group == "recipe":
         return list(recipes.find())
     return sorted(path.stem for path in (folder() / group).glob("*.yaml"))
 
 
 def values(group: str, name: str) -> dict[str, Any]:
-    """What a built-in option says. Raises ConfigError for a name that no option has."""
+    """The content of a built-in option. Raises ConfigError for an unknown name."""
+    import yaml
+
     if name not in options(group):
         suggestion = " or ".join(f"{group}={option}" for option in nearest(name, options(group)))
         raise ConfigError(Problem(f"{group}={name}: no such {group}", group, suggestion, f"parallelrun ls {group}"))
-    return yaml.safe_load((folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Any] = yaml.safe_load((folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
 
 
 def described(group: str) -> list[Option]:
     """The options of a group with source and one-line description."""
     if group == "recipe":
         return [Option(file.name, file.description, file.source) for file in recipes.find().values()]
-    found = []
-    for name in options(group):
-        found.append(Option(name, values(group, name).get("description", ""), "built-in"))
+    return [Option(name, values(group, name).get("description", ""), "built-in") for name in options(group)]
+
+
+def user_folder(flags: Sequence[str]) -> Path | None:
+    """The folder that Hydra's `--config-dir` names, or None."""
+    for number, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in ("--config-dir", "-cd"):
+            text = value if equals else flags[number + 1] if number + 1 < len(flags) else ""
+            return Path(text).expanduser() if text else None
+    return None
+
+
+def user_groups(flags: Sequence[str]) -> frozenset[str]:
+    """The groups that only the user's folder has, `experiment` and `experiment/vision` alike."""
+    root = user_folder(flags)
+    if root is None or not root.is_dir():
+        return frozenset()
+    found = {path.parent.relative_to(root).as_posix() for path in root.rglob("*.yaml")}
+    return frozenset(name for name in found if name != "." and name.split("/")[0] not in (*GROUPS, "recipes", "hydra"))
+
+
+def user_recipes(flags: Sequence[str]) -> dict[str, RecipeFile]:
+    """The recipes of the user's folder by name. They are checked like any recipe that is not ours."""
+    root = user_folder(flags)
+    files = [path for name in ("recipe", "recipes") if root for path in sorted((root / name).glob("*.yaml"))]
+    return {path.stem: RecipeFile(path.stem, path, "user") for path in files if recipes.NAME.match(path.stem)}
+
+
+def user_keys(flags: Sequence[str], group: str) -> dict[str, frozenset[str]]:
+    """The keys of the whole configuration that each option of a group of the user's folder sets, by `group=option`."""
+    import yaml
+
+    root = user_folder(flags)
+    found = {}
+    for path in sorted((root / group).glob("*.yaml")) if root is not None else []:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "@package _global_" not in text:
+            continue
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError:
+            continue  # Hydra reads the file too, and reports where it is wrong
+        keys = {key for key in _dotted(content, "") if key in known_keys()}
+        entries = [entry for entry in (content or {}).get("defaults", []) if isinstance(entry, dict)]
+        keys |= {str(name).split()[-1].lstrip("/").partition("@")[0] for entry in entries for name in entry}
+        found[f"{group}={path.stem}"] = frozenset(keys)
     return found
+
+
+def _dotted(node: Any, prefix: str) -> Iterator[str]:
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{key}"
+        yield from _dotted(value, f"{prefix}{key}.")

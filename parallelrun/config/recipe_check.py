@@ -1,4 +1,4 @@
-"""The rules that a recipe's YAML must obey, node by node, so that every problem has its file and line. No torch."""
+"""The checks of a recipe's YAML, node by node, so that every problem is reported with file and line. No torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 import yaml
 
 from parallelrun.config.keys import GROUPS, Key, in_mapping, known_keys, nearest, nearest_keys, sections
-from parallelrun.config.recipe_result import TRUST, WRITTEN_KEYS, is_instruction
 from parallelrun.config.recipes import NAME
+from parallelrun.config.untrusted import TRUST, WRITTEN_KEYS, is_instruction
 from parallelrun.config.values import string_trap, trap
 from parallelrun.errors import ConfigError, Problem
 
 DEPTH_LIMIT = 32
-NODE_LIMIT = 2000  # keys and values; the largest recipe of ours has 60
+NODE_LIMIT = 2000  # keys and values; our largest recipe has 60
 _PLAIN_INTERPOLATION = re.compile(r"\$\{(?!hydra\b)[A-Za-z_][A-Za-z0-9_.]*\}")
 _CHOICE = re.compile(r"(override +)?/?([a-z]+)")
 _TEXT_TAG = "tag:yaml.org,2002:str"
-_ARTICLES = {"int": "a number", "float": "a number", "bool": "a truth value", "null": "nothing"}
+_KINDS = {"int": "a number", "float": "a number", "bool": "a boolean"}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def parse(text: str, shown: str) -> yaml.Node:
-    """The one document of `text`, after its events are known to be few, shallow and plain."""
+def parse(text: str, shown: str) -> yaml.MappingNode:
+    """The one document of `text`, once its events are known to be few, shallow and free of tags and aliases."""
     try:
         _check_events(text, shown)
         root = yaml.compose(text, Loader=_LOADER)
@@ -36,39 +36,42 @@ def parse(text: str, shown: str) -> yaml.Node:
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag.endswith(":null")):
         raise ConfigError(Problem("the recipe is empty", shown))
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(Problem("a recipe is a list of `key: value` lines", _where(shown, root)))
+        raise ConfigError(Problem("a recipe must consist of `key: value` lines", _where(shown, root)))
     return root
 
 
 def _check_events(text: str, shown: str) -> None:
     depth = documents = nodes = 0
     for event in yaml.parse(text, Loader=_LOADER):
-        where = f"{shown}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise ConfigError(Problem("a recipe is one document; this file holds several", where))
-        elif isinstance(event, yaml.AliasEvent):
-            raise ConfigError(Problem("anchors and aliases are not read; use ${key}", where))
-        elif isinstance(event, (yaml.CollectionStartEvent, yaml.ScalarEvent)) and event.tag:
-            raise ConfigError(Problem(f"tags are not read: {event.tag}", where))
+        documents += isinstance(event, yaml.DocumentStartEvent)
         nodes += isinstance(event, yaml.NodeEvent)
-        if nodes > NODE_LIMIT:
-            raise ConfigError(Problem(f"a recipe has at most {NODE_LIMIT} keys and values", where))
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > DEPTH_LIMIT:
-                raise ConfigError(Problem(f"nested deeper than {DEPTH_LIMIT} levels", where))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        what = ""
+        if documents > 1:
+            what = "a recipe is one document; this file holds several"
+        elif isinstance(event, yaml.AliasEvent):
+            what = "anchors and aliases are not supported; use ${key}"
+        elif isinstance(event, (yaml.CollectionStartEvent, yaml.ScalarEvent)) and event.tag:
+            what = f"tags are not supported: {event.tag}"
+        elif nodes > NODE_LIMIT:
+            what = f"a recipe has at most {NODE_LIMIT} keys and values"
+        elif depth > DEPTH_LIMIT:
+            what = f"nested deeper than {DEPTH_LIMIT} levels"
+        if what:
+            raise ConfigError(Problem(what, f"{shown}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"))
 
 
 def _where(shown: str, node: yaml.Node) -> str:
     return f"{shown}:{node.start_mark.line + 1}"
 
 
+def _is_plain_non_text(node: yaml.ScalarNode) -> bool:
+    """Whether YAML reads an unquoted scalar as a number, a boolean or null."""
+    return not node.style and node.tag != _TEXT_TAG
+
+
 class Check:
-    """Walks a recipe's nodes, collecting its keys, its parents and every problem."""
+    """Walks a recipe's nodes and collects its keys, its parents and every problem."""
 
     def __init__(self, shown: str, trusted: bool):
         self.shown = shown
@@ -78,8 +81,8 @@ class Check:
         self.parents: list[str] = []
         self.chosen: dict[str, int] = {}  # group -> its line
 
-    def root(self, node: yaml.Node) -> None:
-        assert isinstance(node, yaml.MappingNode)
+    def root(self, node: yaml.MappingNode) -> None:
+        """Check a whole recipe."""
         for name, key_node, value in self._entries(node):
             if name == "defaults":
                 self._defaults(value)
@@ -116,44 +119,43 @@ class Check:
             if isinstance(item, yaml.ScalarNode):
                 if item.value != "_self_":
                     self._parent(item)
-                continue
-            if not isinstance(item, yaml.MappingNode):
-                self._report("an entry of defaults is a name or `override /group: option`", item)
-                continue
-            for name, key_node, value in self._entries(item):
-                self._default(name, key_node, value)
+            elif isinstance(item, yaml.MappingNode):
+                for name, key_node, value in self._entries(item):
+                    self._default(name, key_node, value)
+            else:
+                self._report("an entry of defaults must be a name or `override /group: option`", item)
 
     def _default(self, name: str, key_node: yaml.Node, value: yaml.Node) -> None:
         match = _CHOICE.fullmatch(name)
         group = match[2] if match else name.split()[-1].lstrip("/") if name.split() else ""
         if not isinstance(value, yaml.ScalarNode):
-            self._report(f"{name}: one option", value)
+            self._report(f"{name}: choose one option", value)
             return
         self._text(value.value, value)
         if group.split("/")[0] == "hydra":
             self._refuse(f"a recipe may not choose {group}", key_node)
         elif "@" in name:
-            self._report(f"{name}: a recipe chooses the options of groups, without @package", key_node)
+            self._report(f"{name}: a recipe chooses options of groups, without @package", key_node)
         elif group == "recipe":
             self._parent(value)
         elif group not in GROUPS:
             self._report(f"{group}: no such group", key_node, ", ".join(nearest(group, GROUPS)))
         elif match is None or not match[1]:
-            self._report(f"{name}: the group is chosen already; override it", key_node, f"override /{group}")
+            self._report(f"{name}: every run has this group already; write override", key_node, f"override /{group}")
         elif group in self.chosen:
             line = self.chosen[group]
             self._report(f"{name}: {value.value}: {group} is chosen twice, first on line {line}", key_node)
-        elif self._is_option_name(value, f"{name}: {value.value}", f"an option of {group}"):
+        elif self._is_option_name(value, f"{name}: {value.value}"[:80], f"an option of {group}"):
             self.chosen[group] = key_node.start_mark.line + 1
             self.keys.add(group)
 
     def _is_option_name(self, node: yaml.ScalarNode, shown: str, kind: str) -> bool:
-        """Whether an option is chosen by a plain name: no number, no null, nothing that leads into other folders."""
-        if not node.style and node.tag != _TEXT_TAG:
+        """Whether an option is chosen by a plain name, not by a number, null or a path to another folder."""
+        if _is_plain_non_text(node):
             read_as = node.tag.rpartition(":")[2]
-            self._report(f"{shown[:80]}: {kind} is a name, and this is {_ARTICLES.get(read_as, read_as)}", node)
+            self._report(f"{shown}: {kind} must be a name, not {_KINDS.get(read_as, read_as)}", node)
         elif not NAME.fullmatch(node.value):
-            self._report(f"{shown[:80]}: {kind} is a plain name: letters, digits, '_', '-' and '.'", node)
+            self._report(f"{shown}: {kind} must be a plain name of letters, digits, '_', '-' and '.'", node)
         else:
             return True
         return False
@@ -161,8 +163,8 @@ class Check:
     def _parent(self, node: yaml.ScalarNode) -> None:
         name = node.value.lstrip("/").removeprefix("recipe/")
         if node.value.startswith("/") and not node.value.startswith("/recipe/"):
-            self._report(f"{node.value}: a recipe builds on other recipes only", node, name)
-        elif (not node.style and node.tag != _TEXT_TAG) or not NAME.fullmatch(name):
+            self._report(f"{node.value}: a recipe can only build on other recipes", node, name)
+        elif _is_plain_non_text(node) or not NAME.fullmatch(name):
             self._report(f"{node.value[:80]}: a recipe may build on another recipe only by its name", node)
         else:
             self.parents.append(name)
@@ -173,12 +175,12 @@ class Check:
             if not self.trusted:
                 return
         if "." in key_node.value and not in_mapping(name):
-            self._report(f"{key_node.value}: write nested keys on lines of their own", key_node)
+            self._report(f"{key_node.value}: write nested keys on separate lines", key_node)
         elif name in known_keys():
             self._leaf(known_keys()[name], key_node, value)
         elif name in GROUPS and isinstance(value, yaml.ScalarNode):
             fix = f"defaults: [override /{name}: {value.value}]"
-            self._report(f"{name}: a group is chosen in defaults", key_node, fix)
+            self._report(f"{name}: choose a group's option in defaults", key_node, fix)
         elif name in sections() and isinstance(value, yaml.MappingNode):
             for inner, inner_node, inner_value in self._entries(value):
                 self._value(f"{name}.{inner}", inner_node, inner_value)
@@ -192,36 +194,29 @@ class Check:
 
     def _leaf(self, key: Key, key_node: yaml.Node, value: yaml.Node) -> None:
         self.keys.add(key.name)
-        is_null = isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null")
-        if is_null and key.optional:
+        if isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null") and key.optional:
             return
         if key.name == "model.source":
             self._refuse("model.source: a recipe may not name code", key_node)
         if key.kind in ("list", "dict"):
-            wanted = yaml.SequenceNode if key.kind == "list" else yaml.MappingNode
+            wanted, kind = (yaml.SequenceNode, "list") if key.kind == "list" else (yaml.MappingNode, "mapping")
             if not isinstance(value, wanted):
-                self._report(f"{key.name}: must be a {'list' if key.kind == 'list' else 'mapping'}", key_node)
+                self._report(f"{key.name}: must be a {kind}", key_node)
             self._scan(value)
-            return
-        if not isinstance(value, yaml.ScalarNode):
-            self._report(f"{key.name}: one value, not a {value.id}", key_node)
-            return
-        self._text(value.value, value)
-        if "${" in value.value:
-            return
-        where = _where(self.shown, value)
-        if not value.style:  # plain; libyaml says "", PyYAML None
-            problem = trap(key, value.value or "null", where)
-            if problem is None and key.kind == "str":
-                problem = string_trap(key, value.value, where)
-            if problem:
-                self.problems.append(problem)
-        elif key.kind != "str":
-            problem = trap(key, value.value, where)
-            if problem:
-                self.problems.append(problem)
-        climbs = os.path.isabs(value.value) or value.value.startswith("~") or ".." in Path(value.value).parts
-        if key.name in WRITTEN_KEYS and climbs:
+        elif isinstance(value, yaml.ScalarNode):
+            self._text(value.value, value)
+            if "${" not in value.value:
+                self._scalar(key, key_node, value)
+        else:
+            self._report(f"{key.name}: takes one value, not a {value.id}", key_node)
+
+    def _scalar(self, key: Key, key_node: yaml.Node, value: yaml.ScalarNode) -> None:
+        where, plain, text = _where(self.shown, value), not value.style, value.value
+        problem = trap(key, text or ("null" if plain else ""), where) if plain or key.kind != "str" else None
+        if plain and key.kind == "str" and problem is None:
+            problem = string_trap(key, text, where)
+        self.problems += [problem] if problem else []
+        if key.name in WRITTEN_KEYS and (os.path.isabs(text) or text.startswith("~") or ".." in Path(text).parts):
             self._refuse(f"{key.name}: a recipe may not write outside the working folder", key_node)
 
     def _scan(self, node: yaml.Node) -> None:
@@ -238,6 +233,5 @@ class Check:
             self._text(node.value, node)
 
     def _text(self, text: str, node: yaml.Node) -> None:
-        rest = _PLAIN_INTERPOLATION.sub("", text)
-        if "${" in rest:
-            self._refuse(f"{text.strip()[:60]}: only plain ${{key}} is read", node)
+        if "${" in _PLAIN_INTERPOLATION.sub("", text):
+            self._refuse(f"{text.strip()[:60]}: a recipe may only use plain ${{key}}", node)

@@ -1,25 +1,30 @@
-"""Recipes: complete, shareable runs in YAML. Where they lie, and how one from a stranger is read.
+"""Recipes: complete, shareable runs in YAML. How they are found, and how one from a stranger is read. No torch.
 
-A recipe is data that other people send: it may choose registered names and set keys of the schema, nothing else. It is
-checked node by node with file and line before Hydra sees it; what may name code or reach out of the run (`_target_`,
-`source`, `hydra`, resolvers, an output folder elsewhere) is refused unless the user says `--trust`. No torch.
+A recipe is data: it may choose registered names and set keys of the schema, nothing else. `recipe_check` checks it
+node by node, with file and line, before Hydra sees it. Whatever could name code or reach outside the run (`_target_`,
+`source`, `hydra`, resolvers, an output folder elsewhere) is refused unless the user says `--trust`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from parallelrun.config.keys import nearest
+from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 
 SIZE_LIMIT = 2**16
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+# Keys of a run's config.yaml that say where and how it was started, not what it computed. `world` follows from the
+# degrees, so that one of them can be overridden.
+_NOT_REPEATED = ("world", "verb", "resume", "runs", "sweep", "plot", "ranks")
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class RecipeFile:
         return str(self.path) if self.source == "user" else f"recipes/{self.path.name}"
 
     def is_trusted(self, trust: bool) -> bool:
-        """Whether the recipe may name code and write anywhere: ours, or any if the user has said `--trust`."""
+        """Whether the recipe may name code and write anywhere: built-in, or the user has said `--trust`."""
         return trust or self.source == "built-in"
 
     @property
@@ -53,30 +58,23 @@ class RecipeFile:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that passed the checks: its text, and what it gives."""
+    """A recipe that passed the checks. keys: what it sets; parents: the recipes that it builds on."""
 
     file: RecipeFile
     text: str
-    keys: frozenset[str] = field(default_factory=frozenset)
+    keys: frozenset[str] = frozenset()
     parents: tuple[str, ...] = ()
 
 
-def folders(environment: Mapping[str, str] | None = None) -> list[tuple[Path, str]]:
-    """(folder, source) in order of precedence: built-in recipes cannot be shadowed."""
-    environment = os.environ if environment is None else environment
-    found = [(Path(str(resources.files("parallelrun.recipes"))), "built-in"), (Path("recipes"), "user")]
+def find(environment: Mapping[str, str] = os.environ) -> dict[str, RecipeFile]:
+    """Every recipe by name, sorted. Built-in recipes cannot be shadowed; missing or unreadable folders are skipped."""
+    folders = [(Path(str(resources.files("parallelrun.recipes"))), "built-in"), (Path("recipes"), "user")]
     home = os.path.expanduser("~")
-    if home != "~":
-        found.append((Path(home) / ".config" / "parallelrun" / "recipes", "user"))
+    folders += [(Path(home) / ".config" / "parallelrun" / "recipes", "user")] if home != "~" else []
     extra = environment.get("PARALLELRUN_RECIPES", "")
-    found += [(Path(folder).expanduser(), "user") for folder in extra.split(os.pathsep) if folder]
-    return found
-
-
-def find(environment: Mapping[str, str] | None = None) -> dict[str, RecipeFile]:
-    """Every recipe by name, sorted. An absent or unreadable folder is no error."""
+    folders += [(Path(folder).expanduser(), "user") for folder in extra.split(os.pathsep) if folder]
     found: dict[str, RecipeFile] = {}
-    for folder, source in folders(environment):
+    for folder, source in folders:
         try:
             files = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
         except OSError:
@@ -106,10 +104,7 @@ def at_path(text: str) -> RecipeFile:
 
 def load(file: RecipeFile, trust: bool = False) -> Recipe:
     """Read and check one recipe. Raises ConfigError with every problem, each with file:line."""
-    from parallelrun.config import (  # here: most command lines name no recipe, and YAML takes its time
-        recipe_check,
-        repeat,
-    )
+    from parallelrun.config import recipe_check  # imported late: it loads YAML, which is slow
 
     text = _read(file.path)
     root = recipe_check.parse(text, file.shown)
@@ -117,10 +112,50 @@ def load(file: RecipeFile, trust: bool = False) -> Recipe:
     check.root(root)
     if check.problems:
         raise ConfigError(*check.problems)
-    again = repeat.of(text, check.keys)
-    if again is not None:
-        return Recipe(file, again, repeat.GIVEN)
+    again = _repeating(text, check.keys)
+    if again is not None:  # the model's own dataset and learning rate must not replace those of the run
+        return Recipe(file, again, frozenset({"dataset", "optimizer"}))
     return Recipe(file, text, frozenset(check.keys), tuple(check.parents))
+
+
+def load_all(files: Mapping[str, RecipeFile], chosen: Sequence[str], trust: bool) -> dict[str, Recipe]:
+    """The chosen recipes and those that they build on; no other file is opened."""
+    loaded: dict[str, Recipe] = {}
+    wanted = [name for name in chosen if name.lower() != "null"]
+    while wanted:
+        name = wanted.pop()
+        if name in loaded:
+            continue
+        if name not in files:
+            close = nearest(name, files) or list(files)[:6]
+            suggestion = ", ".join(f"recipe={option}" for option in close)
+            raise ConfigError(Problem(f"recipe={name}: no such recipe", "recipe", suggestion, "parallelrun ls recipes"))
+        loaded[name] = load(files[name], trust)
+        wanted += loaded[name].parents
+    return loaded
+
+
+def family(name: str, loaded: Mapping[str, Recipe], above: tuple[str, ...] = ()) -> frozenset[str]:
+    """The recipe and all that it builds on. Raises ConfigError for a cycle."""
+    if name in above:
+        what = f"recipes build on each other in a cycle: {' -> '.join((*above, name))}"
+        raise ConfigError(Problem(what, "recipe"))
+    return frozenset({name}).union(*(family(parent, loaded, (*above, name)) for parent in loaded[name].parents))
+
+
+def _repeating(text: str, keys: Set[str]) -> str | None:
+    """The recipe that repeats a run, if `text`, which sets `keys`, is that run's config.yaml; else None."""
+    import yaml
+
+    from parallelrun.config import presets
+
+    if not {field.name for field in dataclasses.fields(Config)} <= {key.partition(".")[0] for key in keys}:
+        return None
+    values = {key: value for key, value in yaml.safe_load(text).items() if key not in _NOT_REPEATED}
+    preset = values["strategy"]["name"]
+    if preset in presets.options("strategy"):  # Hydra merges mappings with those of the chosen preset
+        values = {"defaults": [{"override /strategy": preset}], **values}
+    return str(yaml.safe_dump(values, sort_keys=False))
 
 
 def _read(path: Path) -> str:
@@ -130,15 +165,14 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise EnvironmentProblem(Problem(f"cannot read the recipe: {error.strerror}", str(path))) from error
     if len(raw) > SIZE_LIMIT:
-        raise ConfigError(Problem(f"a recipe has at most {SIZE_LIMIT} bytes", str(path)))
+        raise ConfigError(Problem(f"the recipe is too large: at most {SIZE_LIMIT} bytes", str(path)))
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(Problem("not UTF-8 text", f"{path}:{line}")) from error
     for number, line_text in enumerate(text.split("\n"), start=1):
-        indentation = line_text[: len(line_text) - len(line_text.lstrip())]
-        if "\t" in indentation:
-            column = indentation.index("\t") + 1
+        column = line_text[: len(line_text) - len(line_text.lstrip())].find("\t") + 1
+        if column:
             raise ConfigError(Problem("a tab in the indentation; use spaces", f"{path}:{number}:{column}"))
     return text

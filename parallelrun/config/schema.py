@@ -1,8 +1,9 @@
-"""The schema of a run's configuration: what Hydra composes, what `config.yaml` holds, what `resolve` reads.
+# ruff: noqa: RUF009  (`key` returns a dataclass field)
+"""The configuration of a run: what Hydra composes, `config.yaml` stores and `resolve` reads. Torch-free.
 
-Torch-free. Values are pure input: nothing here is derived, and nothing is changed after composition. `None` means
-"not given: let `resolve` fill it". Enumerated texts (layout, schedule, kinds) are checked by `resolve`, which can name
-the nearest legal value.
+Each field states its default, its one-line help and its bounds; `parallelrun.config.keys` reads them for every check,
+for `parallelrun ls keys` and for completion. A configuration holds only what was asked for: nothing in it is computed,
+and nothing is changed after composition. `None` means "not given"; `resolve` then chooses a value.
 """
 
 from __future__ import annotations
@@ -10,277 +11,301 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallelrun.precision import TABLE
+
+
+def key(
+    default: Any,
+    help: str = "",
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of the configuration; a callable default is a factory.
+
+    Bounds: at least `least`, greater than `above`, at most `most`, less than `below`, one of `choices`.
+    """
+    metadata = dict(help=help, least=least, above=above, most=most, below=below, choices=choices)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+DEFAULT_GLOBAL_BATCH = 48
+CONSISTENCIES = ("sync", "async", "ssp")
+# Counts that the planner enumerates one by one (samples of a step, layers) are bounded by the time that this takes;
+# sizes are bounded far above what any machine can hold.
+SAMPLES, LAYERS, COUNT, SIZE, IMAGE = 2**20, 10_000, 2**20, 2**30, 2**16
+
 
 @dataclass
 class RouterConfig:
-    """How the layers with experts choose them (`model.router.*`): part of the model, which every plan must keep.
+    """How MoE layers choose experts (`model.router.*`). It is part of the model: every plan must compute the same.
 
-    An expert preset of `strategy` fills these in (`strategy.router`); the user's own keys beat it. A routing group is
+    An expert preset fills these keys in (`strategy.router`); keys that the user sets win. A routing group is
     `group_samples` consecutive samples of the global batch, whatever the plan.
     """
 
-    kind: str = "top_k"  # top_k | gshard | switch | expert_choice
-    top_k: int = 2  # experts of a token (gshard 2, switch 1); expert_choice: experts of a token on average
-    score: str = "softmax"  # softmax | sigmoid (DeepSeek-V3)
-    renormalise: str = "before"  # the chosen weights are made to sum to 1: none | before | after some are dropped
-    scaling: float = 1.0  # the weights are multiplied by it
-    capacity_factor: float | None = None  # tokens an expert takes of a group, over its even share; None: all that come
-    eval_capacity_factor: float | None = None  # the same in evaluation; None: as in training
-    min_capacity: int = 4
-    drop_policy: str = "position"  # who stays where more come: position (in token order) | probability
-    second_expert: str = "all"  # gshard: random (kept with probability 2 g2) | all
-    group_samples: int = 1
-    aux_coefficient: float = 0.01  # of the load-balancing loss, whose balanced value is 1
-    z_coefficient: float = 0.0  # of the mean squared log-sum-exp of the logits (ST-MoE)
-    jitter: float = 0.0  # the router's input is multiplied by uniform(1 - jitter, 1 + jitter) in training
-    bias_rate: float = 0.0  # DeepSeek's balancing without a loss: how far a step moves an expert's selection bias
+    kind: str = key("top_k", "routing algorithm", choices=("top_k", "gshard", "switch", "expert_choice"))
+    top_k: int = key(2, "experts per token (gshard 2, switch 1; expert_choice: on average)", least=1)
+    score: str = key("softmax", "gate function (DeepSeek-V3: sigmoid)", choices=("softmax", "sigmoid"))
+    renormalise: str = key(
+        "before", "when weights are scaled to sum 1 (tokens drop)", choices=("none", "before", "after")
+    )
+    scaling: float = key(1.0, "factor on the weights", above=0)
+    capacity_factor: float | None = key(None, "expert capacity over its even share of a group; null: no limit", above=0)
+    eval_capacity_factor: float | None = key(None, "capacity_factor in evaluation; null: the same", above=0)
+    min_capacity: int = key(4, "smallest expert capacity in tokens", least=0)
+    drop_policy: str = key("position", "which tokens stay at capacity", choices=("position", "probability"))
+    second_expert: str = key("all", "gshard: always use it, or with probability 2 g2", choices=("random", "all"))
+    group_samples: int = key(1, "samples per routing group", least=1, most=SAMPLES)
+    aux_coefficient: float = key(0.01, "weight of the load-balancing loss (1 when balanced)", least=0)
+    z_coefficient: float = key(0.0, "weight of the router z-loss (ST-MoE)", least=0)
+    jitter: float = key(0.0, "the router's input times uniform(1 - jitter, 1 + jitter) in training", least=0, below=1)
+    bias_rate: float = key(0.0, "step of the selection biases that balance without a loss (DeepSeek-V3)", least=0)
 
 
 @dataclass
 class ModelConfig:
-    """What is trained. `name` is the registry key (gpt, resnet, module, ...); a size preset fills the rest."""
+    """The model. `name` is its registry key (gpt, resnet, module, ...); a preset of a size fills the rest."""
 
     name: str = "gpt"
     preset: str = "gpt"
     description: str = ""
-    layers: int = 8
-    hidden: int = 64
-    heads: int = 8
-    kv_heads: int | None = None  # None: as many as heads
-    ffn: int | None = None  # None: 4 x hidden
-    vocab: int | None = None  # None: the dataset's
-    seq: int = 64
-    norm: str = "layernorm"  # layernorm | rmsnorm
-    norm_eps: float = 1e-5
-    activation: str = "gelu"  # gelu | relu | swiglu
-    position: str = "learned"  # learned | rope
-    rope_theta: float = 10000.0
-    bias: bool = True
-    tied_embeddings: bool = True
-    init_std: float = 0.02
-    label_smoothing: float = 0.0
-    attention_dropout: float = 0.0
-    # experts (gpt): a layer with experts has them in the place of its MLP
-    experts: int = 0  # of a layer; 0: the model has none
-    expert_ffn: int | None = None  # width of one expert's inside; None: as the MLP's
-    expert_period: int = 2  # one of so many layers has experts: the last
-    dense_layers: int = 0  # the first layers, which have none
-    shared_experts: int = 0  # an MLP of so many expert_ffn beside the experts, for every token
+    layers: int = key(8, "transformer layers", least=1, most=LAYERS)
+    hidden: int = key(64, "width of the residual stream", least=1, most=SIZE)
+    heads: int = key(8, "attention heads", least=1, most=COUNT)
+    kv_heads: int | None = key(None, "key and value heads; null: as heads", least=1, most=COUNT)
+    ffn: int | None = key(None, "hidden width of the MLP; null: 4 x hidden", least=1, most=SIZE)
+    vocab: int | None = key(None, "token ids or classes; null: the dataset's", least=1, most=SIZE)
+    seq: int = key(64, "sequence length", least=1, most=SIZE)
+    norm: str = key("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    norm_eps: float = key(1e-5, "epsilon of the normalisation", above=0)
+    activation: str = key("gelu", "activation of the MLP", choices=("gelu", "relu", "swiglu"))
+    position: str = key("learned", "position embedding", choices=("learned", "rope"))
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
+    bias: bool = key(True, "linear layers and norms have biases")
+    tied_embeddings: bool = key(True, "the output layer shares the embedding's weight")
+    init_std: float = key(0.02, "standard deviation of initial weights", least=0)
+    label_smoothing: float = key(0.0, "label smoothing of the loss", least=0, below=1)
+    attention_dropout: float = key(0.0, "dropout of attention weights", least=0, below=1)
+    experts: int = key(0, "experts per MoE layer; 0: no MoE layers", least=0, most=COUNT)
+    expert_ffn: int | None = key(None, "hidden width of one expert; null: as the MLP", least=1, most=SIZE)
+    expert_period: int = key(2, "every n-th layer is an MoE layer", least=1, most=LAYERS)
+    dense_layers: int = key(0, "first layers without experts", least=0, most=LAYERS)
+    shared_experts: int = key(0, "shared expert for every token, this many expert_ffn wide", least=0, most=COUNT)
     router: RouterConfig = field(default_factory=RouterConfig)
-    own_router: bool = False  # `strategy` changes nothing of the router; filled where the model's preset has a router
-    # matmul: the product X (rows x inner) by W (inner x columns) of the lesson
-    rows: int = 4
-    inner: int = 5
-    columns: int = 8
-    # images: alexnet, vgg, resnet
-    image: int | None = None  # height and width; None: the dataset's own, or the least that the model can read
-    channels: int | None = None  # None: the dataset's
-    width: int = 64  # channels of the first stage
-    stages: list[int] = field(default_factory=list)  # convolutions or blocks per stage; []: the model's own
-    bottleneck: bool = False  # resnet: blocks of 1x1, 3x3, 1x1
-    stem: str = "auto"  # resnet: small (3x3, keeps the size) | large (7x7 and pooling) | auto, by the image
-    norm_samples: str | None = None  # samples that share BatchNorm statistics: a number | local; None: the global batch
-    norm_momentum: float = 0.1  # how far a step moves the running statistics
-    dataset: str | None = None  # what it is trained on when no dataset is chosen; None: the configuration's
-    suited_lr: float | None = None  # of adamw, when neither optimizer nor optimizer.lr is chosen; None: the optimizer's
-    # a user's own module: source=./net.py:build, roles and blocks by module name (fnmatch patterns)
-    source: str | None = None
-    roles: dict[str, str] = field(default_factory=dict)
-    blocks: list[str] = field(default_factory=list)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    own_router: bool = key(False, "`strategy` leaves the router alone; set if the model's preset has a router")
+    rows: int = key(4, "matmul: rows of X (rows x inner) W (inner x columns)", least=1, most=COUNT)
+    inner: int = key(5, "matmul: inner dimension", least=1, most=COUNT)
+    columns: int = key(8, "matmul: columns of W", least=1, most=COUNT)
+    image: int | None = key(None, "image height and width; null: from the dataset or model", least=1, most=IMAGE)
+    channels: int | None = key(None, "image channels; null: the dataset's", least=1, most=IMAGE)
+    width: int = key(64, "channels of the first stage", least=1, most=IMAGE)
+    stages: list[int] = key(list, "convolutions or blocks per stage; []: the model's own", most=LAYERS)
+    bottleneck: bool = key(False, "resnet: blocks of 1x1, 3x3, 1x1 convolutions")
+    stem: str = key("auto", "resnet: 3x3 or 7x7 with pooling; auto: by image size", choices=("auto", "small", "large"))
+    norm_samples: str | None = key(None, "samples that share BatchNorm statistics: n | local; null: the global batch")
+    norm_momentum: float = key(0.1, "momentum of BatchNorm's running statistics", above=0, most=1)
+    dataset: str | None = key(None, "dataset of the preset, used if none is chosen")
+    suited_lr: float | None = key(None, "AdamW learning rate of the preset, used if none is chosen", least=0)
+    source: str | None = key(None, "model=module: function that builds it, as ./net.py:build")
+    roles: dict[str, str] = key(dict, "model=module: tensor-parallel roles by module name (fnmatch patterns)")
+    blocks: list[str] = key(list, "model=module: pipeline blocks by module name (fnmatch patterns)")
+    arguments: dict[str, Any] = key(dict, "model=module: arguments of the function")
 
 
 @dataclass
 class DatasetConfig:
-    """What it is trained on. `name` is the registry key: pystdlib, text, megatron, synthetic, digits, cifar10, ..."""
+    """The training data. `name` is the registry key: pystdlib, text, megatron, synthetic, digits, cifar10, ..."""
 
     name: str = "pystdlib"
     description: str = ""
-    path: str | None = None
-    val_fraction: float = 0.05
-    max_bytes: int | None = None
-    samples: int = 4096  # synthetic only
-    vocab: int | None = None  # synthetic and megatron: the number of token ids; None: 256, or the files' largest + 1
-    flip: bool = False  # images: mirror half of the training samples
-    crop: int = 0  # images: shift training samples by up to so many pixels, filling with the mean
-    num_workers: int | None = None  # imagefolder: processes per rank that decode ahead; None: spare cores, at most 4
+    path: str | None = key(None, "file or folder of the data")
+    val_fraction: float = key(0.05, "share of the data held out for validation", above=0, below=1)
+    max_bytes: int | None = key(None, "bytes of text that are read", least=1)
+    samples: int = key(4096, "synthetic: number of samples", least=1)
+    vocab: int | None = key(None, "synthetic, megatron: token ids; null: 256, or the files' largest + 1", least=1)
+    flip: bool = key(False, "images: mirror half of the training samples")
+    crop: int = key(0, "images: shift training samples by up to this many pixels", least=0)
+    num_workers: int | None = key(None, "imagefolder: decoders per rank; null: spare cores, up to 4", least=0, most=256)
 
 
 @dataclass
 class DataStrategyConfig:
-    """The way of the data axis: ddp | ring | horovod | ps | local_sgd | diloco | zero1 | zero2 | fsdp.
+    """Data parallelism: ddp | ring | horovod | ps | local_sgd | diloco | zero1 | zero2 | fsdp.
 
-    Each way's `reads` (strategies/data/<kind>/plan.py) says which keys it takes.
+    `reads` in strategies/data/<kind>/plan.py lists the keys that each strategy reads.
     """
 
-    kind: str = "ddp"
-    shard: int | None = None  # fsdp: ranks that share one copy (HSDP); None: the whole dp axis
-    reshard_after_forward: bool | None = None  # fsdp; None: true at pp=1, false otherwise
-    reduce_each_microbatch: bool | None = None  # fsdp; false: once a step; None: true, but under zero bubble schedules
-    bucket_mb: float = 25.0
-    servers: int | None = None  # ps; None: 1
-    consistency: str | None = None  # ps: sync | async | ssp; None: sync, or ssp where staleness is given
-    staleness: int | None = None  # ps, ssp: how many clocks the fastest worker may be ahead
-    backup_workers: int | None = None  # ps, sync: how many of the slowest workers' gradients a step does without
-    # local_sgd, diloco
-    sync_every: int | None = None  # steps that replicas train by themselves; None: 8, or 10 for diloco
-    outer_lr: float = 0.7  # diloco: of the SGD that follows the replicas' mean movement
-    outer_momentum: float = 0.9
-    outer_nesterov: bool = True
-    delays: list[float] = field(default_factory=list)  # ps: seconds that worker 0, 1, ... waits in each of its steps
-    shard_min_kb: float = 256.0  # ps: a tensor is cut over the servers into parts of at least so much
-    # ring, horovod: how gradients are summed
-    algorithm: str | None = None  # native | ring | halving_doubling | hierarchical | tree; None: ring or native
-    group_size: int | None = None  # hierarchical: ranks of dp in an inner group; None: those that share a host
-    # ddp, ring, horovod: how gradients go over the wire
-    compression: str = "none"  # none | fp16 | powersgd
-    powersgd_rank: int | None = None  # columns of its factors; None: 4
-    # horovod
-    reduction: str = "average"  # average | adasum
-    timeline: bool = False  # write timeline.json, a Chrome trace of what the reducer did
-    stall_warn_s: float = 60.0  # warn when a tensor waits for other ranks for so long; 0: never
-    worker_batches: list[int] = field(default_factory=list)  # batches that each worker has before it joins; []: enough
-    join_divisor: str = "initial"  # a sum with joined workers is divided by all workers | by the active ones
-    process_sets: list[list[int]] = field(default_factory=list)  # workers that average among themselves; []: all
+    kind: str = key("ddp", "data-parallel strategy")
+    shard: int | None = key(None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1)
+    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
+    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
+    bucket_mb: float = key(25.0, "size of gradient buckets in MB", least=0)
+    servers: int | None = key(None, "ps: parameter servers; null: 1", least=1)
+    consistency: str | None = key(None, "ps: null: sync, or ssp if staleness is set", choices=CONSISTENCIES)
+    staleness: int | None = key(None, "ps, ssp: steps that the fastest worker may be ahead", least=0)
+    backup_workers: int | None = key(None, "ps, sync: slowest gradients that a step does not wait for", least=0)
+    sync_every: int | None = key(None, "local_sgd, diloco: local steps per averaging; null: 8, diloco 10", least=1)
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD", above=0)
+    outer_momentum: float = key(0.9, "diloco: momentum of the outer SGD", least=0, below=1)
+    outer_nesterov: bool = key(True, "diloco: Nesterov momentum in the outer SGD")
+    delays: list[float] = key(list, "ps: seconds that worker 0, 1, ... sleeps in each step")
+    shard_min_kb: float = key(256.0, "ps: smallest part of a tensor that is split over servers, in kB", least=0)
+    algorithm: str | None = key(None, "native | ring | halving_doubling | hierarchical | tree; null: ring or native")
+    group_size: int | None = key(None, "hierarchical: dp ranks per inner group; null: those of one host", least=1)
+    compression: str = key("none", "gradient compression", choices=("none", "fp16", "powersgd"))
+    powersgd_rank: int | None = key(None, "rank of PowerSGD's factors; null: 4", least=1)
+    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
+    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
+    stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
+    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
+    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
+    process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
 
 
 @dataclass
 class TensorStrategyConfig:
-    """The way of the tensor axes: megatron (layout 1d) | 2d | 2.5d | 3d."""
+    """Tensor parallelism: megatron (layout 1d) | 2d | 2.5d | 3d."""
 
-    kind: str = "megatron"
-    sequence_parallel: bool = False  # 1d only
-    overlap: bool = True  # input-gradient reduce under the weight-gradient product
-    grid: str | None = None  # 2d, 2.5d: rows x columns, such as 2x3; None: square
-    depth: int | None = None  # 2.5d: number of grids; None: the largest legal one
-    form: str = "auto"  # 2d, 2.5d: auto (by volume) | stationary_x | stationary_y | stationary_w | summa
-    save_gathered: bool = True  # 2d, 2.5d, 3d: keep gathered operands for backward, or gather them again
+    kind: str = key("megatron", "tensor-parallel strategy")
+    sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
+    overlap: bool = key(True, "overlap the input-gradient reduce with the weight-gradient product")
+    grid: str | None = key(None, "2d, 2.5d: rows x columns, as 2x3; null: square")
+    depth: int | None = key(None, "2.5d: number of grids; null: the largest legal one", least=1)
+    form: str = key(
+        "auto", "2d, 2.5d: the operand that stays; auto: by volume",
+        choices=("auto", "stationary_x", "stationary_y", "stationary_w", "summa"),
+    )  # fmt: skip
+    save_gathered: bool = key(True, "2d, 2.5d, 3d: save gathered operands for backward, or gather again")
 
 
 @dataclass
 class PipelineConfig:
-    """The way of the pipeline axis: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
+    """Pipeline schedule: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
 
-    kind: str = "1f1b"
-    virtual_stages: int | None = None  # stages per rank; None: 2 for interleaved, zero_bubble and zbv, else 1
-    partition: str = "cost"  # cost (exact min-max) | uniform
-    split: list[str] = field(default_factory=list)  # manual: the first block of every stage but the first
+    kind: str = key("1f1b", "pipeline schedule")
+    virtual_stages: int | None = key(
+        None, "stages per rank; null: 2 for interleaved, zero_bubble and zbv, else 1", least=1
+    )
+    partition: str = key("cost", "cut layers by cost (exact min-max) or uniformly", choices=("cost", "uniform"))
+    split: list[str] = key(list, "cut by hand: the first block of every stage but the first")
 
 
 @dataclass
 class ExpertConfig:
-    """The way of the expert axis: capacity | dropless."""
+    """Expert parallelism: capacity | dropless."""
 
-    kind: str | None = None  # None: capacity where the router has one, else dropless
-    fills: bool = False  # unset ep takes as much of dp as divides the experts
-    chunks: int = 1  # a microbatch's groups in so many parts: one is on its way while another computes
-    group_size: int | None = None  # hierarchical: ranks of ep in an inner group; None: one all-to-all over all of ep
-    overlap: bool = True  # the shared expert computes while rows are on their way
+    kind: str | None = key(None, "capacity | dropless; null: capacity if the router has one")
+    fills: bool = key(False, "an unset ep takes the largest share of dp that divides the experts")
+    chunks: int = key(1, "parts of a microbatch whose all-to-all overlaps with compute", least=1)
+    group_size: int | None = key(None, "hierarchical all-to-all: ep ranks per inner group; null: flat", least=1)
+    overlap: bool = key(True, "compute the shared expert during the all-to-all")
 
 
 @dataclass
 class StrategyConfig:
-    """A named preset of ways. `own_axis` takes the ranks that are left; `demo` is used when nothing else is given.
-
-    fill_order: for a preset of several axes, those that share the ranks that are left, the first one first
-    (`plan/fill_order.py`); empty: own_axis alone.
-    """
+    """A preset of strategies. `own_axis` takes the ranks that no degree claims; `demo` applies if nothing is given."""
 
     name: str = "ptdp"
     description: str = ""
     own_axis: str = "dp"
-    fill_order: list[str] = field(default_factory=list)
-    demo: dict[str, int] = field(default_factory=dict)
+    fill_order: list[str] = key(list, "axes that share the unclaimed ranks, the first one first; []: own_axis")
+    demo: dict[str, int] = key(dict, most=COUNT)
     data: DataStrategyConfig = field(default_factory=DataStrategyConfig)
     tensor: TensorStrategyConfig = field(default_factory=TensorStrategyConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     expert: ExpertConfig = field(default_factory=ExpertConfig)
-    router: dict[str, Any] = field(default_factory=dict)  # what the preset fills into model.router
+    router: dict[str, Any] = key(dict, "values of the preset for model.router")
 
 
 @dataclass
 class OptimizerConfig:
-    """adamw | sgd | adagrad, its learning-rate schedule and clipping."""
+    """adamw | sgd | adagrad, with learning-rate schedule and gradient clipping."""
 
     name: str = "adamw"
     description: str = ""
-    lr: float = 3e-3
-    schedule: str = "cosine"  # cosine | linear | constant
-    warmup: int = 5  # steps
-    min_lr_ratio: float = 0.1
-    weight_decay: float = 0.1
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    momentum: float = 0.0
-    clip: float = 1.0  # 0: no clipping
-    lr_scale: Any = None  # multiplies lr: a number | linear (times dp); None: 1
+    lr: float = key(3e-3, "learning rate", least=0)
+    schedule: str = key("cosine", "decay of the learning rate", choices=("cosine", "linear", "constant"))
+    warmup: int = key(5, "warm-up steps", least=0)
+    min_lr_ratio: float = key(0.1, "final learning rate over lr", least=0, most=1)
+    weight_decay: float = key(0.1, "weight decay", least=0)
+    betas: list[float] = key(lambda: [0.9, 0.95], "adamw: decay of the moments")
+    eps: float = key(1e-8, "adamw, adagrad: epsilon", above=0)
+    momentum: float = key(0.0, "sgd: momentum", least=0, below=1)
+    clip: float = key(1.0, "largest global gradient norm; 0: no clipping", least=0)
+    lr_scale: Any = key(None, "factor on lr: a number | linear (times dp); null: 1")
 
 
 @dataclass
 class PrecisionConfig:
-    """fp32 | bf16 | fp16 | fp64: the one table of `parallelrun.precision`."""
+    """fp32 | bf16 | fp16 | fp64, as defined in `parallelrun.precision`."""
 
-    name: str = "fp32"
+    name: str = key("fp32", choices=tuple(TABLE))
     description: str = ""
-    loss_scale: float = 65536.0  # fp16: the first scale
-    scale_window: int = 1000
+    loss_scale: float = key(65536.0, "fp16: initial loss scale", above=0)
+    scale_window: int = key(1000, "fp16: steps without overflow before the scale doubles", least=1)
 
 
 @dataclass
 class ClusterConfig:
-    """The machine that plan costs are computed for: sizes per device, rates per device and link."""
+    """The machine that `plan` computes costs for: sizes per device, rates per device and link."""
 
     name: str = "local"
     description: str = ""
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    memory_gb: float | None = None
-    peak_tflops: Any = None  # of a device, dense: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}
-    intra_gb_s: float | None = None
-    inter_gb_s: float | None = None
-    latency_us: float | None = None
-    ps: list[str] | None = None  # TensorFlow's cluster spec: host:port of every parameter server
-    worker: list[str] | None = None  # and of every worker, the first of them worker 0
+    nodes: int | None = key(None, "number of hosts", least=1, most=COUNT)
+    gpus_per_node: int | None = key(None, "GPUs of a host", least=1, most=COUNT)
+    memory_gb: float | None = key(None, "memory of a GPU in GB", above=0)
+    peak_tflops: Any = key(None, "dense peak of a GPU: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}")
+    intra_gb_s: float | None = key(None, "bandwidth within a host, GB/s per GPU", above=0)
+    inter_gb_s: float | None = key(None, "bandwidth between hosts, GB/s per GPU", above=0)
+    latency_us: float | None = key(None, "latency of a message in microseconds", least=0)
+    ps: list[str] | None = key(None, "TensorFlow cluster: host:port of every parameter server")
+    worker: list[str] | None = key(None, "TensorFlow cluster: host:port of every worker, worker 0 first")
 
 
 @dataclass
 class EvalConfig:
-    every: int = 10  # steps; 0: only after the last step
-    batches: int = 2  # global batches
+    every: int = key(10, "steps between evaluations; 0: only after the last step", least=0)
+    batches: int = key(2, "global batches per evaluation", least=1)
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0  # steps; 0: never while running (a preempted run is saved all the same)
-    keep: int = 2
-    last: bool | None = None  # also after the last step; None: yes, except of a sweep's points
+    every: int = key(0, "steps between checkpoints; 0: none (a preempted run is still saved)", least=0)
+    keep: int = key(2, "checkpoints that are kept", least=1)
+    last: bool | None = key(None, "save after the last step; null: yes, except in a sweep")
 
 
 @dataclass
 class VerifyConfig:
-    steps: int = 3
-    optimizer: str = "sgd"  # sgd: without momentum, checked; same: the run's own, reported only
-    precision: str = "fp64"  # fp64 | fp32
-    tolerance: float | None = None
+    steps: int = key(3, "steps to compare", least=1)
+    optimizer: str = key("sgd", "sgd: plain SGD, checked; same: the run's own, only reported", choices=("sgd", "same"))
+    precision: str = key("fp64", "number format of the comparison", choices=("fp64", "fp32"))
+    tolerance: float | None = key(None, "largest relative difference; null: that of the precision", above=0)
 
 
 @dataclass
 class BenchConfig:
-    warmup: int = 3
-    steps: int = 20
+    warmup: int = key(3, "steps before timing starts", least=0)
+    steps: int = key(20, "timed steps", least=1)
 
 
 @dataclass
 class SweepConfig:
-    directory: str | None = None  # where the sweep's files go; None: <runs>/sweep-<utc>-<random>
-    resume: str | None = None  # a sweep directory whose finished points are not run again
-    fail_fast: bool = False
-    objective: str | None = None  # what hydra/sweeper=optuna optimizes, any number of the summary; None: val_loss
+    directory: str | None = key(None, "directory of the sweep; null: <runs>/sweep-<utc>-<random>")
+    resume: str | None = key(None, "sweep directory to continue: its finished points are not run again")
+    fail_fast: bool = key(False, "skip the remaining points after the first failure")
+    objective: str | None = key(None, "optuna: any number of the summary; null: the verb's own, such as val_loss")
 
 
 @dataclass
 class Config:
-    """The root. Groups, degrees, shorthands of ways, and the run."""
+    """The root: groups, degrees, short names of strategy keys, and settings of the run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -289,42 +314,46 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
-    world: int | None = None
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    ep: int | None = None
+    world: int | None = key(None, "number of ranks")
+    dp: int | None = key(None, "data-parallel degree")
+    tp: int | None = key(None, "tensor-parallel degree")
+    pp: int | None = key(None, "pipeline-parallel degree")
+    ep: int | None = key(None, "expert-parallel degree (within dp)")
 
-    layout: str | None = None
-    grid: str | None = None
-    depth: int | None = None
-    schedule: str | None = None
-    virtual_stages: int | None = None
-    microbatches: int | None = None
-    servers: int | None = None
-    consistency: str | None = None
-    staleness: int | None = None
-    backup_workers: int | None = None
+    layout: str | None = key(None, "1d | 2d | 2.5d | 3d: short for strategy.tensor.kind")
+    grid: str | None = key(None, "short for strategy.tensor.grid")
+    depth: int | None = key(None, "short for strategy.tensor.depth")
+    schedule: str | None = key(None, "short for strategy.pipeline.kind")
+    virtual_stages: int | None = key(None, "short for strategy.pipeline.virtual_stages")
+    microbatches: int | None = key(None, "microbatches per step", most=SAMPLES)
+    servers: int | None = key(None, "short for strategy.data.servers")
+    consistency: str | None = key(None, "short for strategy.data.consistency", choices=CONSISTENCIES)
+    staleness: int | None = key(None, "short for strategy.data.staleness")
+    backup_workers: int | None = key(None, "short for strategy.data.backup_workers")
 
-    steps: int = 60
-    global_batch: int | None = None  # None: 48, unless local_batch is given
-    local_batch: int | None = None
-    micro_batch: int | None = None
-    seed: int = 1234
-    dropout: float = 0.0
-    recompute: str = "none"  # none | selective | full
-    compile: bool = False
-    device: str = "auto"  # auto | cpu | cuda
-    name: str | None = None
-    resume: str | None = None  # latest | auto | a run directory | a checkpoint directory
-    runs: str = "runs"  # where run directories are made
-    path: str | None = None  # shorthand of dataset.path
-    ranks: str = "few"  # plan: few | all rows of the rank table
-    tokens: float | None = None  # plan: how many days so many tokens take
-    plot: str | None = None  # plan: NAME: the data axis's costs as NAME.svg and NAME.csv
-    profile: list[int] = field(default_factory=list)  # steps of which torch's profiler writes a trace, on every rank
-    tracker: str = "none"  # none | tensorboard
-    timeout_s: float = 300.0  # a step (or the start) that takes longer is a hang: exit 7
+    steps: int = key(60, "optimizer steps", least=1)
+    global_batch: int | None = key(
+        None, f"samples per step; null: {DEFAULT_GLOBAL_BATCH} or from local_batch", most=SAMPLES
+    )
+    local_batch: int | None = key(None, "samples per step and data-parallel rank", most=SAMPLES)
+    micro_batch: int | None = key(None, "samples per microbatch", most=SAMPLES)
+    seed: int = key(1234, "seed of weights, data order and dropout", least=0, most=2**63 - 1)
+    dropout: float = key(0.0, "dropout probability", least=0, below=1)
+    recompute: str = key("none", "activations recomputed in backward", choices=("none", "selective", "full"))
+    compile: bool = key(False, "use torch.compile")
+    device: str = key("auto", "auto: cuda if there are GPUs", choices=("auto", "cpu", "cuda"))
+    name: str | None = key(None, "name of the run directory")
+    resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
+    runs: str = key("runs", "folder of the run directories")
+    path: str | None = key(None, "short for dataset.path")
+    detail: str | None = key(
+        None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
+    )
+    tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
+    plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
+    profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")
+    tracker: str = key("none", "experiment tracker", choices=("none", "tensorboard"))
+    timeout_s: float = key(300.0, "seconds without progress that count as a hang (exit 7)", above=0)
     verb: str = "run"
 
     eval: EvalConfig = field(default_factory=EvalConfig)

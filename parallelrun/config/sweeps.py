@@ -1,4 +1,4 @@
-"""What a sweep can choose and how many points it has, read by Hydra's own grammar before a point is made."""
+"""The recipes and the number of points of a sweep, parsed with Hydra's grammar before the first point runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ POINT_LIMIT = 10_000
 
 
 def recipes_of(override: Override, names: Iterable[str]) -> list[str]:
-    """The recipes that `recipe=...` can choose, names or paths, in the sweep's order. Raises ConfigError.
+    """The recipes that `recipe=...` can choose, as names or paths, in the sweep's order. Raises ConfigError.
 
-    names: of all recipes, for `glob(...)`.
+    names: all known recipes, for `glob(...)`.
     """
     if not _is_call(override.value):
         return [unquoted(value) for value in override.values]
     if not override.multirun:
-        what = f"{override.text}: several values are a sweep"
+        what = f"{override.text}: several values need a sweep (-m)"
         raise ConfigError(Problem(what, "recipe", command=f"parallelrun -m ... {override.text}"))
     try:
         parsed = OverridesParser.create().parse_override(f"recipe={override.value}")
@@ -41,14 +41,14 @@ def recipes_of(override: Override, names: Iterable[str]) -> list[str]:
     else:
         raise ConfigError(Problem(f"{override.text}: not a choice of recipes", "recipe", "recipe=choice(a,b)"))
     if not found:
-        raise ConfigError(Problem(f"{override.text}: no recipe is meant", "recipe", command="parallelrun ls recipes"))
+        raise ConfigError(Problem(f"{override.text}: no recipe matches", "recipe", command="parallelrun ls recipes"))
     return found
 
 
 def check_points(overrides: Sequence[Override]) -> None:
-    """Raise ConfigError where a sweep has more points than POINT_LIMIT: Hydra would make the list of all of them first.
+    """Raise ConfigError if a sweep has more than POINT_LIMIT points: Hydra lists all of them before the first runs.
 
-    Another sweeper than Hydra's own (`hydra/sweeper=...`) takes the values as a space to search, which may be large.
+    Other sweepers than Hydra's own (`hydra/sweeper=...`) treat the values as a search space, which may be large.
     """
     if any(override.key == "hydra/sweeper" for override in overrides):
         return
@@ -61,13 +61,13 @@ def check_points(overrides: Sequence[Override]) -> None:
 
 
 def _is_call(value: str) -> bool:
-    """Whether a value is written as a function of Hydra's grammar, `choice(a,b)`, and not as a path or a plain list."""
+    """Whether a value is a function call of Hydra's grammar, `choice(a,b)`, not a path or a plain list."""
     name, opened, _ = value.partition("(")
     return bool(opened) and value.endswith(")") and name.isidentifier()
 
 
 def _count(override: Override) -> int:
-    """How many values a sweep's override has; 1 where it is none, or none that Hydra can read."""
+    """The number of values of an override; 1 if it is not a sweep, or not one that Hydra can parse."""
     if override.is_hydra:
         return 1
     if not _is_call(override.value):

@@ -11,14 +11,14 @@ import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.files import hash_name, path_problem, resolve_path
 from parallelrun.data.images import ImageView, view_for
 from parallelrun.data.tokens import held_out, require_samples
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
@@ -34,10 +34,10 @@ UNREADABLE = (OSError, ValueError, SyntaxError)  # pillow's errors on files that
 
 
 @dataclass(frozen=True)
-class FolderSplit:
-    """Image files, decoded when they are read: enough work for processes of its own (`decodes_files`)."""
+class FolderSplit(Split):
+    """Image files, decoded when they are read."""
 
-    decodes_files: ClassVar[bool] = True
+    decodes_files = True
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -47,13 +47,9 @@ class FolderSplit:
         return len(self.files)
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self._sample(index, None)
+        return self.augmented(index, None)
 
-    def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The sample as training sees it: a function of the index and the global sample id, whatever the plan."""
-        return self._sample(index, sample_id)
-
-    def _sample(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    def augmented(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
         image = decode(self.files[index], self.view.shape[1])
         return self.view.show(image, sample_id), np.array(self.labels[index])
 

@@ -1,4 +1,4 @@
-"""What image datasets share: pixels in memory, the size a model reads, normalisation, augmentation by hash."""
+"""Shared by image datasets: pixels in memory, the size a model reads, normalisation, augmentation by hash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallelrun.data.arrays import np
 from parallelrun.data.files import digest_array
 from parallelrun.data.order import derive_key, mix
 from parallelrun.data.tokens import held_out, require_samples
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 
@@ -80,7 +80,7 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class ImageSplit:
+class ImageSplit(Split):
     """The images of `data` whose indices are in `chosen`."""
 
     data: Pixels
@@ -91,13 +91,9 @@ class ImageSplit:
         return int(self.chosen.size)
 
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self._sample(index, None)
+        return self.augmented(index, None)
 
-    def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The sample as training sees it: a function of the index and the global sample id, whatever the plan."""
-        return self._sample(index, sample_id)
-
-    def _sample(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    def augmented(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
         chosen = self.chosen[index]

@@ -20,7 +20,7 @@ IGNORED = -1
 
 
 @dataclass(frozen=True)
-class MaskedSplit:
+class MaskedSplit(Split):
     """The windows of `inner` with some tokens hidden: target = the hidden token, IGNORED elsewhere.
 
     Which tokens are hidden depends on (seed, sample, index in the window) alone and is the same in every epoch, as in

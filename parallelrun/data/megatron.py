@@ -111,10 +111,6 @@ class IndexedTokens:
     offsets: NDArray[np.int64]
     documents: NDArray[np.int64]
 
-    @property
-    def num_documents(self) -> int:
-        return max(0, self.documents.size - 1)
-
     def document_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(start, length) in tokens of every document; its sequences follow each other."""
         ends = self.offsets + self.lengths

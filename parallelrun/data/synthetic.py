@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_VOCAB = 256
-# Each token has four likely successors; one token in twenty is drawn from the whole vocab instead.
+# Each token has four likely successors; one token in twenty is drawn from all of the vocab instead.
 SUCCESSORS = (0.6, 0.2, 0.1, 0.1)
 NOISE = 0.05
 _TRAIN, _VAL, _TABLE = 1, 2, 3  # streams of random numbers
@@ -62,7 +62,7 @@ class Synthetic(DatasetDefinition):
 
 
 @dataclass(frozen=True)
-class _GeneratedSplit:
+class _GeneratedSplit(Split):
     seed: int
     stream: int
     size: int

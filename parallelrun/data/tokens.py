@@ -1,4 +1,4 @@
-"""Token datasets: windows over streams of tokens, and what every dataset shares, the split into train and val."""
+"""Token datasets: windows over streams of tokens; and the split into train and val, which every dataset shares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
-from parallelrun.definitions import Dataset
+from parallelrun.definitions import Dataset, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
@@ -18,7 +18,7 @@ from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# With fewer documents than this, a split by whole documents would be too coarse: their pieces are split instead.
+# With fewer documents than this, a split by documents would be too coarse: their pieces are split instead.
 FEW_DOCUMENTS = 20
 PIECE_TOKENS = 4096
 
@@ -72,7 +72,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class TokenWindows:
+class TokenWindows(Split):
     """Windows of seq + 1 tokens, one every seq tokens: input = the first seq, target = the next token of each.
 
     vocab: token ids must be in [0, vocab), else EnvironmentProblem names the sample, the file and the byte offset.
@@ -150,7 +150,7 @@ class Documents:
     def open(self, name: str, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
         """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
 
-        Raises ConfigError for a model that reads no tokens, and what `require_samples` raises.
+        Raises ConfigError for a model that reads no tokens; see also `require_samples`.
         """
         if spec.kind != "tokens":
             what = f"dataset={name} gives tokens, and model={config.model.name} reads {spec.kind}"

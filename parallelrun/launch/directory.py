@@ -1,7 +1,7 @@
-"""The run directory: made exclusively, private, never outside its root; what is written into it before a rank starts.
+"""The run directory: created exclusively and private, with what is known before the ranks start. Torch-free.
 
-Torch-free. `<runs>/<model>-<strategy>-<degrees>/<utc>-<random>/` holds config.yaml, plan.json, manifest.json,
-status.json and logs/ from here; metrics, checkpoints and summaries come from the workers.
+The launcher writes config.yaml, plan.json, manifest.json, status.json and logs/ to
+`<runs>/<model>-<strategy>-<degrees>/<utc>-<random>/`. The workers write metrics, checkpoints and summaries.
 """
 
 from __future__ import annotations
@@ -14,95 +14,89 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
+from hashlib import sha256
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import parallelrun
 from parallelrun import reserve
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
+from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import num_cores
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json, write_text
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+STATUS_EVERY_S = 2.0
+_FILES_OF_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints")
 _SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|passwords?|passwd|credentials?)s?($|[._-])", re.IGNORECASE)
 _VERSIONS = ("torch", "numpy", "hydra-core", "omegaconf", "rich", "safetensors")
 
 
 def name_of(config: Config, plan: Plan) -> str:
-    """`gpt-ptdp-tp2pp2`, or `config.name`. Raises ConfigError for a name that is no plain file name."""
+    """Return `config.name`, else a name such as `gpt-ptdp-tp2pp2`. Raises ConfigError if it is not a file name."""
     degrees = "".join(f"{axis}{plan.degrees[axis]}" for axis in ("dp", "tp", "pp", "ep") if plan.degrees[axis] > 1)
     degrees += f"servers{plan.servers}" if plan.servers else ""
     name = config.name if config.name is not None else f"{config.model.preset}-{plan.preset}-{degrees or 'one'}"
     if not NAME.fullmatch(name):
-        raise ConfigError(
-            Problem(
-                f"name={name[:80]!r} cannot name a directory: letters, digits, '.', '_' and '-', at most 64, "
-                "beginning with a letter or digit",
-                where="name",
-                suggestion="name=" + (re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:64] or "my-run"),
-            )
+        what = (
+            f"name={name[:80]!r} cannot be the name of a directory: use at most 64 letters, digits, '.', '_' and '-', "
+            "and begin with a letter or digit"
         )
+        legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:64] or "my-run"
+        raise ConfigError(Problem(what, "name", f"name={legal}"))
     return name
 
 
 def create(root: Path, name: str, run_root: Path | None = None) -> Path:
-    """Make this run's own directory, with `logs/` in it, and return its absolute path.
+    """Create this run's directory with `logs/` in it. Return its absolute path.
 
-    run_root: the very directory to use (a user's `hydra.run.dir`, a sweep's point) instead of a fresh one under
-    `root/name`. Raises EnvironmentProblem when it cannot be made, holds another run, or leads out of `root`.
+    run_root: use exactly this directory (the user's `hydra.run.dir`, a point of a sweep) instead of a new one in
+    `root/name`. Raises EnvironmentProblem if it cannot be created, holds another run, or is outside `root`.
     """
     try:
         if run_root is not None:
-            return _claim(Path(run_root).expanduser().absolute())
+            return _claim(run_root.expanduser().absolute())
         root = root.expanduser()
         root.mkdir(parents=True, exist_ok=True)
         group = root / name
         group.mkdir(mode=0o700, exist_ok=True)
         if not group.resolve().is_relative_to(root.resolve()):
-            raise EnvironmentProblem(
-                Problem(f"{group} leads out of {root} (to {group.resolve()})", where="runs", suggestion="another name")
-            )
+            what = f"{group} is a link to {group.resolve()}, which is outside {root}"
+            raise EnvironmentProblem(Problem(what, "runs", "another name"))
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         directory = group.resolve() / f"{stamp}-{secrets.token_hex(3)}"
         directory.mkdir(mode=0o700)
         (directory / "logs").mkdir(mode=0o700)
-        _point_latest(root.resolve(), directory)
+        with contextlib.suppress(OSError):  # the link is a convenience, and some file systems have no links
+            temporary = root / f".latest-{secrets.token_hex(4)}"
+            temporary.symlink_to(Path(name, directory.name), target_is_directory=True)
+            os.replace(temporary, root / "latest")  # atomic, because two runs may start at once
         return directory
     except OSError as error:
-        place = run_root or root
-        raise EnvironmentProblem(
-            Problem(f"cannot make the run directory in {place}: {error.strerror}: {error.filename}",
-                    where="hydra.run.dir" if run_root else "runs", command="runs=<a writable folder>")
-        ) from error  # fmt: skip
+        what = f"cannot create the run directory in {run_root or root}: {error.strerror}: {error.filename}"
+        where = "hydra.run.dir" if run_root else "runs"
+        raise EnvironmentProblem(Problem(what, where, command="runs=<a writable folder>")) from error
 
 
 def _claim(directory: Path) -> Path:
-    """Use exactly this directory; whoever makes `logs` in it first owns it."""
+    """Use exactly this directory. It belongs to the process that creates `logs` in it first."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    held = [
-        name for name in ("config.yaml", "status.json", "metrics.jsonl", "checkpoints") if (directory / name).exists()
-    ]
+    found = [name for name in _FILES_OF_A_RUN if (directory / name).exists()]
     with contextlib.suppress(FileExistsError):
-        if not held:
+        if not found:
             (directory / "logs").mkdir(mode=0o700)
             return directory
-    raise EnvironmentProblem(
-        Problem(f"{directory} holds another run ({(held or ['logs'])[0]})", where="hydra.run.dir",
-                suggestion="another directory, or resume=<that directory> with a new one")
-    )  # fmt: skip
-
-
-def _point_latest(root: Path, directory: Path) -> None:
-    """`<runs>/latest` -> the newest run; replaced atomically, because two runs may start at once."""
-    temporary = root / f".latest-{secrets.token_hex(4)}"
-    with contextlib.suppress(OSError):  # a file system without links: only a convenience is lost
-        temporary.symlink_to(directory.relative_to(root), target_is_directory=True)
-        os.replace(temporary, root / "latest")
+    what = f"{directory} holds another run ({(found or ['logs'])[0]})"
+    fix = "another directory; to continue that run, resume=<that directory> in a new one"
+    raise EnvironmentProblem(Problem(what, "hydra.run.dir", fix))
 
 
 def describe(
@@ -113,7 +107,7 @@ def describe(
     overrides: Sequence[str],
     resumed: dict[str, Any] | None = None,
 ) -> None:
-    """Write config.yaml, plan.json and manifest.json. resumed: of the checkpoint the run goes on from, if any."""
+    """Write config.yaml, plan.json and manifest.json. resumed: facts about the checkpoint that the run starts from."""
     from parallelrun.plan.freeze import freeze
     from parallelrun.report.plan import document
 
@@ -121,18 +115,17 @@ def describe(
         print(f"warning: the disk of {directory} is almost full: records of this run may be lost", file=sys.stderr)
     write_text(directory / "config.yaml", freeze(config, plan))
     write_json(directory / "plan.json", document(plan, config))
-    write_json(directory / "manifest.json", {**manifest(config, plan, argv, overrides), "resumed": resumed})
-
-
-def manifest(config: Config, plan: Plan, argv: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """Where, when, by what command and with which code a run was started; secrets in the command are left out."""
     cores = num_cores()
-    return {
+    manifest = {
         "argv": [redact(argument) for argument in argv],
         "overrides": [redact(override) for override in overrides],
         "verb": config.verb,
         "started_utc": utc_now(),
-        "versions": {"parallelrun": parallelrun.__version__, "python": platform.python_version(), **_installed()},
+        "versions": {
+            "parallelrun": parallelrun.__version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in _VERSIONS},
+        },
         "code_sha256": code_fingerprint(),
         "git": git_state(),
         "hosts": [socket.gethostname()],
@@ -144,11 +137,13 @@ def manifest(config: Config, plan: Plan, argv: Sequence[str], overrides: Sequenc
         "world": plan.world,
         "ranks_per_core": plan.world / cores if plan.device == "cpu" else None,
         "seeds": {"seed": config.seed},
+        "resumed": resumed,
     }
+    write_json(directory / "manifest.json", manifest)
 
 
 def redact(argument: str) -> str:
-    """`tracker.api_key=abc` -> `tracker.api_key=<redacted>`; the password of a URL likewise."""
+    """Return `argument` without secrets: `tracker.api_key=<redacted>`; passwords in URLs are removed, too."""
     key, separator, _ = argument.partition("=")
     if separator and _SECRET.search(key):
         return f"{key}=<redacted>"
@@ -156,10 +151,7 @@ def redact(argument: str) -> str:
 
 
 def code_fingerprint() -> str:
-    """sha256 over parallelrun's own Python and YAML files (path and content): equal code, equal text."""
-    from hashlib import sha256
-    from importlib.util import find_spec
-
+    """Return the sha256 of parallelrun's own Python and YAML files (paths and contents)."""
     digest = sha256()
     for package in ("parallelrun", "parallelrun.strategies", "parallelrun.conf"):
         spec = find_spec(package)
@@ -171,31 +163,68 @@ def code_fingerprint() -> str:
 
 
 def git_state() -> dict[str, Any] | None:
-    """sha and dirtiness of the checkout that parallelrun runs from, else of the working directory; None without git."""
+    """Return the git state of parallelrun's checkout, else of the working directory; None without git."""
     source = Path(parallelrun.__file__).resolve().parents[1]
-    for folder in (source if (source / ".git").exists() else None, Path.cwd()):
-        if folder is not None and (sha := _git(folder, "rev-parse", "HEAD")):
-            return {"sha": sha, "dirty": bool(_git(folder, "status", "--porcelain")), "folder": str(folder)}
+    for folder in (*([source] if (source / ".git").exists() else []), Path.cwd()):
+        command = ["git", "-C", str(folder), "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+            if match := re.match(r"# branch\.oid ([0-9a-f]+)$", done.stdout, re.MULTILINE):
+                dirty = any(not line.startswith("#") for line in done.stdout.splitlines())
+                return {"sha": match[1], "dirty": dirty, "folder": str(folder)}
     return None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _installed() -> dict[str, str]:
-    versions = {}
-    for name in _VERSIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
-
-
 def utc_now() -> str:
-    """Now, as `2026-01-31T12:00:00.123Z`."""
+    """Return the time as `2026-01-31T12:00:00.123Z`."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass
+class Status:
+    """The writer of status.json, which tells people and schedulers the state of a run.
+
+    failed_save_step: the last step whose checkpoint could not be written; 0 if none failed.
+    """
+
+    directory: Path
+    step: int = 0
+    failed_save_step: int = 0
+    next_update: float = 0.0
+
+    def update(self, step: int, failed_save_step: int) -> None:
+        """Record progress, at most every STATUS_EVERY_S seconds."""
+        if time.monotonic() >= self.next_update:
+            self.next_update = time.monotonic() + STATUS_EVERY_S
+            self.running(step, failed_save_step)
+
+    def running(self, step: int = 0, failed_save_step: int = 0) -> None:
+        """Record that the run has reached `step`. A full disk must not end a run because of this."""
+        self.step, self.failed_save_step = step, failed_save_step
+        with contextlib.suppress(OSError):
+            self._write("running")
+
+    def ended(self, exit_code: int, error: str | None = None, failed_rank: int | None = None) -> None:
+        """Record the end of the run. error: one line; failed_rank: the rank that failed first."""
+        state = {EXIT_OK: "done", EXIT_PREEMPTED: "preempted"}.get(exit_code, "failed")
+        write = partial(self._write, state, exit_code, error, failed_rank)
+        with contextlib.suppress(OSError):
+            reserve.insist(self.directory, reserve.STATUS, write)
+        reserve.release(self.directory)
+
+    def _write(
+        self, state: str, exit_code: int | None = None, error: str | None = None, failed_rank: int | None = None
+    ) -> None:
+        fields = {
+            "state": state,
+            "exit_code": exit_code,
+            "error": error,
+            "failed_rank": failed_rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "step": self.step,
+            "updated_utc": utc_now(),
+        }
+        if self.failed_save_step:
+            fields["failed_save_step"] = self.failed_save_step
+        write_json(self.directory / "status.json", fields)

@@ -1,8 +1,8 @@
-"""Who started this process: nobody (we launch), or torchrun, srun, mpirun, or who has set TF_CONFIG (we attach).
+"""The variables that tell how this process was started: directly, or as a rank by torchrun, srun, mpirun, TF_CONFIG.
 
-Torch-free. Sources: torch.distributed.run's documented variables; Slurm's srun manual (OUTPUT ENVIRONMENT VARIABLES:
-unlike SLURM_NTASKS, SLURM_STEP_NUM_TASKS is not set in a bare sbatch or salloc shell); Open MPI's mpirun manual;
-MPICH's PMI.
+Torch-free. Sources: the documentation of torch.distributed.run; Slurm's srun manual, OUTPUT ENVIRONMENT VARIABLES
+(SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is not set in an sbatch or salloc shell); Open MPI's mpirun manual; MPICH's
+PMI.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ _FOR_RANKS = re.compile(
 
 @dataclass(frozen=True)
 class Attached:
-    """This process's place in a world that somebody else started.
+    """The rank of this process in a world that another launcher has started.
 
-    master_port: 0 when all ranks share a host and rank 0 picks a port itself, announced in a private file named by
-    `job`. source: torchrun | srun | mpirun | TF_CONFIG. job: one text for all ranks of the job and no other job on
-    these hosts.
+    master_port: 0 if all ranks share a host; rank 0 then chooses a port and announces it in a private file named after
+    `job`. source: torchrun | srun | mpirun | TF_CONFIG. job: a text that all ranks of this job share, and no other job.
     """
 
     rank: int
@@ -52,33 +51,31 @@ class Attached:
 
 
 def detect(environ: Mapping[str, str]) -> Attached | None:
-    """Where `environ` places this process; None when nobody started it as a rank.
+    """Return the rank that `environ` gives this process; None if no launcher started it.
 
-    Raises EnvironmentProblem naming the variables that are missing, unreadable or contradict each other.
+    Raises EnvironmentProblem naming the variables that are missing, unreadable or contradictory.
     """
     torchrun = [name for name in TORCHRUN if environ.get(name)]
     if "RANK" in torchrun or "WORLD_SIZE" in torchrun or environ.get("TORCHELASTIC_RUN_ID"):
-        if len(torchrun) < len(TORCHRUN):
-            _refuse_partial(environ, torchrun)
-        return _checked(_torchrun(environ), environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+        return _torchrun(environ, torchrun)
     if environ.get("TF_CONFIG") and (task := _tf_config(environ)):
         return task
     if environ.get("SLURM_PROCID") and _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
-        return _checked(_srun(environ), environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
+        return _srun(environ)
     if environ.get("OMPI_COMM_WORLD_RANK") or environ.get("OMPI_COMM_WORLD_SIZE"):
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-        return _checked(_mpirun(environ, *names, "OMPI_COMM_WORLD_LOCAL_SIZE", job), environ, names)
+        prefix, job = "OMPI_COMM_WORLD_", environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+        return _mpirun(environ, f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE", job)
     if environ.get("PMI_RANK") or environ.get("PMI_SIZE"):
-        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
-        return _checked(_mpirun(environ, *names, "MPI_LOCALNRANKS", None), environ, names)
+        return _mpirun(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None)
     return None
 
 
 def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) -> dict[str, str]:
-    """The variables a rank of our own launcher gets: an allow-list of `environ` and its place. No master address: the
-    store is handed over as an open socket, and nothing else may connect by accident."""
-    kept = {k: v for k, v in environ.items() if _FOR_RANKS.match(k) and not _OF_LAUNCHERS.match(k)}
+    """Return the variables for a rank of our own launcher: the allowed ones of `environ`, and its rank.
+
+    There is no master address: the rank inherits the store's socket, so that no other process connects by accident.
+    """
+    kept = {name: value for name, value in without_launchers(environ).items() if _FOR_RANKS.match(name)}
     kept.setdefault("OMP_NUM_THREADS", str(threads))
     kept.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     kept.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
@@ -86,32 +83,29 @@ def for_rank(environ: Mapping[str, str], rank: int, world: int, threads: int) ->
 
 
 def for_other_hosts(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ranks on other hosts get from the launcher: those for ranks that are not about this host."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if _FOR_RANKS.match(name) and not _OF_LAUNCHERS.match(name) and not _OF_ONE_HOST.match(name)
-    }
+    """Return the variables that the launcher sends to ranks on other hosts: those that do not describe this host."""
+    kept = without_launchers(environ).items()
+    return {name: value for name, value in kept if _FOR_RANKS.match(name) and not _OF_ONE_HOST.match(name)}
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what another launcher has said about a rank's place."""
+    """Return `environ` without the variables that another launcher has set for its ranks."""
     return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
 
 
 def loopback_interface() -> str:
-    """The interface gloo is pinned to when all ranks share this host."""
+    """Return the interface that gloo uses when all ranks share this host."""
     return "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, cut by a container's quota."""
+    """Return the number of cores that this process may use: its affinity, limited by the container's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(bound, host_cores())
 
 
 def host_cores() -> int:
-    """Cores of this host, whatever this process is bound to (mpirun binds each rank): cut by cgroup v2's `cpu.max`."""
+    """Return the number of cores of this host or container (cgroup v2's `cpu.max`), whatever mpirun binds a rank to."""
     cores = os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
@@ -122,33 +116,46 @@ def host_cores() -> int:
 
 
 def threads_per_rank(environ: Mapping[str, str], local_ranks: int) -> int:
-    """Compute threads of one of `local_ranks` ranks on this host; the user's OMP_NUM_THREADS wins."""
+    """Return the compute threads for each of `local_ranks` ranks on this host: OMP_NUM_THREADS, else its cores."""
     given = environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) else max(1, num_cores() // local_ranks)
 
 
-def _torchrun(environ: Mapping[str, str]) -> Attached:
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    for name, ours in (("SLURM_PROCID", rank), ("OMPI_COMM_WORLD_RANK", rank)):
-        # srun or mpirun may start one torchrun per host: then only torchrun's variables count
-        if environ.get(name) and not environ.get("TORCHELASTIC_RUN_ID") and _number(environ, name) != ours:
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list: `gpu[003-005,9],x1` -> `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def _torchrun(environ: Mapping[str, str], present: list[str]) -> Attached:
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if missing := [name for name in TORCHRUN if name not in present]:
+        shown = _shown(environ, *present, "TORCHELASTIC_RUN_ID")
+        what = f"{shown} is set, but {', '.join(missing)} is not: left over from another job, or not all passed on"
+        raise _problem(what, [*present, "TORCHELASTIC_RUN_ID"][0], f"unset {' '.join(TORCHRUN)} TORCHELASTIC_RUN_ID")
+    rank = _number(environ, "RANK")
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        # srun or mpirun may start one torchrun per host; then only torchrun's variables count
+        if environ.get(name) and not run_id and _number(environ, name) != rank:
             raise _problem(f"RANK={rank} contradicts {name}={environ[name]}", "RANK", f"unset {' '.join(TORCHRUN)}")
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Attached(
-        rank, world, _number(environ, "LOCAL_RANK", str(rank)), environ["MASTER_ADDR"],
-        _number(environ, "MASTER_PORT"), "torchrun", f"{environ.get('TORCHELASTIC_RUN_ID', 'env')}-{attempt}",
-    )  # fmt: skip
+    job = f"{run_id or 'env'}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return _checked(environ, names, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"), "torchrun", job)
 
 
 def _tf_config(environ: Mapping[str, str]) -> Attached | None:
-    """A task of a TensorFlow cluster. One that has no other tasks is nobody's rank."""
+    """Return this process's rank in a TensorFlow cluster; None if the cluster has no other tasks."""
     from parallelrun.launch import tf_config
+    from parallelrun.plan import cluster_spec
 
-    found = tf_config.read(environ)
-    if found is None or found.rank is None or found.spec.world == 1:
+    spec, rank = tf_config.read(environ)
+    if spec is None or rank is None or spec.world == 1:
         return None
-    addresses = " ".join(address for _, _, address in found.spec.tasks)
-    return Attached(found.rank, found.spec.world, found.local_rank, *found.address, tf_config.NAME, addresses)
+    addresses = [address for _, _, address in spec.tasks]
+    hosts = [cluster_spec.split(address)[0] for address in addresses]
+    contact = cluster_spec.split(addresses[0])
+    local_rank = hosts[:rank].count(hosts[rank])
+    return Attached(rank, spec.world, local_rank, *contact, tf_config.NAME, " ".join(addresses))
 
 
 def _srun(environ: Mapping[str, str]) -> Attached:
@@ -160,54 +167,41 @@ def _srun(environ: Mapping[str, str]) -> Attached:
         raise _problem("under srun on several hosts neither SLURM_STEP_NODELIST nor MASTER_ADDR is set", "MASTER_ADDR")
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     derived = 0 if one_host else 20000 + zlib.crc32(job.encode()) % 10000
-    port = environ.get("MASTER_PORT") or (reserved.group() if reserved else str(derived))
-    return Attached(
-        _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS"),
-        _number(environ, "SLURM_LOCALID", "0"), address, _number({"MASTER_PORT": port}, "MASTER_PORT"), "srun", job,
-    )  # fmt: skip
+    port = _number(environ, "MASTER_PORT", reserved.group() if reserved else str(derived))
+    return _checked(environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), address, port, "srun", job)
 
 
 def _mpirun(
     environ: Mapping[str, str], rank: str, world: str, local_rank: str, local_world: str, job: str | None
 ) -> Attached:
-    place = _number(environ, rank), _number(environ, world), _number(environ, local_rank, environ.get(rank))
-    one_host = _number(environ, local_world, str(place[1])) == place[1]
+    num_ranks = _number(environ, world)
+    one_host = _number(environ, local_world, str(num_ranks)) == num_ranks
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else "")
     port = _number(environ, "MASTER_PORT", "0")
     if not address or not (port or one_host):
-        raise _problem(
-            f"mpirun started {place[1]} ranks on several hosts, and MASTER_ADDR or MASTER_PORT is not set",
-            "MASTER_ADDR", "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
-        )  # fmt: skip
-    # without a job name, the common parent process names the job
-    return Attached(*place, address, port, "mpirun", job or f"parent-{os.getppid()}")
+        what = f"mpirun started {num_ranks} ranks on several hosts, and MASTER_ADDR or MASTER_PORT is not set"
+        command = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+        raise _problem(what, "MASTER_ADDR", command)
+    job = job or f"parent-{os.getppid()}"  # without a job name, the parent process identifies the job
+    return _checked(environ, (rank, world, local_rank), address, port, "mpirun", job)
 
 
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[003-005,9],x1` -> `gpu003`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+def _checked(
+    environ: Mapping[str, str], names: tuple[str, str, str], address: str, port: int, source: str, job: str
+) -> Attached:
+    """Return the rank whose numbers the variables `names` (rank, world, local rank) have, if they are consistent."""
+    rank, world = _number(environ, names[0]), _number(environ, names[1])
+    local_rank = _number(environ, names[2], "0" if source == "srun" else str(rank))
+    for name, number, label in ((names[0], rank, "rank"), (names[2], local_rank, "local rank")):
+        if not 0 <= number < world:
+            raise _problem(f"{_shown(environ, *names)}: the {label} must be below the world size {world}", name)
+    if not 0 <= port < 65536 or (port == 0 and source == "torchrun"):
+        raise _problem(f"MASTER_PORT={port} is not a port (1 to 65535)", "MASTER_PORT")
+    return Attached(rank, world, local_rank, address, port, source, job)
 
 
-def _checked(place: Attached, environ: Mapping[str, str], names: tuple[str, ...]) -> Attached:
-    shown = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
-    if not 0 <= place.rank < place.world:
-        raise _problem(f"{shown}: the rank must be below the world size {place.world}", names[0])
-    if not 0 <= place.local_rank < place.world:
-        raise _problem(f"{shown}: the local rank must be below the world size {place.world}", names[2])
-    if not 0 <= place.master_port < 65536 or (place.master_port == 0 and place.source == "torchrun"):
-        raise _problem(f"MASTER_PORT={place.master_port} is not a port (1 to 65535)", "MASTER_PORT")
-    return place
-
-
-def _refuse_partial(environ: Mapping[str, str], present: list[str]) -> None:
-    shown = ", ".join(f"{name}={environ[name]}" for name in (*present, "TORCHELASTIC_RUN_ID") if environ.get(name))
-    missing = ", ".join(name for name in TORCHRUN if name not in present)
-    raise _problem(
-        f"{shown} is set, but {missing} is not: left over from another job, or not all passed on",
-        present[0] if present else "TORCHELASTIC_RUN_ID",
-        f"unset {' '.join(TORCHRUN)} TORCHELASTIC_RUN_ID",
-    )
+def _shown(environ: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -219,4 +213,4 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def _problem(what: str, where: str, command: str = "") -> EnvironmentProblem:
-    return EnvironmentProblem(Problem(what, where=where, command=command))
+    return EnvironmentProblem(Problem(what, where, command=command))

@@ -1,7 +1,7 @@
-"""What went wrong with which rank, which of it came first, and how to say so in a few lines. Torch-free.
+"""Failures of ranks: what went wrong, which failure is the root cause, and the message for the user. Torch-free.
 
-A rank whose peer vanished fails too, within milliseconds: it is a victim, never the cause. So causes are ordered by
-kind first (signals, exceptions and exits, then aborts, then lost connections) and by time second.
+A rank that loses its connection to a failed rank fails too, within milliseconds. It is a victim, not the cause. So
+failures are compared by kind first (`Failure.order`) and by time second.
 """
 
 from __future__ import annotations
@@ -12,35 +12,56 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from parallelrun import reserve, sequences, user_code
-from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem
+from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem, cause_chain
+from parallelrun.launch.heartbeat import Heartbeat
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
+CAUSE, SUSPECT, TIMED_OUT, LOST_PEER = range(4)  # Failure.order, from causes to victims
+GRACE_S = 1.0  # after the first failure: time for other ranks to write theirs
+MAX_LINES = 25  # of an error message
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed|recvValue failed|failed to recv"
     r"|sendBytes failed|connection was (closed|aborted)|remote process exited|Connection timed out",
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout after|Wait timeout|operation timed out", re.IGNORECASE)
-_OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
-MAX_LINES = 25
+_TORCH_ERRORS = ("RuntimeError", "ConnectionError", "DistError", "DistBackendError", "DistNetworkError",
+                 "DistStoreError")  # fmt: skip
+_SIGNAL_HINTS = {
+    "SIGKILL": "likely the out-of-memory killer: see dmesg",
+    "SIGSEGV": "a crash in native code: the stack is in the log",
+    "SIGBUS": "often a full /dev/shm",
+    "SIGABRT": "native code gave up: see the log",
+}
+# a message that begins so continues the sentence "rank 2 (...)"
+_VERBS = ("died:", "lost ", "blocked:", "waited ", "hangs:", "stopped ")
+
+
+@dataclass(frozen=True)
+class ConsoleOptions:
+    """How a run talks to the user. overrides: for the command that resumes the run; verbose: show tracebacks."""
+
+    overrides: tuple[str, ...] = ()
+    verbose: bool = False
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed. `what` is one line; `time_ns` CLOCK_MONOTONIC; `order` 0 for causes, more for victims."""
+    """How one rank failed. `what` is one line; `time_ns` is CLOCK_MONOTONIC; frames: of the user's own code."""
 
     rank: int
     what: str
     exit_code: int
-    time_ns: int
-    order: int = 0
+    time_ns: int = field(default_factory=lambda: time.monotonic_ns())
+    order: int = CAUSE
     pid: int = 0
     step: int = 0
     phase: str = ""
@@ -48,58 +69,57 @@ class Failure:
     traceback: str = ""
     frames: tuple[str, ...] = ()
 
+    def at(self, heartbeat: Heartbeat, pid: int) -> Failure:
+        """Return this failure with the step and phase of the rank's last heartbeat, and its pid."""
+        return replace(self, pid=pid, step=heartbeat.step, phase=heartbeat.phase)
 
-def of_exception(error: BaseException, rank: int, time_ns: int, traceback: str, alone: bool = False) -> Failure:
-    """The Failure of a rank whose worker raised. alone: there is no other rank, so an exception is a failed run (1)."""
+
+def of_exception(error: BaseException, rank: int, time_ns: int, single_rank: bool = False) -> Failure:
+    """Return the Failure of a rank whose worker raised. In a run of a single rank the exit code is 1 instead of 6."""
+    text = "".join(traceback.format_exception(error))
     if isinstance(error, ParallelrunError):
-        order = 3 if error.of_another_rank else 0
-        return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=traceback)
-    chain = list(_chain(error))
+        order = LOST_PEER if error.of_another_rank else CAUSE
+        return Failure(rank, str(error), error.exit_code, time_ns, order, problems=error.problems, traceback=text)
+    chain = cause_chain(error)
     if any(isinstance(e, OSError) and e.errno in reserve.NO_ROOM for e in chain):
-        return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=traceback)
-    name = type(error).__name__
-    what = f"{name}: {_first_line(str(error))}".rstrip(": ")
-    torch_said = [str(e) for e in chain if type(e).__name__ in _OF_TORCH]
-    if any(_LOST_PEER.search(text) for text in torch_said):
-        return Failure(rank, f"lost its peers ({what})", EXIT_RANK_DIED, time_ns, order=3, traceback=traceback)
-    if any(_TIMED_OUT.search(text) for text in torch_said):
-        return Failure(rank, f"waited too long ({what})", EXIT_HANG, time_ns, order=2, traceback=traceback)
-    code = ParallelrunError.exit_code if alone else EXIT_RANK_DIED
-    return Failure(rank, what, code, time_ns, traceback=traceback, frames=tuple(user_code.frames(error)))
+        return Failure(rank, f"no room to write: {error}", EnvironmentProblem.exit_code, time_ns, traceback=text)
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+    what = f"{type(error).__name__}: {first_line}".rstrip(": ")
+    from_torch = [str(e) for e in chain if type(e).__name__ in _TORCH_ERRORS]
+    if any(map(_LOST_PEER.search, from_torch)):
+        return Failure(rank, f"lost its peers ({what})", EXIT_RANK_DIED, time_ns, LOST_PEER, traceback=text)
+    if any(map(_TIMED_OUT.search, from_torch)):
+        return Failure(rank, f"waited too long ({what})", EXIT_HANG, time_ns, TIMED_OUT, traceback=text)
+    code = ParallelrunError.exit_code if single_rank else EXIT_RANK_DIED
+    return Failure(rank, what, code, time_ns, traceback=text, frames=tuple(user_code.frames(error)))
 
 
 def of_exit(rank: int, status: int, time_ns: int, out_of_memory: bool = False) -> Failure:
-    """The Failure of a rank that ended without a word. status: exit code, or minus the signal's number."""
+    """Return the Failure of a rank that wrote none. status: its exit code, or minus the number of a signal."""
     if status >= 0:
         return Failure(rank, f"exit {status} without an exception", EXIT_RANK_DIED, time_ns)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    hint = {
-        "SIGKILL": "the out-of-memory killer" if out_of_memory else "likely the out-of-memory killer: see dmesg",
-        "SIGSEGV": "a crash in native code: the stack is in the log",
-        "SIGBUS": "often a full /dev/shm",
-        "SIGABRT": "native code gave up: see the log",
-    }.get(name)
-    what = f"died: {name}" + (f" ({hint})" if hint else "")
-    # native threads abort when a peer is lost, so an abort is the cause only where nothing better is known
-    return Failure(rank, what, EXIT_RANK_DIED, time_ns, order=1 if name == "SIGABRT" else 0)
+    hint = "the out-of-memory killer" if out_of_memory and name == "SIGKILL" else _SIGNAL_HINTS.get(name)
+    # native threads abort when they lose a peer, so an abort is the cause only if there is no other failure
+    order = SUSPECT if name == "SIGABRT" else CAUSE
+    return Failure(rank, f"died: {name}" + (f" ({hint})" if hint else ""), EXIT_RANK_DIED, time_ns, order)
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that came first, victims last."""
+    """Return the failure that caused the others: causes before victims, then the earliest."""
     return min(failures, key=lambda failure: (failure.order, failure.time_ns))
 
 
 def of_mismatch(directory: Path) -> Failure | None:
-    """The Failure of ranks that have issued different collectives in their first steps; None when they have not."""
+    """Return the Failure of a rank that issued different collectives in its first steps; None if there is none."""
     found = sequences.first_mismatch(sequences.read_all(directory))
     if found is None:
         return None
-    problem = found.problem()
-    return Failure(found.suspects[0], problem.what, EXIT_RANK_DIED, time.monotonic_ns(), problems=(problem,))
+    return Failure(found.suspects[0], found.problem().what, EXIT_RANK_DIED, problems=(found.problem(),))
 
 
 def explained(failure: Failure, directory: Path) -> Failure:
-    """The same failure, or the mismatch of collectives that a hang, a crash or a lost connection came from."""
+    """Return the mismatch of collectives that led to `failure`, if there is one, else `failure`."""
     found = None if failure.problems else of_mismatch(directory)
     if found is None:
         return failure
@@ -107,94 +127,59 @@ def explained(failure: Failure, directory: Path) -> Failure:
 
 
 def write(directory: Path, failure: Failure) -> None:
-    """Keep a rank's failure as `errors/rank_<n>.json`."""
+    """Write a rank's failure to `errors/rank_<n>.json`."""
     (directory / "errors").mkdir(mode=0o700, exist_ok=True)
-    write_json(_path(directory, failure.rank), {**asdict(failure), "host": socket.gethostname()})
+    fields = {**asdict(failure), "host": socket.gethostname()}
+    write_json(directory / "errors" / f"rank_{failure.rank}.json", fields)
 
 
 def read(directory: Path, rank: int) -> Failure | None:
-    """What rank `rank` wrote before it ended; None when it could not."""
+    """Return the failure that `rank` has written; None if there is none or it is incomplete."""
     try:
-        fields: dict[str, Any] = json.loads(_path(directory, rank).read_text())
+        fields: dict[str, Any] = json.loads((directory / "errors" / f"rank_{rank}.json").read_text())
     except (OSError, ValueError):
         return None
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
-    fields["problems"] = tuple(Problem(**problem) for problem in fields["problems"])
-    fields["frames"] = tuple(fields["frames"])
-    return Failure(**fields)
+    problems = tuple(Problem(**problem) for problem in fields["problems"])
+    return Failure(**{**fields, "problems": problems, "frames": tuple(fields["frames"])})
 
 
-def block(
-    failure: Failure, plan: Plan, directory: Path, overrides: Sequence[str] = (), verbose: bool = False
-) -> list[str]:
-    """The last words on the screen: what, which rank where, at which step, how to go on. At most MAX_LINES lines."""
-    lines = problem_lines(failure.problems)
-    coordinate = f"{coordinates(plan, failure.rank)}, {socket.gethostname()}, pid {failure.pid}"
-    if not failure.problems:
-        separator = " " if failure.what.split(" ")[0] in ("died:", "lost", "waited", "hangs:", "stopped") else ": "
-        lines.append(f"error: rank {failure.rank} ({coordinate}){separator}{failure.what}")
+def message(failure: Failure, plan: Plan, directory: Path, options: ConsoleOptions = ConsoleOptions()) -> list[str]:
+    """Return at most MAX_LINES lines: what failed, on which rank and step, and how to resume."""
+    rank = failure.rank
+    lines = [line for problem in failure.problems for line in problem.lines()]
+    if not lines:
+        separator = " " if failure.what.startswith(_VERBS) else ": "
+        process = f"{coordinate(plan, rank)}, {socket.gethostname()}, pid {failure.pid}"
+        lines = [f"error: rank {rank} ({process}){separator}{failure.what}"]
     phase = f", phase {failure.phase}" if failure.phase else ""
-    lines.append(f"  at: rank {failure.rank}, step {failure.step}{phase}")
-    lines += [f"  in: {frame}" for frame in failure.frames]
-    lines += how_to_resume(directory, overrides)
-    lines.append(f"  log: {directory / 'logs' / f'rank_{failure.rank}.log'}")
-    if verbose and failure.traceback:
+    lines += [f"  at: rank {rank}, step {failure.step}{phase}", *(f"  in: {frame}" for frame in failure.frames)]
+    lines += [*how_to_resume(directory, options), f"  log: {directory / 'logs' / f'rank_{rank}.log'}"]
+    if options.verbose and failure.traceback:
         lines += ["", *failure.traceback.rstrip().splitlines()]
-    if len(lines) > MAX_LINES:
-        keep = MAX_LINES // 2
-        lines = [*lines[:keep], "  ...", *lines[-keep:]]
-    return lines
+    half = MAX_LINES // 2
+    return lines if len(lines) <= MAX_LINES else [*lines[:half], "  ...", *lines[-half:]]
 
 
-def problem_lines(problems: Iterable[Problem]) -> list[str]:
-    """The shape of every error message."""
-    lines = []
-    for problem in problems:
-        lines.append(f"error: {problem.what}")
-        parts = (("  where", problem.where), ("  did you mean", problem.suggestion), ("  try", problem.command))
-        lines += [f"{label}: {text}" for label, text in parts if text]
-    return lines
-
-
-def how_to_resume(directory: Path, overrides: Sequence[str]) -> list[str]:
-    """The newest complete checkpoint, and the command that goes on from it."""
+def how_to_resume(directory: Path, options: ConsoleOptions) -> list[str]:
+    """Return lines with the newest complete checkpoint and the command that resumes from it."""
     saved = last_checkpoint(directory)
     if saved is None:
         return ["  last good checkpoint: none"]
-    kept = [word for word in overrides if not word.startswith("resume=")]
+    kept = [word for word in options.overrides if not word.startswith("resume=")]
     command = shlex.join([*kept, f"resume={saved[1]}"])
     return [f"  last good checkpoint: step {saved[0]}", f"  resume with: parallelrun {command}"]
 
 
-def coordinates(plan: Plan, rank: int) -> str:
-    """`dp=1 tp=1 pp=0`, or `server 0`."""
+def coordinate(plan: Plan, rank: int) -> str:
+    """Return `dp=1 tp=1 pp=0` for a worker, `server 0` for a server."""
     if plan.role(rank) == "server":
         return f"server {rank - plan.num_workers}"
-    coordinate = plan.mesh.coordinate(rank)
-    return " ".join(f"{axis}={coordinate.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
+    found = plan.mesh.coordinate(rank)
+    return " ".join(f"{axis}={found.get(axis, 0)}" for axis in ("dp", "tp", "pp"))
 
 
 def last_checkpoint(directory: Path) -> tuple[int, Path] | None:
-    """(step, path) of the newest complete checkpoint of a run: they are renamed into place when complete."""
-    found = []
-    for path in directory.glob("checkpoints/step_*"):
-        match = re.fullmatch(r"step_(\d+)", path.name)
-        if match and path.is_dir():
-            found.append((int(match.group(1)), path))
-    return max(found, default=None)
-
-
-def _path(directory: Path, rank: int) -> Path:
-    return directory / "errors" / f"rank_{rank}.json"
-
-
-def _chain(error: BaseException | None) -> Iterable[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]
+    """Return (step, path) of a run's newest checkpoint. One that is being written has a hidden name."""
+    steps = [path for path in directory.glob("checkpoints/step_*") if path.is_dir() and path.name[5:].isdigit()]
+    return max(((int(path.name[5:]), path) for path in steps), default=None)

@@ -1,4 +1,4 @@
-"""Where a rank's words go: every rank into `logs/rank_<n>.log`, rank 0's screen output to the terminal as well."""
+"""Output of ranks: every rank writes to `logs/rank_<n>.log`; rank 0's stdout goes to the terminal as well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -16,23 +16,23 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r(?=\n)")
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """The log of one rank."""
+    """Return the path of a rank's log."""
     return directory / "logs" / f"rank_{rank}.log"
 
 
 def open_log(directory: Path, rank: int) -> int:
-    """A descriptor that appends to the log of `rank`."""
+    """Return a descriptor that appends to a rank's log."""
     return os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 class Log:
-    """A log that may be on a full disk: what has no room there is lost, and the run goes on."""
+    """A text file that loses what a full disk cannot hold instead of raising, so that the run continues."""
 
     def __init__(self, file: TextIO):
         self._file = file
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else (`fileno`, `encoding`, ...) is the file's."""
+        """Return the file's attribute (`fileno`, `encoding`, `isatty`, ...)."""
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:
@@ -50,62 +50,44 @@ class Log:
 
 
 class Screen(Log):
-    """The terminal with a plain copy in the log. A closed terminal (`| head`) ends the echo, never the run."""
+    """The terminal, with a plain copy in the log. A closed terminal (`| head`) does not end the run."""
 
     def __init__(self, terminal: TextIO, log: TextIO):
+        terminal.fileno()  # raises if there is no terminal
         super().__init__(terminal)
-        self._terminal: TextIO | None = terminal
-        self._log = log
-        self._descriptor = terminal.fileno()
-        self._is_terminal = terminal.isatty()
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-    def fileno(self) -> int:
-        return self._descriptor
+        self._log, self._is_closed = log, False
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk must not end a run that only wanted to say something
-            self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
-        self._try(text)
+        self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
+        self._try(lambda: self._file.write(text))
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._log.flush()
-        self._try(None)
+        self._log.flush()
+        self._try(self._file.flush)
 
-    def _try(self, text: str | None) -> None:
-        if self._terminal is None:
-            return
+    def _try(self, action: Callable[[], object]) -> None:
         try:
-            if text is None:
-                self._terminal.flush()
-            else:
-                self._terminal.write(text)
-        except (BrokenPipeError, OSError):
-            self._terminal = None
+            if not self._is_closed:
+                action()
+        except OSError:
+            self._is_closed = True
 
 
-def _log_to(descriptor: int) -> TextIO:
-    return cast(TextIO, Log(open(descriptor, "w", buffering=1, closefd=False, errors="backslashreplace")))
+def redirect(directory: Path, rank: int) -> None:
+    """Send this process's output to its log permanently; rank 0's stdout goes to the terminal, too.
 
-
-def redirect(directory: Path, rank: int, keeps_terminal: bool) -> None:
-    """Send this process's output to its log for good; with `keeps_terminal`, stdout goes to the terminal too.
-
-    faulthandler writes crashes, and all threads' stacks on SIGUSR1, into the log.
+    faulthandler writes crashes, and on SIGUSR1 the stacks of all threads, to the log.
     """
     log = open_log(directory, rank)
     os.dup2(log, 2)
-    sys.stderr = _log_to(2)  # for good
-    if keeps_terminal:
+    sys.stderr = _text_log(2)
+    if rank == 0:
         terminal = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
         sys.stdout = cast(TextIO, Screen(terminal, sys.stderr))
     else:
         os.dup2(log, 1)
-        sys.stdout = _log_to(1)
+        sys.stdout = _text_log(1)
     os.close(log)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -114,23 +96,23 @@ def redirect(directory: Path, rank: int, keeps_terminal: bool) -> None:
 
 
 @contextlib.contextmanager
-def copied(directory: Path, rank: int):
-    """While a worker runs inline: stdout is copied into its log, stderr (warnings, tracebacks) goes there alone."""
+def copied(directory: Path, rank: int) -> Iterator[TextIO]:
+    """While a worker runs inline: copy stdout to its log, and send stderr (warnings, tracebacks) only to the log."""
     descriptor = open_log(directory, rank)
+    before = sys.stdout
     try:
-        log = _log_to(descriptor)
-        before = sys.stdout
-        try:
+        log = _text_log(descriptor)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a caller may have replaced stdout
             sys.stdout = cast(TextIO, Screen(before, log))
-        except (OSError, ValueError, AttributeError):  # stdout has no descriptor (captured by a caller)
-            sys.stdout = before
-        try:
-            with contextlib.redirect_stderr(log):
-                yield log
-        finally:
-            with contextlib.suppress(ValueError):
-                sys.stdout.flush()
-            sys.stdout = before
-            log.flush()
+        with contextlib.redirect_stderr(log):
+            yield log
     finally:
+        with contextlib.suppress(ValueError):
+            sys.stdout.flush()
+        sys.stdout = before
+        log.flush()
         os.close(descriptor)
+
+
+def _text_log(descriptor: int) -> TextIO:
+    return cast(TextIO, Log(open(descriptor, "w", buffering=1, closefd=False, errors="backslashreplace")))

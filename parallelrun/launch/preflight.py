@@ -1,4 +1,4 @@
-"""What this machine must have before a process is started: GPUs, memory, cores."""
+"""Checks of this machine before any rank starts: compiler, GPUs, memory, cores, disk."""
 
 from __future__ import annotations
 
@@ -6,132 +6,109 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
+from parallelrun.checkpoint.resume import keeps_last_state
 from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.launch.environment import Attached, host_cores, num_cores
-from parallelrun.plan.structure import Memory, Plan
-from parallelrun.wording import gib
+from parallelrun.plan import prediction
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+from parallelrun.routing_log import NUMBERS_WRITTEN
+from parallelrun.wording import counted, gib
 
-CROWDED = 8  # ranks per core beyond which a run is mostly waiting
+CROWDED = 8  # ranks per core beyond which a run mostly waits
+_ROW_BYTES = 512  # per step in metrics.jsonl: measured 300 to 450
+_NUMBER_BYTES = 6  # in routing.jsonl, which has two numbers per expert, layer and step
 
 
 def check(config: Config, plan: Plan, attached: Attached | None) -> list[str]:
-    """Sentences the user should read before the run. Raises ConfigError when the launcher's world is not the plan's,
-    EnvironmentProblem (with numbers) when this machine cannot hold the run."""
+    """Return notes for the user. Raises ConfigError if the launcher started another number of ranks than the plan has,
+    EnvironmentProblem (with numbers) if the run does not fit on this machine."""
     if attached and attached.world != plan.world:
-        raise ConfigError(
-            Problem(
-                f"{attached.source} started {attached.world} ranks, the plan has {plan.world}",
-                where="world",
-                suggestion=f"degrees whose product is {attached.world}, or {plan.world} ranks",
-                kind="arithmetic",
-            )
-        )
-    _check_compiler(config, plan)
-    if attached:  # its ranks may be on other hosts: each tells of its GPU when it joins
-        if plan.device == "cuda":
-            _check_gpus(needed=1)
-        on_this_host = plan.device == "cpu" and attached.master_addr in ("127.0.0.1", "localhost", "::1")
-        return crowding(plan.world, host_cores()) if on_this_host else []
+        what = f"{attached.source} started {attached.world} ranks, the plan has {plan.world}"
+        fix = f"degrees whose product is {attached.world}, or {plan.world} ranks"
+        raise ConfigError(Problem(what, "world", fix, kind="arithmetic"))
+    compiler = os.environ.get("CXX") or "g++"  # torch's inductor generates C++ for the CPU
+    if config.compile and plan.device == "cpu" and shutil.which(compiler.split()[0]) is None:
+        what = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
+        fix = "apt-get install g++, or CXX=<your compiler>"
+        raise EnvironmentProblem(Problem(what, "compile", "compile=false", fix))
     if plan.device == "cuda":
-        _check_gpus(plan.num_workers)
-        return check_gpu_memory(plan, gpu_bytes())
-    return [*crowding(plan.world, num_cores()), *_check_memory(plan, available_bytes(), each=False)]
-
-
-def check_gpu_memory(plan: Plan, available: int) -> list[str]:
-    """Sentences of warning. Raises EnvironmentProblem when a rank's state does not fit `available` bytes of a GPU."""
-    return _check_memory(plan, available, each=True)
+        # ranks of another launcher may be on other hosts: each reports its GPU when it joins
+        smallest = _check_gpus(needed=1 if attached else plan.num_workers)
+        return [] if attached else check_memory(plan, smallest, per_rank=True)
+    if attached:
+        one_host = attached.master_addr in ("127.0.0.1", "localhost", "::1")
+        return crowding(plan.world, host_cores()) if one_host else []
+    return [*crowding(plan.world, num_cores()), *check_memory(plan, available_bytes(), per_rank=False)]
 
 
 def crowding(world: int, cores: int) -> list[str]:
-    """Ranks that share cores are said."""
+    """Return a note if ranks share cores."""
     if world <= cores:
         return []
-    note = f"step time is no scaling measurement: {world} ranks on {cores} core{'s' * (cores > 1)}"
+    note = f"step time is no scaling measurement: {world} ranks on {counted(cores, 'core')}"
     return [note + (f" (more than {CROWDED} a core: expect it to be slow)" if world > CROWDED * cores else "")]
 
 
-def _check_compiler(config: Config, plan: Plan) -> None:
-    """compile=true makes C++ on the CPU, as torch's inductor does: by CXX, or g++."""
-    compiler = os.environ.get("CXX") or "g++"
-    if config.compile and plan.device == "cpu" and shutil.which(compiler.split()[0]) is None:
-        what = f"compile=true on the CPU needs a C++ compiler, and there is no {compiler}"
-        raise EnvironmentProblem(
-            Problem(what, "compile", "compile=false", "apt-get install g++, or CXX=<your compiler>")
-        )
+# -- GPUs
 
 
-def _check_gpus(needed: int) -> None:
-    """device=cuda needs a GPU for each local rank."""
+class Gpu(NamedTuple):
+    """The GPU of one rank. identity: equal in all processes that see this GPU; empty if the process sees no GPU."""
+
+    identity: str = ""
+    num_bytes: int = 0
+    num_visible: int = 0
+
+
+def gpu_index(local_rank: int, num_visible: int) -> int:
+    """Return the index of a rank's GPU among those that its process sees.
+
+    torchrun shows every process all GPUs of the host. `srun --gpus-per-task=1` shows each process only its own GPUs,
+    numbered from 0.
+    """
+    return local_rank % max(num_visible, 1)  # without any GPU, torch raises a clear error
+
+
+def gpu_of_rank(local_rank: int) -> Gpu:
+    """Return the GPU that the rank of this process would use."""
+    import torch
+
+    num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_visible:
+        return Gpu()
+    properties = torch.cuda.get_device_properties(gpu_index(local_rank, num_visible))
+    return Gpu(str(properties.uuid), properties.total_memory, num_visible)
+
+
+def _check_gpus(needed: int) -> int:
+    """Return the memory of the smallest visible GPU in bytes. Raises EnvironmentProblem if there are too few GPUs."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = [item.strip() for item in visible.split(",") if item.strip()] if visible is not None else []
-    said = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    listed = [item.strip() for item in (visible or "").split(",") if item.strip()]
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if len(set(listed)) < len(listed):
         raise EnvironmentProblem(Problem(f"CUDA_VISIBLE_DEVICES={visible!r} names a GPU twice", "CUDA_VISIBLE_DEVICES"))
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found == 0:
         built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA, so without NCCL"
-        raise EnvironmentProblem(
-            Problem(f"device=cuda, and 0 GPUs are visible{said}{built}", "device", "device=cpu")
-        )  # fmt: skip
+        raise EnvironmentProblem(Problem(f"device=cuda, and 0 GPUs are visible{shown}{built}", "device", "device=cpu"))
     if found < needed:
-        raise EnvironmentProblem(
-            Problem(
-                f"the plan puts {needed} ranks on this host, one GPU each, and {found} are visible{said}",
-                where="world",
-                suggestion=f"degrees whose product is at most {found}, or device=cpu",
-            )
-        )
+        what = f"the plan puts {needed} ranks on this host, one GPU each, and {found} are visible{shown}"
+        fix = f"degrees whose product is at most {found}, or device=cpu"
+        raise EnvironmentProblem(Problem(what, "world", fix))
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(found))
 
 
-def _check_memory(plan: Plan, available: int | None, each: bool) -> list[str]:
-    """each: `available` is per rank (GPUs), else for all ranks together (one host's memory)."""
-    if available is None:
-        return []
-    from parallelrun.plan import prediction
-
-    classes = prediction.rank_classes(plan)
-    on_devices = [(rank, count) for rank, count in classes if not each or plan.role(rank) == "worker"]
-    rows = [(prediction.memory(plan, rank), count) for rank, count in on_devices]
-    state = _sum_or_max([(_state_bytes(memory), count) for memory, count in rows], each)
-    total = _sum_or_max([(memory.total, count) for memory, count in rows], each)
-    holder = "a rank needs" if each else f"{plan.world} rank{'s' * (plan.world > 1)} on this host need"
-    if state > available:
-        # certain, whatever the activations are
-        raise EnvironmentProblem(
-            Problem(
-                f"{holder} {gib(state)} for weights, gradients and optimizer, and {gib(available)} are available",
-                where="memory",
-                suggestion="a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices",
-                command="parallelrun plan ... (memory by rank and by what holds it)",
-            )
-        )
-    if total > available:
-        return [f"memory may not do: {holder} about {gib(total)}, and {gib(available)} are available"]
-    return []
-
-
-def _state_bytes(memory: Memory) -> int:
-    return memory.weights + memory.gradients + memory.optimizer
-
-
-def _sum_or_max(values: list[tuple[int, int]], each: bool) -> int:
-    return max(value for value, _ in values) if each else sum(value * count for value, count in values)
-
-
-def gpu_bytes() -> int:
-    """Memory of the smallest visible GPU, in bytes."""
-    import torch
-
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+# -- memory
 
 
 def available_bytes() -> int | None:
-    """Memory a new process of this host can get: the kernel's estimate, cut by a container's limit. None: unknown."""
+    """Return the memory that a new process can get, by the kernel and the container's limit; None if unknown."""
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
@@ -145,3 +122,86 @@ def available_bytes() -> int | None:
         return available if limit == "max" else min(available, max(0, int(limit) - used))
     except (OSError, ValueError):
         return available
+
+
+def check_memory(plan: Plan, available: int | None, per_rank: bool) -> list[str]:
+    """Return warnings. Raises EnvironmentProblem if weights, gradients and optimizer state do not fit.
+
+    available: bytes of each worker's GPU (per_rank), else of the host for all ranks; None if unknown.
+    """
+    if available is None:
+        return []
+    rows = [row for row in prediction.rank_classes(plan) if not per_rank or plan.role(row[0]) == "worker"]
+    peaks = [(prediction.memory(plan, rank), 1 if per_rank else count) for rank, count in rows]
+    combine = max if per_rank else sum
+    state = combine(count * (memory.weights + memory.gradients + memory.optimizer) for memory, count in peaks)
+    total = combine(count * memory.total for memory, count in peaks)
+    holder = "a rank needs" if per_rank else f"{counted(plan.world, 'rank')} on this host need"
+    if state > available:  # certain, because activations come on top
+        what = f"{holder} {gib(state)} for weights, gradients and optimizer, and {gib(available)} are available"
+        fix = "a smaller model, or more tp, pp or strategy.data.kind=fsdp over more devices"
+        command = "parallelrun plan ... (shows the memory of each rank by kind)"
+        raise EnvironmentProblem(Problem(what, "memory", fix, command))
+    if total > available:
+        return [f"memory may be too small: {holder} about {gib(total)}, and {gib(available)} are available"]
+    return []
+
+
+# -- disk
+
+
+class DiskNeed(NamedTuple):
+    """The most bytes that a run has on the disk. num_checkpoints: those kept and the one that is being written."""
+
+    checkpoint_bytes: int
+    num_checkpoints: int
+    record_bytes: int
+
+    @property
+    def total(self) -> int:
+        return self.num_checkpoints * self.checkpoint_bytes + self.record_bytes
+
+
+def disk_need(config: Config, plan: Plan) -> DiskNeed:
+    """Return the disk space that a run of `plan` needs.
+
+    A checkpoint has weights, optimizer state and state of the data strategy: each element once, and once more for each
+    replica that trains independently.
+    """
+    trained = plan.spec.num_parameters - plan.spec.num_frozen
+    state = plan.spec.num_parameters + trained * plan.optimizer_states
+    replicas = plan.mesh.size("dp")
+    copies = 1 + replicas if plan.data.independent and replicas > 1 else 1
+    kept_state = trained * plan.data.kept_states
+    every, steps = config.checkpoint.every, config.steps
+    saves = steps // every if every else 0
+    saves += keeps_last_state(config) and (not every or steps % every > 0)
+    num_routers = sum(layer.layer_role == "router" for layer in plan.spec.layers())
+    loads = min(NUMBERS_WRITTEN, 2 * steps * num_routers * config.model.experts)
+    return DiskNeed(
+        checkpoint_bytes=(state * copies + kept_state) * BYTES[plan.precision.stored],
+        num_checkpoints=min(saves, max(1, config.checkpoint.keep) + 1),
+        record_bytes=steps * _ROW_BYTES + int(loads) * _NUMBER_BYTES,
+    )
+
+
+def disk_shortage(config: Config, plan: Plan, folder: Path) -> list[str]:
+    """Return a note if the disk of `folder`, which need not exist yet, has less room than the run will write."""
+    if config.verb != "run":
+        return []
+    need, free = disk_need(config, plan), free_bytes(folder)
+    if need.total <= free:
+        return []
+    kept = f" ({need.num_checkpoints - 1} kept while the next is written)" if need.num_checkpoints > 1 else ""
+    checkpoints = f"{need.num_checkpoints} checkpoints of {gib(need.checkpoint_bytes)}{kept} and "
+    parts = f"{checkpoints if need.num_checkpoints else ''}{gib(need.record_bytes)} of records"
+    return [
+        f"the disk may become full: the run needs {gib(need.total)} in {folder} ({parts}), and {gib(free)} are "
+        "free; try checkpoint.keep=1 or runs=<a folder on a larger disk>"
+    ]
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of `folder`, or of the nearest parent folder that exists."""
+    folder = folder.expanduser().absolute()
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free

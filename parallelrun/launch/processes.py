@@ -1,73 +1,59 @@
-"""Starting the ranks of this host: by fork from a launcher that has imported torch and run nothing, else by exec."""
+"""Starting the ranks of this host: by fork from a launcher that has imported torch but not used it, else by exec."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from parallelrun import registry
-from parallelrun.config.schema import Config
 from parallelrun.launch import rank as ranks
-from parallelrun.launch.board import Board
 from parallelrun.launch.environment import for_rank, threads_per_rank
+from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
+from parallelrun.launch.rank import Job, RankSettings
 from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
 _BACKLOG = 4096  # all ranks connect at once
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is launched: the run, its directory (config.yaml is in it), and the worker door."""
-
-    config: Config
-    plan: Plan
-    directory: Path
-    worker: str = ranks.WORKER
-    method: str = ""  # fork | exec; empty: whichever fits
+_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run", "parallelrun.train.bench",
+              "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
 
 
 def preload(job: Job) -> None:
-    """Import what every rank will need, once, in the launcher, unless the ranks are exec'd and do so themselves.
+    """Import the modules of the ranks once in the launcher, if the ranks are forked.
 
-    What cannot be imported fails in the ranks, logged.
+    A failing import is ignored: it fails again in the ranks, which log it.
     """
-    plan, half = job.plan, "runtime"
-    if job.method == EXEC or not _forks(plan):
+    plan = job.plan
+    if job.method == EXEC or not _may_fork(plan):
         return
     with contextlib.suppress(Exception):
         ranks.find_worker(job.worker)
-        import torch.distributed  # noqa: F401
-
-        import parallelrun.checkpoint
-        import parallelrun.report.run
-        import parallelrun.train.bench
-        import parallelrun.train.loop
-        import parallelrun.train.recorder
-        import parallelrun.verify.run  # noqa: F401
-
+        for module in _PRELOADED:
+            import_module(module)
         registry.load("models", job.config.model.name, "network")
         registry.load("datasets", job.config.dataset.name)
         for axis, kind in (("data", plan.data.kind), ("tensor", plan.tensor.kind), ("pipeline", plan.pipeline.kind)):
-            registry.load("strategies", f"{axis}.{kind}", half)
+            registry.load("strategies", f"{axis}.{kind}", "runtime")
 
 
 def method_for(plan: Plan) -> str:
-    """fork, unless a fork would be unsafe: CUDA, macOS, or threads in this process that do not survive one.
+    """Return `exec` if a fork would be unsafe (CUDA, macOS, threads that do not survive a fork), else `fork`.
 
-    Those are Python's (parallel Hydra launchers) and torch's compute threads (an earlier inline run). numpy's OpenBLAS
-    has threads from its import on, but ends them before a fork: so a first fork tells who is left.
+    Such threads are Python's (parallel Hydra launchers) and torch's compute threads (an earlier inline run). numpy's
+    OpenBLAS has threads, too, but ends them before a fork. So if there are threads, one fork shows which ones remain.
     """
-    if not _forks(plan):
+    if not _may_fork(plan):
         return EXEC
     if num_threads() > 1:
         pid = os.fork()
@@ -77,50 +63,39 @@ def method_for(plan: Plan) -> str:
     return FORK if num_threads() == 1 else EXEC
 
 
-def _forks(plan: Plan) -> bool:
+def _may_fork(plan: Plan) -> bool:
     return plan.device != "cuda" and sys.platform == "linux"
 
 
 def num_threads() -> int:
-    """Threads of this process, native ones included (Linux)."""
+    """Return the number of threads of this process, native ones included (Linux)."""
     return len(os.listdir("/proc/self/task"))
 
 
-def start(job: Job, board: Board) -> list[int]:
-    """Start every rank; return their pids. The store's socket is bound to 127.0.0.1 before the first one exists."""
-    plan = job.plan
-    method = job.method or method_for(plan)
-    threads = threads_per_rank(os.environ, plan.world)
-    pids: list[int] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener:
+def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
+    """Start every rank and yield its pid. The store's socket is bound to 127.0.0.1 before the first rank starts."""
+    start_rank = _fork if (job.method or method_for(job.plan)) == FORK else _exec
+    threads = threads_per_rank(os.environ, job.plan.world)
+    with socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG) as listener:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         gc.freeze()
         try:
-            for rank in range(plan.world):
-                place = ranks.Place(
-                    rank, plan.world, rank, rank, job.directory, job.worker, threads, keeps_terminal=rank == 0
-                )
-                pids.append((_fork if method == FORK else _exec)(job, place, board, listener))
-        except BaseException:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            raise
+            for rank in range(job.plan.world):
+                yield start_rank(job, RankSettings(rank, rank, rank, threads), heartbeats, listener)
         finally:
             gc.unfreeze()
-    return pids
 
 
-def _fork(job: Job, place: ranks.Place, board: Board, listener: socket.socket) -> int:
-    parent = os.getpid()
-    # a signal that comes before the child has its own handlers would run the launcher's
+def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+    parent, rank, world = os.getpid(), settings.rank, job.plan.world
+    # until the child has installed its own handlers, a signal would run the launcher's
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-        _own_group(pid)
+        own_group(pid)
         return pid
     code = 1
     try:
@@ -129,35 +104,41 @@ def _fork(job: Job, place: ranks.Place, board: Board, listener: socket.socket) -
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
-        redirect(job.directory, place.rank, place.keeps_terminal)
-        ranks.take_signals(board)
+        redirect(job.directory, rank)
+        ranks.take_signals(heartbeats)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-        environment = for_rank(os.environ, place.rank, place.world, place.threads)
+        environment = for_rank(os.environ, rank, world, settings.threads)
         os.environ.clear()
         os.environ.update(environment)
         port = listener.getsockname()[1]
-        descriptor = listener.detach() if place.rank == 0 else None
+        descriptor = listener.detach() if rank == 0 else None
         if descriptor is None:
             listener.close()
-        connect = partial(ranks.local_store, place.world, port, descriptor) if place.world > 1 else None
-        code = ranks.serve(place, job.config, job.plan, board, connect)
+        connect = partial(ranks.tcp_store, ranks.LOOPBACK, port, world, descriptor) if world > 1 else None
+        code = ranks.serve(job, settings, heartbeats, connect)
     finally:
         ranks.end(code)
-    raise AssertionError("unreachable")
 
 
-def _exec(job: Job, place: ranks.Place, board: Board, listener: socket.socket) -> int:
-    serves = place.rank == 0
-    order = ranks.ExecOrder(
-        place, os.getpid(), board.descriptor, listener.getsockname()[1], listener.fileno() if serves else None
-    )
-    environment = for_rank(os.environ, place.rank, place.world, place.threads)
+def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+    rank, world, serves = settings.rank, job.plan.world, settings.rank == 0
+    order = {
+        "folder": os.fspath(job.directory),
+        "worker": job.worker,
+        "rank": rank,
+        "world": world,
+        "parent": os.getpid(),
+        "heartbeats": heartbeats.descriptor,
+        "port": listener.getsockname()[1],
+        "listener": listener.fileno() if serves else None,
+    }
+    environment = for_rank(os.environ, rank, world, settings.threads)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    log = open_log(job.directory, place.rank)
+    log = open_log(job.directory, rank)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "parallelrun.launch.rank", order.to_json()],
-            pass_fds=[board.descriptor, *([listener.fileno()] if serves else [])],
+            [sys.executable, "-m", "parallelrun.launch.rank", json.dumps(order)],
+            pass_fds=[heartbeats.descriptor, *([listener.fileno()] if serves else [])],
             stdin=subprocess.DEVNULL,
             stdout=None if serves else log,
             stderr=log,
@@ -165,24 +146,45 @@ def _exec(job: Job, place: ranks.Place, board: Board, listener: socket.socket) -
         )
     finally:
         os.close(log)
-    process.returncode = 0  # the supervisor reaps it, not this object
-    _own_group(process.pid)
+    process.returncode = 0  # the supervisor reaps the process, not this object
+    own_group(process.pid)
     return process.pid
 
 
-def _own_group(pid: int) -> None:
-    """A process group of its own: Ctrl-C reaches the launcher alone, and all that a rank started can be ended."""
+def own_group(pid: int) -> None:
+    """Give a rank its own process group: Ctrl-C then reaches only the launcher, and `kill_group` ends its children."""
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a rank that may be gone already."""
+    """Send a signal to a rank that may have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_group(pid: int) -> None:
-    """End what a rank has started. Only before the rank is reaped: until then its number is not given away."""
+    """Kill all processes that a rank has started. Call this before the rank is reaped, while its pid is reserved."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether SIGSTOP or a debugger has stopped a process."""
+    return _proc_stat(pid)[:1] in (["T"], ["t"])
+
+
+def start_time(pid: int) -> str:
+    """Return when a process was started, unique with its pid; `exited <pid>` if it has exited; "" off Linux."""
+    fields = _proc_stat(pid)
+    if fields and fields[0] not in "ZX":  # zombies have exited
+        return fields[19]
+    return f"exited {pid}" if _proc_stat(os.getpid()) else ""
+
+
+def _proc_stat(pid: int) -> list[str]:
+    """Return the fields of `/proc/<pid>/stat` after the process's name; an empty list if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

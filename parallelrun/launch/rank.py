@@ -1,7 +1,7 @@
-"""One rank, from its first to its last moment: device, process group, worker, and an orderly end or a recorded one.
+"""One rank from start to end: device, process group, worker, and an orderly exit or a recorded failure.
 
-As a program (`python -m parallelrun.launch.rank`) it is a rank that was started by exec: on CUDA, which does not
-survive a fork, on macOS, and where the launcher has threads.
+`python -m parallelrun.launch.rank` runs a rank that was started by exec: on CUDA, which does not survive a fork, on
+macOS, and if the launcher has threads.
 """
 
 from __future__ import annotations
@@ -9,55 +9,71 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallelrun import reserve
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
-from parallelrun.launch import failure, gpus
-from parallelrun.launch.board import Board
+from parallelrun.launch import failure, preflight
+from parallelrun.launch.heartbeat import HeartbeatFile
+from parallelrun.launch.output import redirect
 from parallelrun.plan.structure import Plan
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
+LOOPBACK = "127.0.0.1"
 WORKER = "parallelrun.launch.worker:run"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands. slot: its place on the board of its host; worker: `module:function` of the worker door;
-    threads: compute threads, 0 to leave torch's choice."""
+class Job:
+    """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; method: fork |
+    exec, or empty to choose the one that is possible."""
 
-    rank: int
-    world: int
-    local_rank: int
-    slot: int
+    config: Config
+    plan: Plan
     directory: Path
     worker: str = WORKER
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What differs between ranks. slot: in the heartbeat file; threads: compute threads, 0 for OMP_NUM_THREADS."""
+
+    rank: int
+    local_rank: int
+    slot: int = 0
     threads: int = 0
-    keeps_terminal: bool = False
 
 
-def serve(place: Place, config: Config, plan: Plan, board: Board, connect: Callable[[], Store] | None) -> int:
-    """Run the worker of this rank; return the exit code. Never raises: a failure is written to `errors/`, its
-    traceback to stderr. connect: gives the store; None for a run of one rank, which has no process group."""
+def serve(
+    job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: Callable[[], Store] | None = None
+) -> int:
+    """Run the worker of this rank. Return the exit code.
+
+    Never raises: a failure is written to `errors/`, its traceback to stderr. connect: returns the store; None in a run
+    of one rank, which has no process group.
+    """
+    slot = settings.slot
     try:
-        code = _work(place, config, plan, board, connect)
-        board.set_returned(place.slot, code)
+        code = _work(job, settings, heartbeats, connect)
+        heartbeats.set_returned(slot, code)
         return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -65,148 +81,140 @@ def serve(place: Place, config: Config, plan: Plan, board: Board, connect: Calla
         if isinstance(error, SystemExit) and error.code in (0, None):
             error = RuntimeError("the worker called sys.exit()")
         now = time.monotonic_ns()
-        with contextlib.suppress(OSError, ValueError):  # a full disk: the log may have no room
+        with contextlib.suppress(OSError, ValueError):  # the disk of the log may be full
             traceback.print_exception(error)
-        beat = board.read(place.slot)
-        said = failure.of_exception(error, place.rank, now, "".join(traceback.format_exception(error)), connect is None)
-        said = replace(said, pid=os.getpid(), step=beat.step, phase=beat.phase)
+        found = failure.of_exception(error, settings.rank, now, single_rank=connect is None)
+        found = found.at(heartbeats.read(slot), os.getpid())
         try:
-            reserve.insist(place.directory, reserve.ERRORS, partial(failure.write, place.directory, said))
+            reserve.insist(job.directory, reserve.ERRORS, partial(failure.write, job.directory, found))
         except OSError:
-            board.tell(place.slot, said.exit_code, said.order, said.what)
-        return said.exit_code
+            heartbeats.report_failure(slot, found.exit_code, found.order, found.what)
+        return found.exit_code
 
 
-def _work(place: Place, config: Config, plan: Plan, board: Board, connect: Callable[[], Store] | None) -> int:
+def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: Callable[[], Store] | None) -> int:
+    import numpy
     import torch
 
-    if place.threads:
-        torch.set_num_threads(place.threads)
-    seed(config.seed, place.rank)
-    device = _device(plan, place)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    rank, world, slot = settings.rank, job.plan.world, settings.slot
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):  # forked ranks have the launcher's generators
+        seed((job.config.seed * 1_000_003 + rank) % 2**32)
+    device = _device(job.plan, settings)
     store = connect() if connect is not None else None
     if store is not None:
-        _join(place, config, plan, store)
+        _join(job, rank, store)
     context = WorkerContext(
-        rank=place.rank,
-        world=place.world,
-        local_rank=place.local_rank,
+        rank=rank,
+        world=world,
+        local_rank=settings.local_rank,
         device=device,
-        directory=place.directory,
-        heartbeat=partial(board.beat, place.slot),
-        stop_requested=board.stop_requested,
-        save_failed=board.set_failed_save,
-        console_owner=place.rank == 0,
-        gone=partial(_stand_in, place, store),
+        directory=job.directory,
+        heartbeat=partial(heartbeats.beat, slot),
+        stop_requested=heartbeats.stop_requested,
+        save_failed=heartbeats.set_failed_save,
+        console_owner=rank == 0,
+        gone=partial(_leave_for, store, world),
     )
-    code = find_worker(place.worker)(config, plan, context)
+    code: int = find_worker(job.worker)(job.config, job.plan, context)
     if store is not None:
-        board.beat(place.slot, board.read(place.slot).step, "finish")
-        _leave(place, store)
+        heartbeats.beat(slot, heartbeats.read(slot).step, "finish")
+        _leave(store, rank, world)
     return code
 
 
 def find_worker(name: str) -> Any:
-    """`module:function` -> the function."""
+    """Return the function that `module:function` names."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
 
 
-def seed(number: int, rank: int) -> None:
-    """Give this rank random streams of its own: forked processes would share the launcher's."""
-    import random
-
-    import numpy
+def _device(plan: Plan, settings: RankSettings) -> torch.device:
+    """Return the CPU or this rank's GPU. Servers run on the CPU."""
     import torch
 
-    mixed = (number * 1_000_003 + rank) % 2**32
-    random.seed(mixed)
-    numpy.random.seed(mixed)
-    torch.manual_seed(mixed)
-
-
-def _device(plan: Plan, place: Place) -> torch.device:
-    """A worker's own GPU. Servers run on the CPU."""
-    import torch
-
-    if plan.device != "cuda" or plan.role(place.rank) == "server":
+    if plan.device != "cuda" or plan.role(settings.rank) == "server":
         return torch.device("cpu")
-    device = torch.device("cuda", gpus.index(place.local_rank, torch.cuda.device_count()))
+    device = torch.device("cuda", preflight.gpu_index(settings.local_rank, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 
 
-def _join(place: Place, config: Config, plan: Plan, store: Store) -> None:
-    """The process group of the run. Its own timeout is the last resort: the watchers act at `config.timeout_s`.
+def _join(job: Job, rank: int, store: Store) -> None:
+    """Create the process group of the run. Its timeout is the last resort, later than the launcher's hang detection.
 
-    Where there are servers, which may have no GPU, it is gloo's alone, and NCCL is left to the workers' own group.
+    With servers, which may have no GPU, it uses only gloo; the workers have an NCCL group of their own.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if plan.device == "cuda" and not plan.servers else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world,
-        timeout=timedelta(seconds=2 * config.timeout_s + 60),
+        "cpu:gloo,cuda:nccl" if job.plan.device == "cuda" and not job.plan.servers else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=job.plan.world,
+        timeout=timedelta(seconds=2 * job.config.timeout_s + 60),
     )
 
 
-def _leave(place: Place, store: Store) -> None:
-    """All ranks are through, then the group is taken down, and rank 0, which serves the store, leaves last.
+def _leave(store: Store, rank: int, world: int) -> None:
+    """Wait until all ranks have finished, then destroy the process group. Rank 0, which serves the store, exits last.
 
-    They meet in the store, not in a collective: that could pair with one that a rank has left out before.
+    The ranks wait in the store, because a collective could match one that a rank has skipped.
     """
     import torch.distributed as dist
 
-    if store.add("through", 1) == place.world:
-        store.set("all through", "yes")
-    store.wait(["all through"], timedelta(days=1))  # the watchers end it when a rank does not come
+    _count_finished(store, world)
+    store.wait(["all finished"], timedelta(days=1))  # hang detection ends this if a rank does not finish
     dist.destroy_process_group()
-    store.add("left", 1)
+    store.add("exited", 1)
     deadline = time.monotonic() + 5
-    while place.rank == 0 and store.add("left", 0) < place.world and time.monotonic() < deadline:
+    while rank == 0 and store.add("exited", 0) < world and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
-def _stand_in(place: Place, store: Store | None, gone: int) -> None:
-    """Rank `gone` has died and the run goes on: nobody waits for it in `_leave`."""
-    assert store is not None and gone != place.rank
-    if store.add("through", 1) == place.world:
-        store.set("all through", "yes")
-    store.add("left", 1)
+def _leave_for(store: Store | None, world: int, dead_rank: int) -> None:
+    """Count a dead rank as finished, so that the others do not wait for it in `_leave`."""
+    assert store is not None, f"a run of one rank has no rank {dead_rank} that could die"
+    _count_finished(store, world)
+    store.add("exited", 1)
 
 
-def local_store(world: int, port: int, listener: int | None) -> Store:
-    """The store of ranks that share this host: rank 0 (with `listener`, a socket bound to 127.0.0.1) serves it."""
-    import torch.distributed as dist
+def _count_finished(store: Store, world: int) -> None:
+    if store.add("finished", 1) == world:
+        store.set("all finished", "yes")
 
-    return dist.TCPStore(
-        "127.0.0.1", port, world, listener is not None, timedelta(seconds=300), wait_for_workers=False,
+
+def tcp_store(host: str, port: int, world: int, listener: int | None, timeout_s: float = 300.0) -> Store:
+    """Connect to the store at `host:port`. The rank that has `listener`, the descriptor of a socket, serves it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store: Store = TCPStore(
+        host, port, world, listener is not None, timedelta(seconds=timeout_s), wait_for_workers=False,
         master_listen_fd=listener,
     )  # fmt: skip
+    return store
 
 
-def take_signals(board: Board) -> None:
-    """SIGTERM asks all ranks of the host to stop after their step; SIGINT interrupts at once."""
-    signal.signal(signal.SIGTERM, lambda *_: board.request_stop())
+def take_signals(heartbeats: HeartbeatFile) -> None:
+    """Let SIGTERM ask all ranks of the host to stop after their step, and SIGINT interrupt at once."""
+    signal.signal(signal.SIGTERM, lambda *_: heartbeats.request_stop())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal from its own process group
 
 
-def end(code: int) -> None:
-    """Leave without running exit handlers: threads of a lost process group abort in them."""
+def end(code: int) -> NoReturn:
+    """Exit without exit handlers, in which the threads of a failed process group would abort."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            continue
     os._exit(code)
 
 
 def leave_with_parent(parent: int) -> None:
-    """End this process when its launcher ends, however that ends."""
+    """End this process when its launcher ends, in whatever way."""
     if sys.platform == "linux":
         import ctypes
 
@@ -214,7 +222,7 @@ def leave_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    if sys.platform != "linux":  # untested: macOS has no death signal, so a thread looks
+    if sys.platform != "linux":  # untested: macOS has no parent-death signal, so a thread polls
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
@@ -224,48 +232,25 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-@dataclass(frozen=True)
-class ExecOrder:
-    """What an exec'd rank is told on its command line, as JSON: its place, and inherited descriptors."""
-
-    place: Place
-    parent: int
-    board: int
-    port: int
-    listener: int | None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), default=os.fspath)
-
-    @classmethod
-    def from_json(cls, text: str) -> ExecOrder:
-        fields: Mapping[str, Any] = json.loads(text)
-        place = {**fields["place"], "directory": Path(fields["place"]["directory"])}
-        return cls(**{**fields, "place": Place(**place)})
-
-
-def main(text: str) -> None:
-    """The life of an exec'd rank."""
-    order = ExecOrder.from_json(text)
-    place = order.place
-    leave_with_parent(order.parent)
-    board = Board(place.world, order.board)
-    take_signals(board)
-    from parallelrun.launch.output import redirect
-
-    redirect(place.directory, place.rank, place.keeps_terminal)
-
+def main(
+    folder: str, worker: str, rank: int, world: int, parent: int, heartbeats: int, port: int, listener: int | None
+) -> NoReturn:
+    """Run an exec'd rank. heartbeats, listener: inherited descriptors; listener: only of rank 0."""
+    leave_with_parent(parent)
+    heartbeat_file = HeartbeatFile(world, heartbeats)
+    take_signals(heartbeat_file)
+    redirect(Path(folder), rank)
     from parallelrun.plan.freeze import load_frozen
     from parallelrun.plan.resolve import resolve
 
-    config = load_frozen((place.directory / "config.yaml").read_text())
-    plan = resolve(config)
-    if plan.world != place.world:
-        problem = Problem(f"config.yaml says {plan.world} ranks, the launcher started {place.world}", "config.yaml")
-        raise EnvironmentProblem(problem)
-    connect = partial(local_store, place.world, order.port, order.listener) if place.world > 1 else None
-    end(serve(place, config, plan, board, connect))
+    config = load_frozen(Path(folder, "config.yaml").read_text())
+    job = Job(config, resolve(config), Path(folder), worker)
+    if job.plan.world != world:
+        what = f"config.yaml describes {job.plan.world} ranks, but the launcher started {world}"
+        raise EnvironmentProblem(Problem(what, "config.yaml"))
+    connect = partial(tcp_store, LOOPBACK, port, world, listener) if world > 1 else None
+    end(serve(job, RankSettings(rank, rank, rank), heartbeat_file, connect))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(**json.loads(sys.argv[1]))

@@ -1,10 +1,10 @@
 """Same initial weights under every plan and on every device.
 
-A logical tensor is cut into fixed blocks of whole rows of dim 0, at most 16 MiB each; a block is drawn whole on CPU, in
-fp32, from hash(seed, one-device name, block number), and a rank copies out what its Layout says. So no rank ever holds
-more than its shard and one block, and fp64, fp32 and bf16 runs start from the same numbers. The draws are numpy's
-Philox (Salmon et al., SC11), keyed with 128 bits: torch's CPU generator keeps 32 bits of its seed, too few for the
-blocks of a large model.
+A logical tensor is cut along dim 0 into fixed blocks of at most 16 MiB. A block is drawn on CPU, in fp32, from
+hash(seed, one-device name, block number), and a rank copies the part that its Layout assigns to it. So no rank ever
+holds more than its shard and one block, and fp64, fp32 and bf16 runs start from the same numbers. The generator is
+numpy's Philox (Salmon et al., SC11), keyed with 128 bits: torch's CPU generator keeps 32 bits of its seed, too few for
+the blocks of a large model.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
     """Give every parameter of this rank's stages storage on `mesh.device` and its initial values, in place.
 
     Call it after the data strategy has sharded the parts: plain Parameters keep their identity, FSDP2's DTensors get
-    their
-    local shard only. A tied copy gets its original's values. Buffers that are still on meta have no values to be given:
-    modules compute what they need in forward or hold it on a real device.
+    their local shard only. A tied copy gets its original's values. Buffers on meta stay there: modules compute their
+    constants in forward or hold them on a real device.
     """
     originals = dict(plan.spec.tied)
     own: dict[str, Tensor] = {}
@@ -56,10 +55,10 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
 
 
 def logical(spec: ParameterSpec, seed: int, own: dict[str, Tensor] | None = None) -> Tensor:
-    """The whole logical tensor of `spec` in fp32 on CPU: for tests, and for what is small."""
-    whole = torch.empty(spec.shape)
-    fill(whole, spec, tuple((0, size) for size in spec.shape), seed, own or {})
-    return whole
+    """The full logical tensor of `spec` in fp32 on CPU: for tests and small tensors."""
+    full = torch.empty(spec.shape)
+    fill(full, spec, tuple((0, size) for size in spec.shape), seed, own or {})
+    return full
 
 
 def fill(local: Tensor, spec: ParameterSpec, ranges: Ranges, seed: int, own: dict[str, Tensor]) -> None:
@@ -77,7 +76,7 @@ def fill(local: Tensor, spec: ParameterSpec, ranges: Ranges, seed: int, own: dic
 
 
 def _copy_rows(local: Tensor, block: Tensor, start: int, ranges: Ranges) -> None:
-    """Copy what of `block` (whole rows of dim 0 from `start`) lies in `ranges` to its place in `local`."""
+    """Copy the part of `block` (rows of dim 0 from `start`) that is in `ranges` into `local`."""
     if not ranges:
         local.copy_(block)
         return
@@ -107,10 +106,10 @@ def _draw(initialiser: Initialiser, shape: tuple[int, ...], key: str) -> np.ndar
 
 
 def _allocate(part: Network, device: torch.device) -> None:
-    """Storage on `device` for every parameter that has none there, and for buffers that have values.
+    """Give parameters, and buffers that have values, storage on `device`.
 
     Parameters are swapped in place, which keeps their identity: ties between modules and stages, and FSDP2's own
-    references, stay true (`Module.to_empty` would make a new Parameter for every name).
+    references, stay valid (`Module.to_empty` would create a new Parameter for every name).
     """
     for parameter in part.parameters():
         if parameter.device != device:

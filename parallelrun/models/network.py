@@ -42,7 +42,7 @@ class Network(nn.Module):
         """The block of that name."""
         module: nn.Module = self
         for part in name.split("."):
-            module = getattr(module, part)  # `get_submodule` checks what is known here, at 3 us a block and forward
+            module = getattr(module, part)  # `get_submodule` makes checks that cost 3 us per block and forward
         return module
 
     def keep(self, blocks: Sequence[str]) -> Network:

@@ -12,12 +12,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.errors import Problem
 from parallelrun.plan.structure import Batch
 from parallelrun.wording import divisors, either, nearest
 
-DEFAULT_GLOBAL_BATCH = 48
 MICROBATCHES_PER_STAGE = 4  # the bubble of gpipe and 1f1b is then (pp - 1) / (5 pp - 1) of a step: below 20 %
 # More tokens in a microbatch make no kernel faster: SC21 (Narayanan et al. 2021, figures 7 and 16) is fastest at 2 to 8
 # samples of 2,048 tokens, and its largest models run at 1 or 2.

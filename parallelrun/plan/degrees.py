@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.errors import Problem
 from parallelrun.plan import expert_axes, fill_order
-from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.wording import counted, did_you_mean, divisors, nearest
+from parallelrun.wording import counted, divisors, nearest
 
 AXES = ("pp", "dp", "tp")
 LARGEST = 2**20
@@ -74,7 +73,7 @@ def fill(
     several axes (`fill_order`).
     """
     before = len(problems)
-    degrees = Degrees(servers=servers, device=_device(config, gpus, problems))
+    degrees = Degrees(servers=servers, device=_device(config, gpus))
     asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
     for key, value in asked.items():
         if value is not None and not _is_degree(value):
@@ -138,13 +137,9 @@ def _is_degree(value: object) -> bool:
     return type(value) is int and 1 <= value <= LARGEST
 
 
-def _device(config: Config, gpus: int | None, problems: list[Problem]) -> str:
+def _device(config: Config, gpus: int | None) -> str:
     if config.device in ("cpu", "cuda"):
         return config.device
-    if config.device != "auto":
-        known = ("auto", "cpu", "cuda")
-        what = f"device={config.device} is unknown; it is one of {', '.join(known)}"
-        problems.append(Problem(what, "device", did_you_mean(config.device, known, "device=")))
     return "cuda" if gpus else "cpu"
 
 

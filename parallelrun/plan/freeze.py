@@ -1,4 +1,4 @@
-"""The frozen configuration of a run: `config.yaml` in its directory, all that ranks are told. No Hydra, no torch."""
+"""The frozen configuration of a run: its `config.yaml`, from which every rank starts. No Hydra, no torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from parallelrun.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
-# What does not change what a run computes: two configs that differ only here are the same point of a sweep.
-_VOLATILE = ("name", "runs", "ranks", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
+# Keys that do not change the result of a run: configs that differ only here are the same point of a sweep.
+_VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
 
 
 def freeze(config: Config, plan: Plan | None = None) -> str:
-    """YAML text of `config`; with `plan`, what `resolve` filled in stands there as numbers.
+    """YAML text of `config`; with `plan`, it includes the values that `resolve` chose.
 
-    Resolving the frozen config gives the same plan again, anywhere.
+    Resolving the frozen config gives the same plan again, on any machine.
     """
     if plan is not None:
         config = _filled(config, plan)
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120)
+    return str(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120))
 
 
 def load_frozen(text: str) -> Config:
-    """The Config that `freeze` wrote. Raises ConfigError naming the key when the text is not one."""
+    """The Config that `freeze` wrote. Raises ConfigError naming the first invalid key."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(Problem(f"the frozen configuration is not YAML: {error}", "config.yaml")) from error
-    return _build(Config, values, "")
+    return typing.cast(Config, _build(Config, values, ""))
 
 
 def digest(text: str) -> str:
@@ -46,9 +46,9 @@ def digest(text: str) -> str:
 
 
 def identity(config: Config, plan: Plan | None = None) -> str:
-    """sha256 of what a run computes: its config without names, places and the sweep it belongs to.
+    """sha256 of the keys that determine the result of a run, without names, folders and the sweep it belongs to.
 
-    plan: then also with what was filled in and without what nobody reads: two ways to ask for one run are alike.
+    plan: also resolves defaults and drops unread keys, so that two spellings of the same run have one identity.
     """
     values = dataclasses.asdict(config if plan is None else _filled(config, plan))
     for key in _VOLATILE:
@@ -61,7 +61,7 @@ def _filled(config: Config, plan: Plan) -> Config:
 
     folded, problems = shorthands.fold(routing.frozen(lr_scale.numbered(config, plan), plan), frozenset())
     assert not problems, "only a config that was resolved is frozen with its plan"
-    # Folded shorthands and keys that nobody reads (notes in a sweep) would be refused when the ranks resolve again.
+    # The ranks resolve again, and would refuse short names beside their full keys, and unread keys (notes in a sweep).
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
     clear: dict[str, Any] = {
         key: None for key in ("layout", "grid", "depth", "schedule", "virtual_stages", *unread) if hasattr(folded, key)
@@ -89,14 +89,14 @@ def _filled(config: Config, plan: Plan) -> Config:
 
 
 def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
-    """The data strategy with the number of its servers, where it has any, and without what it does not read."""
+    """The data strategy's keys, without those that it does not read, and with the number of its servers."""
     data = config.strategy.data
     read = {key: getattr(data, key) for key in (*plan.data.reads, "kind")}
     return replace(DataStrategyConfig(**read), servers=plan.servers or None)
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:
-    """`values` as `kind`: a dataclass, an optional, a list, a mapping or a plain type."""
+    """Convert `values` to `kind`: a dataclass, an optional, a list, a mapping or a plain type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, values, where)
@@ -112,7 +112,7 @@ def _build(kind: Any, values: Any, where: str) -> Any:
         return float(values)
     if origin is None and type(values) is kind:
         return values
-    raise _wrong(where, f"{values!r} is no {getattr(origin or kind, '__name__', kind)}")
+    raise _wrong(where, f"{values!r} is not of type {getattr(origin or kind, '__name__', kind)}")
 
 
 def _build_dataclass(kind: Any, values: Any, where: str) -> Any:
@@ -126,5 +126,5 @@ def _build_dataclass(kind: Any, values: Any, where: str) -> Any:
 
 
 def _wrong(where: str, what: str) -> ConfigError:
-    key = where.rstrip(".") or "the whole"
+    key = where.rstrip(".") or "the file"
     return ConfigError(Problem(f"the frozen configuration is not valid: {key}: {what}", "config.yaml"))

@@ -170,7 +170,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
             what = f"{key}={name} is unknown; it is one of {', '.join(known)}"
             problems.append(Problem(what, key, did_you_mean(name, known, f"{key}="), f"parallelrun ls {kind}"))
             return None
-    if rules.model(config):
+    if rules.out_of_bounds(config, "model."):
         return None
     try:
         vocab = definitions.dataset(config).vocab_size(config)

@@ -16,11 +16,11 @@ from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import routing_statistics as statistics
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.structure import WORLD, Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted, did_you_mean, divisors, either, nearest
 
-PURPOSE, WORLD = "routing", "world"
+PURPOSE = "routing"
 KEY, WAY = "model.router.", "strategy.expert."
 MODEL = "model=moe_gpt"  # what has experts
 CHOICES_OF = {"gshard": 2, "switch": 1}  # experts of a token, where the kind says it

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from parallelrun import comm
-from parallelrun.mesh import WORLD, Mesh
-from parallelrun.plan.structure import CONTROL_ELEMENTS
+from parallelrun.mesh import Mesh
+from parallelrun.plan.structure import CONTROL_ELEMENTS, WORLD
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import CollectiveMismatch
 from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective
-from parallelrun.sequences import Lane, Sequence, SequenceFile
+from parallelrun.sequences import CollectiveSequence, Lane, SequenceFile
 
 # Of this process, or the next that sends all that is ever sent; its first step has set-up traffic, so a run of one step
 # is not counted.
@@ -87,7 +87,7 @@ def compare(path: Path, step: int, rank: int, timeout_s: float) -> None:
             _blame(store, step, lane, known, timeout_s)
 
 
-def _blame(store, step: int, lane: Lane, known: dict[int, Sequence], timeout_s: float) -> None:
+def _blame(store, step: int, lane: Lane, known: dict[int, CollectiveSequence], timeout_s: float) -> None:
     """Raise, with what all members of the lane have issued as far as they tell it soon."""
     for member in lane.ranks:
         if member not in known:
@@ -100,7 +100,7 @@ def _blame(store, step: int, lane: Lane, known: dict[int, Sequence], timeout_s: 
     raise CollectiveMismatch(found.problem())
 
 
-def _fetch(store, step: int, rank: int, timeout_s: float) -> Sequence:
+def _fetch(store, step: int, rank: int, timeout_s: float) -> CollectiveSequence:
     store.wait([_key(step, rank)], timedelta(seconds=timeout_s))
     return sequences.parse(zlib.decompress(b64decode(store.get(_key(step, rank)))).decode())
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from parallelrun import comm, torch_private
-from parallelrun.mesh import EMBEDDING, Group, Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import LocalParameter, owns
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import EMBEDDING, Plan
 
 EPSILON = 1e-6
 # fp32 sums over longer rows lose digits on CPU (3.5e-5 at 30 million elements); rows this long keep 7 of them.

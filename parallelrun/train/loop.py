@@ -36,7 +36,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         lr = schedule.learning_rate(config.optimizer, step, config.steps)
         with first_steps.watch(step), profiler.watch(step), clock:
             result = train_step(training, step, lr, scaler, context.stop_requested(), clock=clock)
-        skips = _check(training, result, scaler, step, skips)
+        skips = check_finite(training, result, scaler, step, skips)
         scaler.update(result.applied)
         evaluation = _evaluate(training, context, step)
         recorder.step(
@@ -65,8 +65,8 @@ def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluati
     return measure(training)
 
 
-def _check(training: Training, result: StepResult, scaler: LossScaler, step: int, skips: int) -> int:
-    """Number of skipped steps in a row so far. Raises NumericsError where going on makes no sense."""
+def check_finite(training: Training, result: StepResult, scaler: LossScaler, step: int, skips: int) -> int:
+    """Return the number of skipped steps in a row. Raises NumericsError if a lower loss scale cannot help."""
     if result.applied:
         return 0
     skips += 1

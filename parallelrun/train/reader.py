@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parallelrun.data.order import Sampler
+from parallelrun.definitions import Split
 from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.batch import Batch
@@ -31,7 +31,7 @@ class HostSamples:
     has_inputs, has_targets: whether this rank needs them. floats: the dtype of inputs that are not token ids.
     """
 
-    split: Any
+    split: Split
     sampler: Sampler
     start: int
     stop: int
@@ -43,15 +43,10 @@ class HostSamples:
         indices, sample_ids = self.sampler.indices(step, self.start, self.stop)
         inputs = targets = None
         if self.has_inputs or self.has_targets:
-            samples = [self._sample(int(index), int(number)) for index, number in zip(indices, sample_ids)]
+            samples = [self.split.augmented(int(index), int(number)) for index, number in zip(indices, sample_ids)]
             inputs = self._stacked([sample[0] for sample in samples]) if self.has_inputs else None
             targets = self._stacked([sample[1] for sample in samples]) if self.has_targets else None
         return Batch(inputs, targets, torch.from_numpy(np.asarray(sample_ids, dtype=np.int64)))
-
-    def _sample(self, index: int, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """A split that augments is given the sample's global number too, so that no two epochs are alike."""
-        augmented = getattr(self.split, "augmented", None)
-        return augmented(index, sample_id) if augmented else self.split.sample(index)
 
     def _stacked(self, arrays: list[np.ndarray]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))
@@ -72,7 +67,7 @@ class Reader:
 
     def __init__(
         self,
-        split: Any,
+        split: Split,
         sampler: Sampler,
         plan: Plan,
         mesh: Mesh,
@@ -123,8 +118,8 @@ class Reader:
         return None if tensor is None else tensor.to(self._device, non_blocking=True)
 
 
-def _num_workers(split: Any, asked: int | None, world: int) -> int:
-    if not getattr(split, "decodes_files", False):
+def _num_workers(split: Split, asked: int | None, world: int) -> int:
+    if not split.decodes_files:
         return 0
     if asked is not None:
         return asked

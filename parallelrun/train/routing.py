@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import Work
 
 from parallelrun import comm
-from parallelrun.mesh import WORLD, Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network
 from parallelrun.plan import routing_statistics as statistics
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.routing import PURPOSE
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import WORLD, Plan
 from parallelrun.train.statistics import held_range
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from parallelrun import comm
-from parallelrun.mesh import WORLD
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import WORLD, Plan
 from parallelrun.train import control
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training

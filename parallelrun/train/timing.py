@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from parallelrun import comm, torch_private
-from parallelrun.mesh import EMBEDDING, WORLD
+from parallelrun.plan.structure import EMBEDDING, WORLD
 from parallelrun.train.build import Training
 
 ACROSS_STAGES = (WORLD, EMBEDDING)  # groups that join ranks of several stages

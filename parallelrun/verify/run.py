@@ -67,14 +67,11 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
     context.heartbeat(0, "build")
     training = build(config, plan, context.device)
     trace = plan_trace(config, plan, training)
-    verdict: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     if context.rank == 0:
         context.heartbeat(config.verify.steps, "reference")
         document = judge(trace, reference_trace(config, plan, context.device, trace), config, plan)
-        write_json(context.directory / "verify.json", document)
-        report.show(document, context.console_owner)
-        verdict = {"passed": document["passed"]}
-    return _agreed_code(verdict, training)
+    return conclude(document, training, context)
 
 
 def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[str, Any]:
@@ -106,7 +103,10 @@ def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[st
     }
 
 
-def _agreed_code(verdict: dict[str, Any], training: Training) -> int:
-    """Rank 0's verdict as the exit code of every rank."""
-    passed = gather_json(verdict, training.mesh)[0]["passed"]
+def conclude(document: dict[str, Any], training: Training, context: WorkerContext) -> int:
+    """Write and show rank 0's verify.json; return its verdict as the exit code of every rank. Collective."""
+    if context.rank == 0:
+        write_json(context.directory / "verify.json", document)
+        report.show(document, context.console_owner)
+    passed = gather_json({"passed": document.get("passed")}, training.mesh)[0]["passed"]
     return EXIT_OK if passed else EXIT_MISMATCH

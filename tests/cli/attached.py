@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 def main(text: str) -> int:
     from parallelrun.cli import errors
-    from parallelrun.launch import attach, directory, environment, meeting
+    from parallelrun.launch import attach, directory, environment, rendezvous
     from parallelrun.launch.start import start
     from tests.plans import tiny_config, tiny_plan
 
@@ -24,7 +24,7 @@ def main(text: str) -> int:
     assert attached is not None, "this test program is started by a launcher"
     if wanted.get("absent") == attached.rank:
         return 0
-    meeting.JOIN_S = wanted.get("patience", meeting.JOIN_S)
+    rendezvous.JOIN_S = wanted.get("patience", rendezvous.JOIN_S)
     if wanted.get("foreign code") == attached.rank:
         directory.code_fingerprint = lambda: "f" * 64
     if "gpus" in wanted:

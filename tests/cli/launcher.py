@@ -186,7 +186,7 @@ def _serve() -> None:
     """The helper: fork a launcher per line of stdin."""
     from parallelrun.launch import processes
     from parallelrun.launch import rank as ranks
-    from parallelrun.launch.processes import Job
+    from parallelrun.launch.rank import Job
     from tests.plans import tiny_config, tiny_plan
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

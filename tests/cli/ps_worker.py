@@ -1,4 +1,4 @@
-"""The real worker and server, leaving notes for the tests that kill them: its pid, and how far it is."""
+"""The real worker and server. They write their pid and current step to files, for the tests that kill them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cli.workers import note
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """`parallelrun.launch.worker.run`, watched."""
+    """Run `parallelrun.launch.worker.run` and note its pid and steps."""
     note(context, "started", os.getpid())
 
     def heartbeat(step: int, phase: str) -> None:

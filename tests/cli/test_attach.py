@@ -75,7 +75,7 @@ def test_ranks_with_another_command_line_are_refused_and_named(tmp_path):
     ranks = run_attached(tmp_path, words={"1": ["steps=5", "model.layers=3", "optimizer.lr=0.5"]})
     assert codes(ranks) == [3, 3]
     words = "model.layers=3 (rank 0: not given), optimizer.lr=0.5 (rank 0: not given)"
-    assert f"got another command line than rank 0: {words}" in ranks[0].stderr
+    assert f"differs from rank 0's: {words}" in ranks[0].stderr
     assert (ranks[0].status["state"], ranks[0].status["exit_code"]) == ("failed", 3)
     assert not list(ranks[0].directory.glob("started_*"))  # no rank has begun
 
@@ -192,10 +192,10 @@ def test_ranks_that_do_not_come_are_named(tmp_path):
 
 
 def test_the_port_s_file_is_gone_afterwards(tmp_path):
-    from parallelrun.launch import meeting
+    from parallelrun.launch import rendezvous
     from parallelrun.launch.environment import Attached
 
     ranks = run_attached(tmp_path)
     assert codes(ranks) == [0, 0], ranks[0].stderr
-    assert not meeting._port_file(Attached(0, 2, 0, "127.0.0.1", 0, "mpirun", str(tmp_path))).exists()
+    assert not rendezvous._port_file(Attached(0, 2, 0, "127.0.0.1", 0, "mpirun", str(tmp_path))).exists()
     assert Path(ranks[0].directory / "config.yaml").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.launch import directory, disk, start
+from parallelrun.launch import directory, preflight, start
 from parallelrun.plan.freeze import load_frozen
 from parallelrun.plan.resolve import resolve
 from tests.cli.launcher import run_program
@@ -41,7 +41,7 @@ def test_what_a_run_writes_is_what_was_predicted(ended, name):
     assert run.wait() == 0, run.stderr
     config = load_frozen((run.directory / "config.yaml").read_text())
     plan = resolve(config)
-    need = disk.need(config, plan)
+    need = preflight.disk_need(config, plan)
     assert need.num_checkpoints == 2
     steps = sorted((run.directory / "checkpoints").glob("step_*"))
     sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in steps]
@@ -63,7 +63,7 @@ def test_what_a_run_writes_is_what_was_predicted(ended, name):
 )
 def test_as_many_checkpoints_are_counted_as_lie_on_the_disk_at_once(keys, count):
     config = tiny_config({**keys, "steps": 100})
-    assert disk.need(config, tiny_plan()).num_checkpoints == count
+    assert preflight.disk_need(config, tiny_plan()).num_checkpoints == count
 
 
 def with_free(monkeypatch, free: int) -> None:
@@ -72,13 +72,13 @@ def with_free(monkeypatch, free: int) -> None:
 
 def test_a_small_disk_is_warned_of_with_need_and_have(monkeypatch):
     config, plan = tiny_config({"checkpoint.every": 1, "model.hidden": 1024}), tiny_plan({"model.hidden": 1024})
-    need = disk.need(config, plan)
+    need = preflight.disk_need(config, plan)
     with_free(monkeypatch, need.total)
-    assert disk.shortage(config, plan, Path("runs")) == []
+    assert preflight.disk_shortage(config, plan, Path("runs")) == []
     with_free(monkeypatch, 2**26)
-    (told,) = disk.shortage(config, plan, Path("runs"))
+    (told,) = preflight.disk_shortage(config, plan, Path("runs"))
     assert f"the run needs {need.total / 2**30:.1f} GiB in runs (3 checkpoints of" in told
-    assert "(2 kept while the next is written)" in told and "and 64.0 MiB are free" in told
+    assert "(2 kept while the next is written)" in told and "and 0.0625 GiB are free" in told
 
 
 def test_notes_are_on_the_screen_before_the_run_directory_is_made(monkeypatch, tmp_path, capsys):
@@ -99,10 +99,10 @@ def test_notes_are_on_the_screen_before_the_run_directory_is_made(monkeypatch, t
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_that_of_the_one_above(tmp_path):
-    assert disk.free_bytes(tmp_path / "a" / "b") == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.01)
+    assert preflight.free_bytes(tmp_path / "a" / "b") == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.01)
 
 
 def test_plans_that_are_not_trained_write_no_checkpoints(monkeypatch):
     with_free(monkeypatch, 0)
     for verb in ("verify", "bench"):
-        assert disk.shortage(tiny_config(verb=verb, checkpoint__every=1), tiny_plan(), Path("runs")) == []
+        assert preflight.disk_shortage(tiny_config(verb=verb, checkpoint__every=1), tiny_plan(), Path("runs")) == []

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from parallelrun.cli import help as texts
+from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
-from parallelrun.cli.words import TOOLS, VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

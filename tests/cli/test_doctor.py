@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from parallelrun.cli import doctor, gpu_reduce
+from parallelrun.cli import all_reduce, doctor
 
 
 @pytest.fixture
@@ -18,24 +18,29 @@ def two_gpus(monkeypatch):
 
 def test_every_gpu_takes_part_in_the_sum(monkeypatch, two_gpus):
     asked = []
-    monkeypatch.setattr(gpu_reduce, "run", lambda *words: asked.append(words) or 0.0012)
-    (check,) = doctor._gpu_reduce()
+    monkeypatch.setattr(all_reduce, "run", lambda *words: asked.append(words) or 0.0012)
+    (check,) = doctor._gpu_all_reduce()
     assert asked == [(2, "nccl")]
     assert (check.name, check.state, check.detail) == ("nccl all-reduce", "pass", "2 GPUs, 64 MiB in 1.2 ms")
 
 
 def test_the_processes_of_the_sum_really_add(monkeypatch, two_gpus):
-    (check,) = doctor._gpu_reduce("gloo")
+    (check,) = doctor._gpu_all_reduce("gloo")
+    assert check.state == "pass", check.detail
+
+
+def test_two_processes_add_on_the_loopback_interface():
+    check = doctor._all_reduce()
     assert check.state == "pass", check.detail
 
 
 def test_a_rank_that_cannot_take_part_is_named(two_gpus):
     if torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
-    (check,) = doctor._gpu_reduce()
+    (check,) = doctor._gpu_all_reduce()
     assert check.state == "fail" and re.match(r"rank [01] of 2: \w+Error: ", check.detail), check.detail
 
 
 def test_without_gpus_nothing_is_summed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor._gpu_reduce() == []
+    assert doctor._gpu_all_reduce() == []

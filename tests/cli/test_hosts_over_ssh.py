@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelrun.cli import hosts, remote
+from parallelrun.cli import host_launcher, hosts
 from parallelrun.errors import EnvironmentProblem
 from tests.cli.launcher import ROOT, read, survivors, wait_for
 from tests.cli.test_launch_supervisor import listening_addresses
@@ -197,7 +197,7 @@ def test_every_host_that_cannot_be_reached_or_has_no_such_python_is_named(monkey
     monkeypatch.setattr(sys, "executable", "/no such/python")
     placed = hosts.read(None, "worker1:1,nosuch.invalid:1")
     with pytest.raises(EnvironmentProblem) as caught:
-        remote.run(placed, ["steps=1"], hosts.SshOptions(config=str(ssh_config)))
+        host_launcher.run(placed, ["steps=1"], hosts.SshOptions(config=str(ssh_config)))
     first, second = caught.value.problems
     assert re.match("worker1 cannot start parallelrun: .*/no such/python", first.what)
     assert "nosuch.invalid cannot be reached by ssh: ssh: Could not resolve hostname" in second.what

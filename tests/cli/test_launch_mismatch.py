@@ -1,4 +1,4 @@
-"""Ranks that issue different collectives in their first steps (reliability reference, bad-input row 50): found at once,
+"""Ranks that issue different collectives in their first steps are found at once,
 whether they then hang, crash, or go on with garbage. Real training on four ranks; rank 3 is the odd one."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from tests.cli.launcher import run_attached, run_launcher, survivors
 
 CASES = {
     # what rank 3 does -> what is told of it; late: the last of forward's sums changes places with the loss's
-    "skip": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\): number \d+ is "),
-    "late": ({"purpose": "activations", "number": 9}, r"over tp \(ranks 2, 3\): number \d+ is "),
-    "double": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\): number \d+ is "),
+    "skip": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\); collective \d+ is: "),
+    "late": ({"purpose": "activations", "number": 9}, r"over tp \(ranks 2, 3\); collective \d+ is: "),
+    "double": ({"purpose": "activations"}, r"over tp \(ranks 2, 3\); collective \d+ is: "),
     "skip the last": ({"do": "skip", "purpose": "control", "number": 1}, "nothing .it has ended the step."),
     "double the last": ({"do": "double", "purpose": "control", "number": 1}, r"over world \(ranks 0, 1, 2, 3\)"),
 }

@@ -1,7 +1,6 @@
 """Ranks that die, hang, raise or are interrupted: who is named, what is left behind, with which exit code.
 
-Real launchers with four real ranks and a small worker (`tests.cli.workers`); design sections 8 and 10, reliability
-reference section 6 rows 46-55 and tests 6, 7, 8, 14, 15.
+Real launchers with four real ranks and a small worker (`tests.cli.workers`).
 """
 
 from __future__ import annotations

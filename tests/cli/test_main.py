@@ -118,7 +118,7 @@ def test_every_example_of_the_help_is_legal(run, command):
         ("tp=eight", ["not a whole number"]),
         ("tp=010", ["parsed as 8 from 010; write 8 or 10"]),
         ("tp=${nosuch}", ["'nosuch' not found", "where: tp"]),
-        ("tp=${pp} pp=${tp}", ["leads back to itself"]),
+        ("tp=${pp} pp=${tp}", ["refers to itself"]),
         ("name=${oc.env:NO_SUCH_VARIABLE_HERE}", ["NO_SUCH_VARIABLE_HERE"]),
         ("name=${nosuchresolver:1}", ["nosuchresolver"]),
         ("tp=choice(1,2)", ["multirun"]),
@@ -244,10 +244,17 @@ def test_ls_has_a_source_and_a_description_for_everything(run, kind):
     assert run("ls", *kind.split())[0] == 0
 
 
+def test_ls_keys_explains_every_key_that_users_type(run):
+    rows = {row["name"]: row for row in json.loads(run("ls", "keys", "--json")[1])["keys"]}
+    assert all(row["values"] and row["description"] for row in rows.values())
+    assert rows["recompute"]["values"] == "none | selective | full"
+    assert rows["dropout"]["values"] == "float >= 0, < 1" and "model.preset" not in rows
+
+
 def test_the_collector_rests_only_while_a_plan_is_made(run, monkeypatch):
     seen: list[bool] = []
     monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr("parallelrun.cli.compute._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
+    monkeypatch.setattr("parallelrun.cli.verbs._SHOWN", {"plan": lambda *arguments: seen.append(gc.isenabled())})
     assert [run(line)[0] for line in ("plan dp=2", "strategy=ddp dp=2", "plan tp=3")] == [0, 0, 2]
     assert seen == [False, True] and gc.isenabled()
 
@@ -397,11 +404,11 @@ def test_the_frozen_configuration_of_a_run_is_a_recipe_that_repeats_it(run, tmp_
 
     words = ["model=resnet", "strategy=hsdp", "dp=4", "optimizer.lr=0.5", "dataset=synthetic", "steps=3"]
     line = argv.read(words)
-    composed, _ = compose.compose_plainly(compose.prepare(line.overrides, (), "run", False))
+    composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", False))
     plan = resolve(composed.config, given=composed.given)
     (tmp_path / "config.yaml").write_text(freeze.freeze(composed.config, plan))
     line = argv.read([f"recipe={tmp_path / 'config.yaml'}"])
-    again, _ = compose.compose_plainly(compose.prepare(line.overrides, (), "run", False))
+    again, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", False))
     repeated = resolve(again.config, given=again.given)
     assert freeze.identity(again.config, repeated) == freeze.identity(composed.config, plan)
     code, out, err = run("plan", "--json", f"recipe={tmp_path / 'config.yaml'}", "steps=7", "optimizer.lr=0.25")

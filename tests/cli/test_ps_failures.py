@@ -1,5 +1,7 @@
-"""A parameter server that loses a rank: async, ssp and backup workers go on where they can, everything else ends by
-name, nothing hangs. Real launchers, real workers and servers (reference, section 7, row `failure`)."""
+"""A parameter server that loses a rank, with real launchers, workers and servers.
+
+Async, ssp and backup workers go on without a lost worker if they can. Any other loss ends the run and names the rank.
+Nothing hangs."""
 
 from __future__ import annotations
 
@@ -39,12 +41,12 @@ def all_reach(run: Launched, step: int) -> None:
     ],
     ids=["async", "ssp", "backup"],
 )
-def test_a_killed_worker_is_done_without(tmp_path, overrides):
+def test_the_run_goes_on_without_a_killed_worker(tmp_path, overrides):
     run = launch(tmp_path, steps=60, strategy__data__delays=[0.02, 0.02, 0.02], checkpoint__last=True, **overrides)
     all_reach(run, 4)
     os.kill(run.rank_pids()[2], signal.SIGKILL)
     assert run.wait() == 0, run.stderr
-    assert "warning: rank 2 died: SIGKILL" in run.stderr and "going on with 2 workers" in run.stderr
+    assert "warning: rank 2 died: SIGKILL" in run.stderr and "continuing with 2 workers" in run.stderr
     assert run.status["state"] == "done"
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["lost_workers"], summary["steps"]) == (1, 60)
@@ -59,14 +61,14 @@ def test_a_killed_worker_is_done_without(tmp_path, overrides):
     ("victim", "overrides"),
     [
         (2, {}),
-        (0, {"strategy__data__consistency": "async"}),  # worker 0 speaks for the run
+        (0, {"strategy__data__consistency": "async"}),  # worker 0 writes the records and is never spare
         (SERVER, {}),
         (SERVER, {"strategy__data__consistency": "async"}),
         (SERVER + 1, {"strategy__data__servers": 2}),
     ],
     ids=["a worker of sync", "worker 0 of async", "the server of sync", "the server of async", "the second server"],
 )
-def test_whoever_is_missed_ends_the_run_by_name(tmp_path, victim, overrides):
+def test_a_lost_rank_that_cannot_be_spared_ends_the_run_and_is_named(tmp_path, victim, overrides):
     run = launch(tmp_path, **ENDLESS, **overrides)
     all_reach(run, 3)
     pids = run.rank_pids()
@@ -78,18 +80,18 @@ def test_whoever_is_missed_ends_the_run_by_name(tmp_path, victim, overrides):
     assert not survivors([*pids, run.pid], 5)
 
 
-def test_one_worker_more_than_can_be_spared_ends_the_run(tmp_path):
+def test_losing_more_workers_than_there_are_backups_ends_the_run(tmp_path):
     run = launch(tmp_path, **ENDLESS, strategy__data__backup_workers=1)
     all_reach(run, 3)
     os.kill(run.rank_pids()[1], signal.SIGKILL)
-    wait_for(lambda: "going on" in run.stderr, "the warning")
+    wait_for(lambda: "continuing with" in run.stderr, "the warning")
     os.kill(run.rank_pids()[2], signal.SIGKILL)
     assert run.wait() == 6, run.stderr
     assert run.status["failed_rank"] == 2
 
 
 @pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_a_run_that_is_asked_to_stop_saves_and_can_go_on(tmp_path, consistency):
+def test_a_stopped_run_saves_and_can_be_resumed(tmp_path, consistency):
     run = launch(tmp_path, **ENDLESS, strategy__data__consistency=consistency)
     all_reach(run, 3)
     os.kill(run.pid, signal.SIGTERM)

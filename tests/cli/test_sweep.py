@@ -224,7 +224,7 @@ def test_a_sweep_may_say_where_its_files_go(launcher, capsys):
     assert sweep("strategy=ddp world=2,4 sweep.directory=here") == 0
     assert states(Path("here")) == ["done", "done"]
     assert sweep("strategy=ddp world=2,4 sweep.directory=here") == 3
-    assert "holds another sweep" in capsys.readouterr().err
+    assert "already holds a sweep" in capsys.readouterr().err
     assert sweep("strategy=ddp world=2,4 sweep.resume=nowhere") == 3
 
 

@@ -94,7 +94,7 @@ def test_a_number_is_neither_a_text_nor_a_truth():
     row = {"point": 0, "state": "done", "model": "gpt", "as_predicted": True, "loss": 1}
     assert objective(row, "loss", "run") == 1.0
     for key in ("model", "as_predicted", "nosuch"):
-        with pytest.raises(ConfigError, match="no number of that name"):
+        with pytest.raises(ConfigError, match="records no number with this name"):
             objective(row, key, "run")
 
 

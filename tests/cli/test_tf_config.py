@@ -51,7 +51,7 @@ def test_other_hosts_get_their_commands_and_nothing_is_started(tmp_path):
     assert [line.partition(": env TF_CONFIG=")[0] for line in one.stdout.replace("'", "").splitlines()] == [
         "alpha", "beta", "gamma",
     ]  # fmt: skip
-    assert "only this one can be reached from here" in one.stderr and not one.runs.exists()
+    assert "cannot start ranks on the others from here" in one.stderr and not one.runs.exists()
 
 
 def test_a_cluster_on_this_host_is_started_whole(tmp_path):

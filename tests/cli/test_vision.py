@@ -23,7 +23,7 @@ from tests.vision import ALEXNET
 def composed(*overrides: str) -> Config:
     parsed, problems = read(list(overrides), False, "here")
     assert not problems
-    return compose.compose_plainly(compose.prepare(parsed, (), "plan", False))[0].config
+    return compose.compose_once(compose.prepare(parsed, (), "plan", False))[0].config
 
 
 @pytest.mark.parametrize("model", ["resnet", "resnet18", "resnet50", "alexnet", "vgg16"])

@@ -94,8 +94,8 @@ def planted(how: str, directory: str) -> str:
 def test_what_gloo_takes_for_the_same_is_told_apart(how: str, others: str, odd: str, tmp_path: Path) -> None:
     told = run_ranks(3, planted, how, str(tmp_path))
     for rank in (1, 2):  # the odd one and the member after it see a difference to the one before them
-        assert "step 1: ranks issue different collectives over tp (ranks 0, 1, 2): number 2 is" in told[rank]
-        both = rf"is ranks 0, 2: all_reduce.*{re.escape(others)}; rank 1: all_reduce.*{re.escape(odd)}"
+        assert "step 1: ranks issue different collectives over tp (ranks 0, 1, 2); collective 2 is:" in told[rank]
+        both = rf"is: ranks 0, 2: all_reduce.*{re.escape(others)}; rank 1: all_reduce.*{re.escape(odd)}"
         assert re.search(both, told[rank]), told[rank]
     assert told[0] == "accepted" and os.listdir(tmp_path / "logs")
 

@@ -109,7 +109,7 @@ def assert_same(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
     ],
     ids=["one server", "two servers", "microbatches", "ssp 0", "ignored targets", "experts"],
 )
-def test_in_step_it_equals_one_device(tmp_path, overrides) -> None:
+def test_synchronous_training_equals_one_device(tmp_path, overrides) -> None:
     run(tmp_path, {**overrides}, "verify")
     found = document(tmp_path, "verify.json")
     assert found["passed"] and found["against"] == "one device", found["max_error"]
@@ -117,7 +117,7 @@ def test_in_step_it_equals_one_device(tmp_path, overrides) -> None:
     assert all(set(row.staleness) == {0} for row in updates(tmp_path))
 
 
-def test_servers_that_add_instead_of_average_are_caught(tmp_path) -> None:
+def test_verify_catches_servers_that_sum_instead_of_average(tmp_path) -> None:
     run(tmp_path, {}, "verify", "add_instead_of_mean")
     assert not document(tmp_path, "verify.json")["passed"]
 
@@ -140,7 +140,7 @@ def test_one_or_two_servers_give_the_same_weights_and_send_twice_the_model_per_w
     [TWO_SERVERS, {**TWO_SERVERS, **ASYNC}, {**SSP, "strategy.data.staleness": 1}, {**TWO_SERVERS, **BACKUP}],
     ids=["sync", "async", "ssp", "backup"],
 )
-def test_what_is_sent_is_what_was_predicted(tmp_path, overrides) -> None:
+def test_the_measured_traffic_equals_the_prediction(tmp_path, overrides) -> None:
     run(tmp_path, {"steps": 4, **overrides})
     rows = document(tmp_path, "comm.json")["rows"]
     assert {row["rank"] for row in rows} == set(range(ps_plan(overrides).world))
@@ -153,7 +153,7 @@ def test_what_is_sent_is_what_was_predicted(tmp_path, overrides) -> None:
 # async
 
 
-def test_async_applies_every_push_on_arrival_and_its_log_tells_the_run(tmp_path) -> None:
+def test_async_applies_every_push_on_arrival_and_its_log_replays_the_run(tmp_path) -> None:
     settings = {"steps": 8, "checkpoint.last": True, **SGD64, **ASYNC}
     run(tmp_path, settings)
     rows, servers = updates(tmp_path), document(tmp_path, "servers.json")
@@ -189,7 +189,7 @@ def test_one_async_worker_is_plain_sgd(tmp_path, optimizer) -> None:
     assert_same(final_weights(tmp_path), {p.name: p.tensor.detach() for p in training.parameters}, 1e-6)
 
 
-def test_equal_workers_are_as_stale_as_the_theory_says_and_a_delayed_one_is_staler(tmp_path) -> None:
+def test_equal_workers_have_the_expected_staleness_and_a_delayed_one_has_more(tmp_path) -> None:
     equal = {"steps": 16, **ASYNC, **delays(0.04, 0.04, 0.04)}
     run(tmp_path / "equal", equal)
     assert document(tmp_path / "equal", "servers.json")["staleness_mean"] == pytest.approx(2.0, abs=0.35)
@@ -211,7 +211,7 @@ def test_verify_replays_the_apply_log_bit_for_bit(tmp_path, overrides) -> None:
     assert set(found["max_error"].values()) == {0.0}
 
 
-def test_a_worker_that_computes_with_other_weights_than_it_says_is_caught(tmp_path) -> None:
+def test_verify_catches_a_worker_that_uses_other_weights_than_it_reports(tmp_path) -> None:
     run(tmp_path, {**ASYNC}, "verify", "worker_1_keeps_its_weights")
     assert not document(tmp_path, "verify.json")["passed"]
 
@@ -220,7 +220,7 @@ def test_a_worker_that_computes_with_other_weights_than_it_says_is_caught(tmp_pa
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_nobody_is_further_ahead_than_the_bound(tmp_path, staleness) -> None:
+def test_the_clock_gap_is_within_the_bound(tmp_path, staleness) -> None:
     settings = {"steps": 12, **SSP, "strategy.data.staleness": staleness, **delays(0, 0, 0.06)}
     run(tmp_path, settings)
     servers = document(tmp_path, "servers.json")
@@ -236,7 +236,7 @@ def test_staleness_0_is_sync_bit_for_bit(tmp_path) -> None:
     assert all(torch.equal(sync[name], ssp[name]) for name in sync)
 
 
-def test_a_passing_stall_is_hidden_and_a_permanent_one_is_not(tmp_path) -> None:
+def test_a_single_stall_is_hidden_and_a_slow_worker_is_not(tmp_path) -> None:
     """The other workers wait only for a stall that is longer than the slack of the staleness bound."""
     settings = {"steps": 16, **SSP, "strategy.data.staleness": 12}
     run(tmp_path / "once", settings, change="worker_2_stalls_once")
@@ -264,7 +264,7 @@ def test_a_step_takes_the_first_gradients_and_drops_the_late_worker_by_name(tmp_
     rows, servers = updates(tmp_path), document(tmp_path, "servers.json")
     assert [row.version for row in rows] == list(range(1, 9))
     assert all(len(row.pushes) == 2 for row in rows)
-    assert rows[-1].time_s < 8 * 0.15  # the fastest two's pace, not the delayed one's
+    assert rows[-1].time_s - rows[0].time_s < 7 * 0.15  # the pace of the fastest two, not of the delayed one
     assert servers["dropped_gradients"] == len(drops(tmp_path)) > 0
     assert set(servers["dropped_of_worker"]) == {"2"}
     assert_same(final_weights(tmp_path), by_plain_arithmetic(tmp_path, settings), 1e-12)
@@ -274,7 +274,7 @@ def test_a_step_takes_the_first_gradients_and_drops_the_late_worker_by_name(tmp_
 
 
 @pytest.mark.parametrize("overrides", [TWO_SERVERS, {"dp": 1, **ASYNC}], ids=["sync", "async"])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, overrides) -> None:
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, overrides) -> None:
     settings = {"steps": 4, "checkpoint.every": 2, "checkpoint.keep": 5, **overrides}
     run(tmp_path / "whole", settings)
     run(tmp_path / "rest", {**settings, "resume": str(tmp_path / "whole" / "checkpoints" / "step_2")})
@@ -283,7 +283,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, overrides) -> None:
     assert [line["step"] for line in metrics(tmp_path / "rest")][-1] == (4 if overrides is TWO_SERVERS else 2)
 
 
-def test_each_async_worker_goes_on_from_its_own_clock(tmp_path) -> None:
+def test_each_async_worker_resumes_at_its_own_clock(tmp_path) -> None:
     settings = {
         "global_batch": 12,
         "steps": 6,
@@ -324,7 +324,7 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
     assert updates(tmp_path / "back")[0].clock == 3
 
 
-def test_checked_config_is_what_both_roles_verify() -> None:
+def test_workers_and_servers_derive_the_same_verify_settings() -> None:
     """Servers and workers derive it from the frozen file; nothing is sent."""
     config, plan = checked(ps_config({}, "verify"), ps_plan({}))
     assert (config.steps, config.optimizer.name, plan.precision.name) == (3, "sgd", "fp64")

@@ -1,4 +1,4 @@
-"""Process groups of a world with servers: the workers form the mesh, the servers have a group of their own."""
+"""Process groups of a world with servers: the workers form the mesh, and the servers form their own group."""
 
 from __future__ import annotations
 

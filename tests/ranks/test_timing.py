@@ -7,12 +7,14 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallelrun import comm, torch_private
 from parallelrun.data.order import Sampler
+from parallelrun.definitions import Split
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
@@ -39,9 +41,14 @@ def slow_backward(training: Training, seconds: float) -> None:
 def slow_data(training: Training, seconds: float) -> None:
     """Reading a step takes `seconds` and the step that hides it: four samples are read, in the background."""
     split = training.dataset.train
-    slow = SimpleNamespace(sample=lambda index: (time.sleep((seconds + 0.05) / 4), split.sample(index))[1])
+
+    class SlowSplit(Split):
+        def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            time.sleep((seconds + 0.05) / 4)
+            return split.sample(index)
+
     sampler = Sampler(len(split), training.plan.batch.global_batch, training.config.seed)
-    training.reader = Reader(slow, sampler, training.plan, training.mesh, last_step=training.config.steps)
+    training.reader = Reader(SlowSplit(), sampler, training.plan, training.mesh, last_step=training.config.steps)
 
 
 FAULTS = {"forward": slow_forward, "backward": slow_backward, "data": slow_data}

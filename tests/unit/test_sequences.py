@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parallelrun.sequences import Lane, Sequence, SequenceFile, first_mismatch, parse, path_of, read_all
+from parallelrun.sequences import CollectiveSequence, Lane, SequenceFile, first_mismatch, parse, path_of, read_all
 
 TP = Lane("tp", (0, 1))
 DP = Lane("dp", (0, 1, 2))
 
 
-def issued(lane: Lane, *what: str, step: int = 1, ended: int = 0) -> Sequence:
-    return Sequence({lane: [(step, one) for one in what]}, ended)
+def issued(lane: Lane, *what: str, step: int = 1, ended: int = 0) -> CollectiveSequence:
+    return CollectiveSequence({lane: [(step, one) for one in what]}, ended)
 
 
 def test_a_file_gives_back_what_was_noted(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_file_gives_back_what_was_noted(tmp_path: Path) -> None:
     file.begin(8)
     file.note(TP, "broadcast")
     assert read_all(tmp_path) == {
-        4: Sequence(
+        4: CollectiveSequence(
             {
                 TP: [(7, "all_reduce (sum) of float32 2x3 (24 bytes), activations"), (8, "broadcast")],
                 message: [(7, "a message of float32 4 (16 bytes), activations")],
@@ -44,30 +44,30 @@ def test_a_line_that_a_kill_has_cut_off_is_left_out() -> None:
 def test_equal_sequences_and_ranks_that_are_behind_are_no_mismatch() -> None:
     assert first_mismatch({0: issued(TP, "a", "b", ended=1), 1: issued(TP, "a", "b", ended=1)}) is None
     assert first_mismatch({0: issued(TP, "a", "b", ended=1), 1: issued(TP, "a")}) is None
-    assert first_mismatch({0: issued(TP, "a"), 1: Sequence()}) is None
+    assert first_mismatch({0: issued(TP, "a"), 1: CollectiveSequence()}) is None
     assert first_mismatch({0: issued(TP, "a")}) is None and first_mismatch({}) is None
 
 
 def test_another_collective_at_the_same_place_is_found_with_place_and_texts() -> None:
     found = first_mismatch({0: issued(TP, "a", "b", "c"), 1: issued(TP, "a", "c")})
     assert found is not None
-    assert (found.lane, found.step, found.number, found.said) == (TP, 1, 2, {0: "b", 1: "c"})
-    assert "over tp (ranks 0, 1): number 2 is rank 0: b; rank 1: c" in found.problem().what
+    assert (found.lane, found.step, found.number, found.by_rank) == (TP, 1, 2, {0: "b", 1: "c"})
+    assert "over tp (ranks 0, 1); collective 2 is: rank 0: b; rank 1: c" in found.problem().what
 
 
 def test_a_rank_that_has_ended_the_step_without_it_differs() -> None:
     found = first_mismatch({0: issued(TP, "a", "b"), 1: issued(TP, "a", ended=1)})
     assert found is not None and found.number == 2
     assert "rank 0: b; rank 1: nothing (it has ended the step)" in found.problem().what
-    nothing_at_all = first_mismatch({0: issued(TP, "a"), 1: Sequence(ended=1)})
+    nothing_at_all = first_mismatch({0: issued(TP, "a"), 1: CollectiveSequence(ended=1)})
     assert nothing_at_all is not None and nothing_at_all.number == 1
 
 
 def test_a_rank_that_pairs_with_the_next_step_differs() -> None:
-    ahead = Sequence({TP: [(1, "a"), (2, "a")]}, ended=1)
+    ahead = CollectiveSequence({TP: [(1, "a"), (2, "a")]}, ended=1)
     found = first_mismatch({0: ahead, 1: issued(TP, "a", "a")})
     assert found is not None and (found.step, found.number) == (1, 2)
-    assert found.said == {0: "a, of step 2", 1: "a"}
+    assert found.by_rank == {0: "a, of step 2", 1: "a"}
 
 
 def test_whoever_differs_from_the_most_is_suspected() -> None:
@@ -79,8 +79,8 @@ def test_whoever_differs_from_the_most_is_suspected() -> None:
 
 
 def test_the_earliest_step_is_told() -> None:
-    mine = Sequence({TP: [(2, "x")], DP: [(1, "y")]})
-    other = Sequence({TP: [(2, "z")], DP: [(1, "z")]})
+    mine = CollectiveSequence({TP: [(2, "x")], DP: [(1, "y")]})
+    other = CollectiveSequence({TP: [(2, "z")], DP: [(1, "z")]})
     found = first_mismatch({0: mine, 1: other})
     assert found is not None and found.lane == DP
     only = first_mismatch({0: mine, 1: other}, [TP])

@@ -20,7 +20,7 @@ class MlpDefinition(ModelDefinition):
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model, ffn = config.model, transformer.ffn_size(config.model)
         sizes = {"layers": model.layers, "hidden": model.hidden, "ffn": ffn, "seq": model.seq}
-        problems = transformer.unknown_choices(model, ("norm", "activation")) + too_small(sizes)
+        problems = too_small(sizes)
         if problems:
             raise ConfigError(*problems)
         tokens = definitions.dataset(config).image_shape(config) is None  # else features; of images: their pixels

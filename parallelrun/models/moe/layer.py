@@ -23,7 +23,7 @@ from .router import Router
 from .routing import Routing
 
 
-class TokenDispatcher(Protocol):
+class ExpertDispatch(Protocol):
     """Brings tokens to the experts and combines the results."""
 
     def __call__(
@@ -36,7 +36,7 @@ class TokenDispatcher(Protocol):
         """Payload bytes of the all-to-alls since the last call."""
 
 
-class LocalDispatcher:
+class LocalDispatch:
     """All experts are on this rank: nothing is sent."""
 
     def __call__(
@@ -85,16 +85,16 @@ class MoE(TensorModule):
         # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
         self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None
         self.dropout = make.dropout(f"{name}.dropout")
-        self.dispatch: TokenDispatcher = LocalDispatcher()
+        self.dispatch: ExpertDispatch = LocalDispatch()
         self.auxiliary_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self.enter(x)
-        routing: Routing = self.router(whole)
+        gathered = self.enter(x)
+        routing: Routing = self.router(gathered)
         shared = self.shared
         beside = None if shared is None else lambda: shared(x)
-        mixed, extra = self.dispatch(whole.flatten(0, 1), routing, self.experts, beside)
-        y = self.leave(mixed, whole.size(0))
+        mixed, extra = self.dispatch(gathered.flatten(0, 1), routing, self.experts, beside)
+        y = self.leave(mixed, gathered.size(0))
         if extra is not None:
             y = y + extra
         if routing.auxiliary is not None:

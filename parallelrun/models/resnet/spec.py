@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.errors import ConfigError, Problem
 from parallelrun.models.vision.operations import (
     Architecture,
     AveragePoolOp,
@@ -18,7 +17,6 @@ from parallelrun.models.vision.operations import (
 )
 from parallelrun.models.vision.spec import ClassifierDefinition, num_per_stage
 
-STEMS = ("auto", "small", "large")
 SMALL_IMAGES = 64  # below this size `auto` takes the small stem: the large one would discard most of an image
 EXPANSION = 4
 
@@ -31,9 +29,6 @@ class ResNetDefinition(ClassifierDefinition):
 
     def architecture(self, config: Config, image: int, classes: int) -> Architecture:
         model = config.model
-        if model.stem not in STEMS:
-            fix = " or ".join(f"model.stem={stem}" for stem in STEMS)
-            raise ConfigError(Problem(f"model.stem={model.stem} is unknown", "model.stem", fix))
         blocks = [_stem(model.width, model.stem == "small" or (model.stem == "auto" and image < SMALL_IMAGES))]
         channels = model.width
         for stage, count in enumerate(num_per_stage(config, (2, 2, 2))):

@@ -1,1 +1,1 @@
-"""What gpt, bert and mlp share: sizes, layer specs and FLOPs (`spec.py`, torch-free) and modules (`modules.py`)."""
+"""Shared by gpt, bert and mlp: sizes, layer specs and FLOPs (`spec.py`, torch-free) and modules (`modules.py`)."""

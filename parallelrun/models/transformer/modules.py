@@ -1,7 +1,7 @@
 """The modules of transformer blocks, written as for one device; `spec.py` lists the same parameters.
 
-What a tensor-parallel strategy may split (hidden, heads, vocab) is in role layers. The other code works on whatever
-part of a tensor it is given.
+The dims that a tensor strategy may split (hidden, heads, vocab) appear only in role layers. The other code works on any
+part of a tensor.
 """
 
 from __future__ import annotations

@@ -7,14 +7,16 @@ from typing import Any
 
 from parallelrun.config.schema import ModelConfig
 from parallelrun.errors import Problem
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+from parallelrun.model_spec import (
+    BlockSpec,
+    Initialiser,
+    LayerSpec,
+    ModelSpec,
+    ParameterSpec,
+    too_small,
+    weight_and_bias,
+)
 
-ZEROS, ONES = Initialiser("zeros"), Initialiser("ones")
-CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "relu", "swiglu"),
-    "position": ("learned", "rope"),
-}
 TIED = ("head.head.weight", "embedding.tokens.weight")  # (copy, original)
 
 
@@ -39,26 +41,12 @@ def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
     return {"gate": ffn, "up": ffn} if model.activation == "swiglu" else {"up": ffn}
 
 
-def unknown_choices(model: ModelConfig, keys: Iterable[str] = CHOICES) -> list[Problem]:
-    """A problem for each of `keys` whose value is not one of its choices."""
-    return [
-        Problem(
-            f"model.{key}={getattr(model, key)} is unknown",
-            f"model.{key}",
-            " or ".join(f"model.{key}={one}" for one in CHOICES[key]),
-        )
-        for key in keys
-        if getattr(model, key) not in CHOICES[key]
-    ]
-
-
 def check(model: ModelConfig) -> list[Problem]:
     """Every problem of `model` that no plan could solve, each with the nearest legal value."""
-    problems = unknown_choices(model)
     sizes = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "seq")}
-    small = too_small(sizes | {"kv_heads": kv_heads(model), "ffn": ffn_size(model)})
-    if small:
-        return problems + small
+    problems = too_small(sizes | {"kv_heads": kv_heads(model), "ffn": ffn_size(model)})
+    if problems:
+        return problems
     heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
     if hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
@@ -88,31 +76,26 @@ def column_layer(
     heads: dict[str, int] | None = None,
 ) -> LayerSpec:
     """A column-parallel layer: per output a weight (out, in) and, with `bias`, a bias (out)."""
-    role, parameters = "column_parallel", []
+    parameters: list[ParameterSpec] = []
     for output, size in outputs.items():
-        count = heads[output] if heads else None
-        parameters.append(ParameterSpec(f"{name}.{output}.weight", (size, in_features), initialiser, role, count))
-        if bias:
-            parameters.append(ParameterSpec(f"{name}.{output}.bias", (size,), ZEROS, role, count))
-    return LayerSpec(name, role, in_features, sum(outputs.values()), tuple(parameters))
+        shape, count = (size, in_features), heads[output] if heads else None
+        parameters += weight_and_bias(f"{name}.{output}", shape, initialiser, "column_parallel", bias, count)
+    return LayerSpec(name, "column_parallel", in_features, sum(outputs.values()), tuple(parameters))
 
 
 def linear_layer(
     name: str, in_features: int, out_features: int, bias: bool, initialiser: Initialiser, role: str
 ) -> LayerSpec:
     """A layer of role `row_parallel` or `linear`: a weight (out, in) and, with `bias`, a bias (out)."""
-    parameters = [ParameterSpec(f"{name}.weight", (out_features, in_features), initialiser, role)]
-    if bias:
-        parameters.append(ParameterSpec(f"{name}.bias", (out_features,), ZEROS, role))
-    return LayerSpec(name, role, in_features, out_features, tuple(parameters))
+    parameters = weight_and_bias(name, (out_features, in_features), initialiser, role, bias)
+    return LayerSpec(name, role, in_features, out_features, parameters)
 
 
 def norm_layer(name: str, model: ModelConfig) -> LayerSpec:
     """A norm over hidden. RMSNorm has no bias; LayerNorm has one when the model has biases."""
-    parameters = [ParameterSpec(f"{name}.weight", (model.hidden,), ONES, "norm")]
-    if model.bias and model.norm == "layernorm":
-        parameters.append(ParameterSpec(f"{name}.bias", (model.hidden,), ZEROS, "norm"))
-    return LayerSpec(name, "norm", model.hidden, model.hidden, tuple(parameters))
+    bias = model.bias and model.norm == "layernorm"
+    parameters = weight_and_bias(name, (model.hidden,), Initialiser("ones"), "norm", bias)
+    return LayerSpec(name, "norm", model.hidden, model.hidden, parameters)
 
 
 def dropout_layer(name: str, model: ModelConfig) -> LayerSpec:

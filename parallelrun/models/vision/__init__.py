@@ -1,1 +1,1 @@
-"""What alexnet, vgg and resnet share: architectures as data, from which spec and modules are built, and BatchNorm."""
+"""Shared by alexnet, vgg and resnet: architectures as data, from which spec and modules are built, and BatchNorm."""

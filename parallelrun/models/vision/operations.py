@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec
+from parallelrun.model_spec import SAMPLE_SET_ROLE, Initialiser, LayerSpec, ParameterSpec, weight_and_bias
 
 Shape = tuple[int, ...]
 INDEX_ELEMENTS = 2  # max-pooling keeps an int64 index: two elements of fp32
@@ -56,10 +56,7 @@ class ConvolutionOp(Operation):
     def layer(self, block: str, shape: Shape) -> LayerSpec:
         name, weight = f"{block}.{self.name}", (self.outputs, shape[0], self.kernel, self.kernel)
         initialiser = Initialiser("normal", sqrt(2 / prod(weight[1:])))  # He et al. 2015: makes up for ReLU's halving
-        parameters = [ParameterSpec(f"{name}.weight", weight, initialiser, "")]
-        if self.bias:
-            parameters.append(ParameterSpec(f"{name}.bias", (self.outputs,), ZEROS, ""))
-        return LayerSpec(name, "", shape[0], self.outputs, tuple(parameters))
+        return LayerSpec(name, "", shape[0], self.outputs, weight_and_bias(name, weight, initialiser, "", self.bias))
 
     def flops(self, shape: Shape) -> float:
         return 2.0 * shape[0] * self.kernel**2 * prod(self.out(shape))
@@ -134,9 +131,8 @@ class LinearOp(Operation):
         name, inputs = f"{block}.{self.name}", shape[0]
         # No ReLU follows the last layer, and small logits let the loss start at log(classes).
         std = (1 / sqrt(3) if self.role != "linear" else 0.1) / sqrt(inputs)
-        weight = ParameterSpec(f"{name}.weight", (self.outputs, inputs), Initialiser("normal", std), self.role)
-        bias = ParameterSpec(f"{name}.bias", (self.outputs,), ZEROS, self.role)
-        return LayerSpec(name, self.role, inputs, self.outputs, (weight, bias))
+        parameters = weight_and_bias(name, (self.outputs, inputs), Initialiser("normal", std), self.role)
+        return LayerSpec(name, self.role, inputs, self.outputs, parameters)
 
     def flops(self, shape: Shape) -> float:
         return 2.0 * shape[0] * self.outputs

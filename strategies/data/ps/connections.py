@@ -20,7 +20,7 @@ from parallelrun import comm, torch_private
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Collective, Plan
 
-from .plan import server_shards
+from .plan import sharding
 from .protocol import AXIS, CONTROL, HEADER_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .shards import Shard
 
@@ -139,7 +139,7 @@ class ShardBuffers:
     def __init__(self, plan: Plan, parameters: Sequence[LocalParameter]):
         stored, reduce = getattr(torch, plan.precision.stored), getattr(torch, plan.precision.reduce)
         self._parameters = {parameter.name: parameter.tensor for parameter in parameters}
-        self._by_server = [server_shards(plan, server) for server in range(plan.servers)]
+        self._by_server = sharding(plan).of_server
         self._shards = [shard for shards in self._by_server for shard in shards]
         numels = [sum(shard.numel for shard in shards) for shards in self._by_server]
         self.pushes = [torch.zeros(numel, dtype=reduce) for numel in numels]
@@ -197,15 +197,15 @@ class ServerClient:
         requests = [request._replace(ask=Ask.UPDATE, pulled=version) for version in self.versions]
         return self._pull(requests, self.buffers.pushes)
 
-    def wait_at_barrier(self, ask: Ask, request: WorkerRequest, waiting: Callable[[], None]) -> bool:
+    def wait_at_barrier(self, request: WorkerRequest, waiting: Callable[[], None]) -> bool:
         """Arrive at a barrier (Ask.SAVE or Ask.END) and wait for its release. False if its action failed on a server.
 
         waiting: called about once a second meanwhile.
         """
-        assert ask in (Ask.SAVE, Ask.END)
+        assert request.ask in (Ask.SAVE, Ask.END)
         pending, succeeded = self._channels, True
         while pending:
-            replies = self._exchange(pending, [request._replace(ask=ask)] * len(pending))
+            replies = self._exchange(pending, [request] * len(pending))
             succeeded = succeeded and all(reply.ready >= 0 for reply in replies)
             pending = [channel for channel, reply in zip(pending, replies) if not reply.ready]
             waiting()

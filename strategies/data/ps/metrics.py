@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from parallelrun.context import WorkerContext
@@ -23,8 +23,8 @@ from parallelrun.train.step import Evaluation
 from parallelrun.train.timing import StepClock
 
 from .apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogRow
-from .plan import ParameterServer, imbalance, server_bytes
-from .protocol import AXIS, CONTROL, NORM_BYTES, ServerReply
+from .plan import ParameterServer, sharding
+from .protocol import AXIS, CONTROL, ServerReply
 
 COUNTED = 2  # the exchange whose messages are counted: the first one has set-up traffic
 
@@ -48,15 +48,21 @@ class ServerTraffic:
         if self._exchanges[worker] == COUNTED:
             self._rows += rows
 
-    def norm_summed(self) -> None:
+    def norm_summed(self, payload_bytes: int) -> None:
         """Note that the servers have summed the norm of one update."""
         self._sums += 1
         if self._sums == COUNTED:
-            self._rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
+            self._rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, payload_bytes))
 
-    def rows(self) -> list[Collective] | None:
-        """One row per axis, operation and purpose; None while some worker's exchange is not counted."""
-        return merge(self._rows) if self._exchanges and min(self._exchanges.values()) >= COUNTED else None
+    def facts(self) -> dict[str, Any]:
+        """Return the facts for worker 0. rows: None while some worker's exchange is not counted."""
+        complete = self._exchanges and min(self._exchanges.values()) >= COUNTED
+        return {
+            "rows": [asdict(row) for row in merge(self._rows)] if complete else None,
+            "blocked_s": self.blocked_s,
+            "pushed_bytes": self.pushed_bytes,
+            "pulled_bytes": self.pulled_bytes,
+        }
 
 
 class LogStatistics:
@@ -184,14 +190,14 @@ class MetricsWriter:
             "torn_reads": sum(one.get("torn_reads", 0) for one in everyone.values()),
             "blocked_s": max(blocked.values(), default=0.0),
             "lost_workers": len(servers[0]["lost"]),
-            "shard_imbalance": imbalance(plan),
+            "shard_imbalance": sharding(plan).imbalance,
         }
         document = {
             **self._statistics.document(),
             **facts,
             "blocked_s_of_worker": blocked,
             "lost_worker_numbers": servers[0]["lost"],
-            "shard_bytes": server_bytes(plan),
+            "shard_bytes": sharding(plan).num_bytes,
             "pushed_bytes": [one["pushed_bytes"] for one in servers],
             "pulled_bytes": [one["pulled_bytes"] for one in servers],
         }

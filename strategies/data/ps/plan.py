@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import Self
 
 from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
 from parallelrun.plan.messages import Explanation
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
-from parallelrun.wording import counted, one_of
+from parallelrun.wording import counted
 
-from . import protocol, shards
-from .shards import Shard
+from . import protocol
+from .shards import Sharding, assign, cut
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
-CONSISTENCIES = (SYNC, ASYNC, SSP)
 DEFAULT_STALENESS = 2
 
 
@@ -80,9 +78,7 @@ class ParameterServer(DataStrategy):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        asked = request.config.strategy.data.consistency
-        problems = [] if asked is None else one_of("consistency", asked, CONSISTENCIES)
-        problems += _check_other_axes(request)
+        problems = _check_other_axes(request)
         checks = (_check_staleness, _check_backup, _check_delays, _check_router, _check_num_servers)
         return problems or [problem for check in checks for problem in check(request)]
 
@@ -107,25 +103,25 @@ class ParameterServer(DataStrategy):
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
-        return protocol.worker_traffic(plan, server_bytes(plan))
+        return protocol.worker_traffic(plan, sharding(plan).num_bytes)
 
     def explain(self, plan: Plan) -> Explanation:
-        return protocol.explanation(plan, server_bytes(plan), self.synchronous)
+        return protocol.explanation(plan, sharding(plan).num_bytes, self.synchronous)
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
         """One server's messages while every worker does one step."""
-        return protocol.server_traffic(plan, server_bytes(plan)[server], self.synchronous)
+        return protocol.server_traffic(plan, sharding(plan).num_bytes[server], self.synchronous)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
         """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
-        weights = server_bytes(plan)[server]
+        weights = sharding(plan).num_bytes[server]
         leaves_out = ("the framework's own memory", "messages on their way")
         gradients = 2 * protocol.gradient_bytes(plan, weights)
         return Memory(weights, gradients, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
 
     def num_shards(self, server: int, plan: Plan) -> int:
         """Tensors, or pieces of tensors, that one server owns."""
-        return len(server_shards(plan, server))
+        return len(sharding(plan).of_server[server])
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         return ExchangeForm(data_cost.SERVERS if plan.servers > 1 else data_cost.ONE_SERVER)
@@ -136,31 +132,10 @@ class ParameterServer(DataStrategy):
         return Equivalence("replay", "its own apply log, update for update")
 
 
-def _sharding(plan: Plan) -> tuple[ModelSpec, int, int, int]:
-    """The arguments of `shards.assign`: everything that the assignment depends on."""
+def sharding(plan: Plan) -> Sharding:
+    """The shards of each server; see `shards.assign`."""
     settings = ParameterServer.of(plan)
-    return plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored]
-
-
-def all_shards(plan: Plan) -> tuple[Shard, ...]:
-    """All servers' shards; see `shards.assign`."""
-    return shards.assign(*_sharding(plan))
-
-
-def server_shards(plan: Plan, server: int) -> tuple[Shard, ...]:
-    """The shards of one server, in the order of `all_shards`."""
-    return tuple(shard for shard in all_shards(plan) if shard.server == server)
-
-
-def server_bytes(plan: Plan) -> tuple[int, ...]:
-    """Bytes of weights that each server owns."""
-    return shards.loads(*_sharding(plan))
-
-
-def imbalance(plan: Plan) -> float:
-    """Bytes of the fullest server over the mean; 1.0 is even."""
-    loads = server_bytes(plan)
-    return max(loads) * len(loads) / sum(loads)
+    return assign(plan.spec, settings.servers, settings.shard_min_bytes, BYTES[plan.precision.stored])
 
 
 def _consistency(request: Request) -> str:
@@ -234,7 +209,7 @@ def _check_num_servers(request: Request) -> list[Problem]:
     """Every server must own something."""
     element_size = BYTES[TABLE[request.config.precision.name].stored]
     least = int(request.config.strategy.data.shard_min_kb * 2**10)
-    pieces = len(shards.cut(request.spec, request.servers, least, element_size))
+    pieces = len(cut(request.spec, request.servers, least, element_size))
     if request.servers <= pieces:
         return []
     what = f"servers={request.servers}: the model has only {counted(pieces, 'tensor')} or pieces of {least} bytes"

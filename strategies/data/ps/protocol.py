@@ -2,7 +2,7 @@
 
 In each step a worker sends every server one header (`control`) and the gradient of that server's shards (`push`, in the
 reduce dtype). Each server answers with one header (`control`) and its weights (`pull`, in the stored dtype). Payloads
-are flat, in the order of `plan.server_shards`. Where one update averages several pushes and there are several servers,
+are flat, in the order of `shards.assign`. Where one update averages several pushes and there are several servers,
 these sum two numbers per update (`control`): the squared gradient norm, so that all clip alike, and the number of stop
 requests. Set-up, evaluation and barriers are outside a steady step and not counted.
 
@@ -24,8 +24,7 @@ AXIS = "world"
 PUSH, PULL, CONTROL = "push", "pull", "control"
 HEADER_ELEMENTS = 9
 HEADER_BYTES = 8 * HEADER_ELEMENTS
-NORM_ELEMENTS = 2
-NORM_BYTES = 8 * NORM_ELEMENTS
+NORM_BYTES = 8 * 2
 
 
 class Ask(IntEnum):

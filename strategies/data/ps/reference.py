@@ -6,7 +6,7 @@ each server, the version that the log names) and applies the updates in the logg
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,21 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
-from parallelrun.errors import EXIT_MISMATCH, EXIT_OK, Problem, VerificationError
+from parallelrun.errors import Problem, VerificationError
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
-from parallelrun.records import write_json
-from parallelrun.report import verify as report
 from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.step import evaluate
-from parallelrun.verify.run import checked_config, judge, reference_trace
+from parallelrun.verify.run import checked_config, conclude, judge, reference_trace
 from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace
 
@@ -50,11 +47,11 @@ def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
 
 
 def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Train as a worker; worker 0 compares, writes verify.json and shows it. Return EXIT_MISMATCH if unequal."""
+    """Train as a worker, compare on worker 0, write verify.json and show it; return 4 (EXIT_MISMATCH) if unequal."""
     training = build(config, plan, context.device)
     in_step = ParameterServer.of(plan).in_step
     trace = _record(training, context, in_step)
-    verdict: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     if context.rank == 0:
         context.heartbeat(config.steps, "reference")
         if in_step:
@@ -65,10 +62,7 @@ def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
             document["bit_for_bit"] = all(error == 0 for error in document["max_error"].values())
             if plan.device == "cpu" and not config.compile:  # elsewhere kernels may add in another order
                 document["passed"] = document["passed"] and (document["bit_for_bit"] or document["reports_only"])
-        write_json(context.directory / "verify.json", document)
-        report.show(document, context.console_owner)
-        verdict = {"passed": document["passed"]}
-    return EXIT_OK if gather_json(verdict, training.mesh)[0]["passed"] else EXIT_MISMATCH
+    return conclude(document, training, context)
 
 
 def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
@@ -80,10 +74,9 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
         trace.initial = _weights(training)
     while clock < training.config.steps:
         context.heartbeat(clock + 1, "step")
-        step = worker.step(clock + 1, False)
-        clock = step.clock
-        trace.losses.append(step.reply.loss)
-        trace.grad_norms.append(step.reply.norm)
+        clock, reply = worker.step(clock + 1, False)
+        trace.losses.append(reply.loss)
+        trace.grad_norms.append(reply.norm)
     worker.end(clock)
     if worker.is_chief:
         trace.final = _weights(training)
@@ -101,7 +94,7 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
 
 def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
     """Return the trace of a replay of this run's apply log."""
-    replay = LogReplay(config, plan, context.device, keep_gradients=True)
+    replay = LogReplay(config, plan, context.device)
     trace = Trace(initial=_weights(replay.training))
     replay.run(apply_log.read(context.directory))
     training = replay.load_final()
@@ -132,9 +125,12 @@ class RecomputedPush(NamedTuple):
 
 
 class LogReplay:
-    """Replays an apply log row by row. Results: the stores' weights; losses, norms and gradients by version."""
+    """Replays an apply log row by row. Results: the stores' weights; losses, norms and gradients by version.
 
-    def __init__(self, config: Config, plan: Plan, device: torch.device, keep_gradients: bool = False):
+    Keeps every version of the weights and every gradient: for the few steps of `verify`.
+    """
+
+    def __init__(self, config: Config, plan: Plan, device: torch.device):
         self._config, self._synchronous = config, ParameterServer.of(plan).synchronous
         self.training = _one_worker(config, plan, device)
         split = self.training.dataset.train
@@ -148,29 +144,22 @@ class LogReplay:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self._squares: dict[int, float] = defaultdict(float)
-        self._keep_gradients = keep_gradients
         self._gradients: dict[int, list[Tensor]] = defaultdict(list)
 
     def run(self, rows: Sequence[LogRow]) -> None:
         """Apply every update of the log. Raises VerificationError if rows are missing or contradict each other."""
         updates = [row for row in rows if isinstance(row, AppliedUpdate)]
         self._pulled = _pulled_versions(rows, len(self.stores))
-        self._uses = Counter((push.worker, push.clock) for row in updates for push in row.pushes)
         # A run keeps the running statistics of worker 0 only.
         first = [row for row in updates if row.server == 0 and row.applied]
         self._kept_statistics = {(p.worker, p.clock) for row in first for p in row.pushes if p.worker == 0}
-        # The versions of each server's weights, kept as long as a push still needs them.
-        servers = range(len(self.stores))
-        self._needs = [Counter(versions[server] for versions in self._pulled.values()) for server in servers]
-        self._versions: list[dict[int, Tensor]] = [{0: store.weights.clone()} for store in self.stores]
+        self._versions = [[store.weights.clone()] for store in self.stores]  # every version of every server's weights
         self._recomputed: dict[PushKey, RecomputedPush] = {}
-        queues = [deque(row for row in updates if row.server == server) for server in servers]
+        queues = [deque(row for row in updates if row.server == server) for server in range(len(self.stores))]
         while any(queues):
             ready = [queue for queue in queues if queue and self._can_apply(queue[0])]
             if not ready:
-                raise VerificationError(
-                    Problem("rows are missing in the apply log: an update needs weights that no row makes")
-                )
+                raise VerificationError(Problem("the apply log lacks rows: an update needs weights that no row makes"))
             for queue in ready:
                 self._apply(queue.popleft())
         if self._synchronous:
@@ -195,11 +184,11 @@ class LogReplay:
         self._buffers.unpack()
 
     def _can_apply(self, row: AppliedUpdate) -> bool:
-        """Whether every push of the row has been recomputed, or can be now."""
+        """Whether the weights that the pushes of the row used have been replayed."""
         return all(
-            (push.worker, push.clock) in self._recomputed
-            or all(v <= s.version for v, s in zip(self._pulled[push.worker, push.clock], self.stores))
+            version <= store.version
             for push in row.pushes
+            for version, store in zip(self._pulled[push.worker, push.clock], self.stores)
         )
 
     def _apply(self, row: AppliedUpdate) -> None:
@@ -211,8 +200,7 @@ class LogReplay:
         averages = self._synchronous and sum(push.num_valid for push in pushes) > 0
         counts = [float(push.num_valid) if averages else 1.0 for push in pushes]
         store.mean([push.gradients[row.server] for push in pushes], counts)
-        if self._keep_gradients:
-            self._gradients[row.version].append(store.gradient.clone())
+        self._gradients[row.version].append(store.gradient.clone())
         self._squares[row.version] += store.squared_norm()
         if row.server == 0:
             self.losses.append(sum(push.loss_sum for push in pushes) / (sum(push.num_valid for push in pushes) or 1))
@@ -221,22 +209,12 @@ class LogReplay:
             lr = schedule.learning_rate(self._config.optimizer, row.clock, self._config.steps)
             store.update(lr, row.coefficient)
         store.version = row.version
-        if self._needs[row.server][row.version]:
-            self._versions[row.server][row.version] = store.weights.clone()
-        for key in ((push.worker, push.clock) for push in row.pushes):
-            self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._recomputed[key]
+        self._versions[row.server].append(store.weights.clone())
 
     def _recompute(self, push: Push) -> RecomputedPush:
         key = push.worker, push.clock
         if key not in self._recomputed:
-            versions = list(enumerate(self._pulled[key]))
-            self._load([self._versions[server][version] for server, version in versions])
-            for server, version in versions:
-                self._needs[server][version] -= 1
-                if not self._needs[server][version]:
-                    del self._versions[server][version]
+            self._load([versions[pulled] for versions, pulled in zip(self._versions, self._pulled[key])])
             loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
             self.training.statistics.finish_step(key in self._kept_statistics)
             self._buffers.pack()
@@ -255,15 +233,11 @@ def _pulled_versions(rows: Sequence[LogRow], num_servers: int) -> dict[PushKey, 
             found[push.worker, push.clock][row.server] = push.pulled
             if isinstance(row, AppliedUpdate):
                 applied.add((push.worker, push.clock))
-    for worker, clock in applied:
+    for worker, clock in sorted(applied):
         if (reached := len(found[worker, clock])) < num_servers:
-            raise VerificationError(
-                Problem(
-                    f"the push of worker {worker}, clock {clock}, reached {reached} of {num_servers} servers, so it "
-                    "cannot be recomputed"
-                )
-            )
-    return {key: [found[key][server] for server in sorted(found[key])] for key in found if key in applied}
+            said = f"the push of worker {worker}, clock {clock}, reached only {reached} of {num_servers} servers"
+            raise VerificationError(Problem(f"{said}, so it cannot be recomputed"))
+    return {key: [found[key][server] for server in range(num_servers)] for key in applied}
 
 
 def _one_worker(config: Config, plan: Plan, device: torch.device) -> Training:

@@ -69,16 +69,16 @@ def _train(training: Training, context: WorkerContext, step_times: list[float] |
     counted: list[Collective] | None = None
     number, stopped = 0, False
     while clock < config.steps and not stopped:
-        number += 1
+        number, before = number + 1, clock
         context.heartbeat(clock + 1, "step")
         counter = CommunicationCounter(training.mesh) if number == COUNTED else None
         with counter or nullcontext(), profiler.watch(clock + 1), timer:
-            step = worker.step(clock + 1, context.stop_requested())
+            clock, reply = worker.step(clock + 1, context.stop_requested())
         counted = counter.rows() if counter else counted
         if step_times is not None:
             step_times.append(timer.seconds)
-        before, clock, stopped = clock, step.clock, step.reply.stop > 0
-        writer.step(clock, step.reply, timer, _evaluate(worker, writer, before, clock), worker.scaler.scale)
+        stopped = reply.stop > 0
+        writer.step(clock, reply, timer, _evaluate(worker, writer, before, clock), worker.scaler.scale)
         to_save = worker.step_to_save(before, clock, stopped)
         if to_save is not None:
             worker.save(to_save, stopped or clock >= config.steps)

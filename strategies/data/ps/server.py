@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from math import isfinite
 
 import torch
@@ -28,7 +27,7 @@ from .apply_log import AppliedUpdate, DroppedPush, Push
 from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
 from .metrics import ServerTraffic
 from .plan import ParameterServer
-from .protocol import AXIS, CONTROL, NORM_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest
+from .protocol import AXIS, CONTROL, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .store import ShardStore
 from .synchronization import Barrier, WorkerClocks
 
@@ -59,8 +58,7 @@ class Server:
         self._error: BaseException | None = None
         self._left: set[int] = set()
         self._gradients: dict[int, Tensor] = {}  # verify: of every update
-        self._failed_saves: list[int] = []
-        self._failed_saves_in_a_row = 0
+        self._failed_saves = 0  # in a row
         self._traffic = ServerTraffic()
         self._began = time.perf_counter()
         self._last_push = dict.fromkeys(self._clocks.completed, self._began)
@@ -83,75 +81,61 @@ class Server:
 
     def _attend(self, worker: int) -> None:
         connection = WorkerConnection(worker, self._store.weights)
+        channel = connection.channel
         try:
-            while self._answer(connection):
-                pass
+            while (request := channel.receive_request()).ask != Ask.LEAVE:
+                reply, payload = self._reply(connection, request)
+                channel.send_header(reply)
+                if payload is not None:
+                    channel.send(payload, PULL)
+                counted = channel.flush()
+                if request.ask == Ask.UPDATE:
+                    self._traffic.exchanged(worker, counted)
             with self._changed:
                 self._left.add(worker)
                 self._changed.notify_all()
         except BaseException as error:  # any kind: the main thread must hear of it
-            self._on_error(worker, error)
-
-    def _on_error(self, worker: int, error: BaseException) -> None:
-        """Go on without a lost worker if the plan can spare it; let any other error end the server."""
-        with self._changed:
-            spare = self._settings.spare_workers(self._plan.num_workers)
-            goes_on = isinstance(error, PeerLost) and worker != 0 and len(self._clocks.lost) < spare
-            if goes_on and self._error is None:
-                try:
-                    self._clocks.lost.add(worker)
-                    for pushes in self._pending.values():
-                        pushes.pop(worker, None)
-                    if self._index == 0:
-                        self._context.gone(worker)
-                    self._release_barriers()
-                except BaseException as further:
-                    error, goes_on = further, False
-            if not goes_on:
-                self._error = self._error or error
-            self._changed.notify_all()
-
-    def _answer(self, connection: WorkerConnection) -> bool:
-        """Receive one request and answer it; return False after the last."""
-        channel = connection.channel
-        request = channel.receive_request()
-        if request.ask == Ask.LEAVE:
-            return False
-        if request.ask == Ask.UPDATE:
-            channel.receive(connection.push, PUSH)
-        self._reply(connection, request)
-        counted = channel.flush()
-        if request.ask == Ask.UPDATE:
-            self._traffic.exchanged(connection.worker, counted)
-        return True
-
-    def _reply(self, connection: WorkerConnection, request: WorkerRequest) -> None:
-        channel, payload = connection.channel, None
-        if request.ask == Ask.READ:
-            reply, payload = self._read(connection)
-        elif request.ask == Ask.UPDATE:
-            reply, payload = self._update(connection, request)
-        elif request.ask in self._barriers:
-            reply = self._wait_at_barrier(connection.worker, request)
-        elif request.ask == Ask.KEEP_FROZEN:
-            frozen = list(self._store.frozen.values())
-            flat = channel.receive(torch.empty_like(flatten(frozen)), PUSH)
             with self._changed:
-                unflatten(flat, frozen)
-            reply = ServerReply(1)
-        else:
-            gradient = request.ask == Ask.READ_GRADIENT
-            payload = self._gradients[request.clock] if gradient else flatten(list(self._store.frozen.values()))
-            reply = ServerReply(1)
-        channel.send_header(reply)
-        if payload is not None:
-            channel.send(payload, PULL)
+                self._error = self._error or self._lose(worker, error)
+                self._changed.notify_all()
 
-    def _read(self, connection: WorkerConnection) -> tuple[ServerReply, Tensor]:
+    def _lose(self, worker: int, error: BaseException) -> BaseException | None:
+        """Go on without a worker whose connection is lost if the plan can spare it; else return the error."""
+        spare = self._settings.spare_workers(self._plan.num_workers)
+        if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
+            return error
+        try:
+            self._clocks.lost.add(worker)
+            for pushes in self._pending.values():
+                pushes.pop(worker, None)
+            if self._index == 0:
+                self._context.gone(worker)
+            self._release_barriers()
+        except BaseException as further:
+            return further
+        return None
+
+    def _reply(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor | None]:
+        """Do what a worker asks; return the reply, and what is sent after it."""
+        if request.ask == Ask.UPDATE:
+            connection.channel.receive(connection.push, PUSH)
+            return self._update(connection, request)
+        if request.ask in self._barriers:
+            return self._wait_at_barrier(connection.worker, request), None
+        if request.ask == Ask.READ_GRADIENT:
+            return ServerReply(1), self._gradients[request.clock]
+        if request.ask == Ask.READ:
+            with self._changed:
+                clock = self._clocks.completed[connection.worker]
+                reply = ServerReply(1, self._store.version, clock, stop=float(self.stopped))
+                return reply, connection.pull.copy_(self._store.weights)
+        frozen = [parameter.tensor for parameter in self._store.frozen]
+        if request.ask == Ask.READ_FROZEN:
+            return ServerReply(1), flatten(frozen)
+        flat = connection.channel.receive(torch.empty_like(flatten(frozen)), PUSH)
         with self._changed:
-            clock = self._clocks.completed[connection.worker]
-            reply = ServerReply(1, self._store.version, clock, stop=float(self.stopped))
-            return reply, connection.pull.copy_(self._store.weights)
+            unflatten(flat, frozen)
+        return ServerReply(1), None
 
     def _update(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor]:
         """Take in one push; return the reply and the weights, when the worker may have them."""
@@ -180,19 +164,13 @@ class Server:
     def _apply_at_once(self, worker: int, request: WorkerRequest, gradient: Tensor, step_time: float) -> ServerReply:
         clock, finite = request.clock, request.finite > 0
         self._clocks.tick(worker, clock)
-        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
         if finite:
             self._set_gradient([gradient], [1.0])
-            self._store.update(lr)
-        self._store.version += 1
         loss = request.loss_sum / request.num_valid if request.num_valid else float("nan")
         push = Push(worker, clock, request.pulled, loss, request.num_valid, request.norm)
-        self._log(clock, (push,), lr, loss, request.norm, finite, step_time=step_time)
-        self._changed.notify_all()
+        reply = self._apply(clock, (push,), loss, request.norm, finite, step_time=step_time)
         self._wait_until(lambda: self.stopped or self._clocks.may_read(worker, self._settings.staleness))
-        return ServerReply(
-            1, self._store.version, clock, float(finite), 1.0, loss, request.norm, float(self.stopped)
-        )  # fmt: skip
+        return reply._replace(version=self._store.version, stop=float(self.stopped))
 
     # one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)
 
@@ -209,7 +187,6 @@ class Server:
             ready = self._store.version + 1
             reply = self._average_and_update(ready, self._pending.pop(ready))
             self._replies = {one: old for one, old in self._replies.items() if one == ready - 1} | {ready: reply}
-            self._changed.notify_all()
         self._wait_until(lambda: self._store.version >= clock)
         self._clocks.tick(worker, self._store.version)
         return self._replies[self._store.version]
@@ -228,27 +205,21 @@ class Server:
         loss = sum(request.loss_sum for request in requests) / sum(counts)
         applied, limit = isfinite(norm) and isfinite(loss), self._config.optimizer.clip
         coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and applied else 1.0
-        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
-        if applied:
-            self._store.update(lr, coefficient)
-        self._store.version = clock
         self.stopped = self.stopped or stops > 0
         parts = tuple(
             Push(worker, clock, request.pulled, request.loss_sum / (request.num_valid or 1.0), count)
             for worker, request, count in zip(workers, requests, counts)
         )
-        self._log(clock, parts, lr, loss, norm, applied, coefficient)
-        return ServerReply(1, clock, clock, float(applied), 1.0, loss, norm, float(self.stopped))
+        return self._apply(clock, parts, loss, norm, applied, coefficient)
 
     def _sum_over_servers(self, squares: float, stops: float) -> tuple[float, float]:
         """All servers clip by one norm and stop after the same step."""
         if self._group is None:
             return squares, stops
         numbers = torch.tensor([squares, stops], dtype=torch.float64)
-        assert len(numbers) == NORM_ELEMENTS
         with comm.label(AXIS, CONTROL, "sum"):
             dist.all_reduce(numbers, group=self._group)
-        self._traffic.norm_summed()
+        self._traffic.norm_summed(numbers.nbytes)
         return float(numbers[0]), float(numbers[1])
 
     def _set_gradient(self, gradients: list[Tensor], weights: list[float]) -> None:
@@ -256,16 +227,23 @@ class Server:
         if self._config.verb == "verify":
             self._gradients[self._store.version + 1] = self._store.gradient.clone()
 
-    def _log(
-        self, clock: int, pushes: tuple[Push, ...], lr: float, loss: float, norm: float, applied: bool,
-        coefficient: float = 1.0, step_time: float = 0.0,
-    ) -> None:  # fmt: skip
+    def _apply(
+        self, clock: int, pushes: tuple[Push, ...], loss: float, norm: float, applied: bool, coefficient: float = 1.0,
+        step_time: float = 0.0,
+    ) -> ServerReply:  # fmt: skip
+        """Step the optimizer, unless a value is not finite, and log the update; return the reply to its workers."""
+        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
+        if applied:
+            self._store.update(lr, coefficient)
+        self._store.version += 1
         version, queue, gap = self._store.version, self._num_open - 1, self._clocks.gap
         row = AppliedUpdate(
             self._index, version, clock, pushes, lr, loss, norm, applied, coefficient, queue, gap, self._seconds(),
             step_time,
         )  # fmt: skip
         apply_log.append(self._context.directory, row)
+        self._changed.notify_all()
+        return ServerReply(1, version, clock, float(applied), 1.0, loss, norm, float(self.stopped))
 
     # barriers
 
@@ -286,7 +264,8 @@ class Server:
         if saving.is_complete(self._clocks.running):
             saving.release(self._save(saving.final))
         if ending.is_complete(self._clocks.live):
-            self._publish_facts()
+            facts = {"peak_bytes": peak_bytes(torch.device("cpu")), "times": {}, "lost": sorted(self._clocks.lost)}
+            publish_facts(self._context.rank, {**facts, **self._traffic.facts()})
             ending.release(True)
 
     def _save(self, final: bool) -> bool:
@@ -300,28 +279,13 @@ class Server:
         try:
             self._store.save(clocks, self._context.directory, self._group)
         except SaveFailed:
-            self._failed_saves.append(step)
-            self._failed_saves_in_a_row += 1
+            self._failed_saves += 1
             self._context.save_failed(step)
-            if final or self._failed_saves_in_a_row == MAX_FAILED_SAVES:
+            if final or self._failed_saves == MAX_FAILED_SAVES:
                 raise
             return False
-        self._failed_saves_in_a_row = 0
+        self._failed_saves = 0
         return True
-
-    def _publish_facts(self) -> None:
-        rows = self._traffic.rows()
-        facts = {
-            "peak_bytes": peak_bytes(torch.device("cpu")),
-            "rows": None if rows is None else [asdict(row) for row in rows],
-            "times": {},
-            "lost": sorted(self._clocks.lost),
-            "failed_saves": self._failed_saves,
-            "blocked_s": self._traffic.blocked_s,
-            "pushed_bytes": self._traffic.pushed_bytes,
-            "pulled_bytes": self._traffic.pulled_bytes,
-        }
-        publish_facts(self._context.rank, facts)
 
     def _wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
         """Release the lock until `condition` holds, the time is over, or a thread has failed (ServerAborted)."""

@@ -1,4 +1,4 @@
-"""Which server owns which rows of which parameter. Torch-free; every rank derives the same answer from the plan.
+"""The rows of each parameter that each server owns. Torch-free; every rank derives the same answer from the plan.
 
 Placing whole tensors round-robin leaves servers unbalanced (tensorflow#45291). Large tensors are therefore cut, as by
 TensorFlow's MinSizePartitioner, and each piece goes to the least loaded server, largest first (Graham 1969).
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from math import prod
+from typing import NamedTuple
 
 from parallelrun.layout import chunk_range
 from parallelrun.model_spec import ModelSpec, ParameterSpec
@@ -20,9 +21,8 @@ FINEST = 16  # no piece is below 1/16 of a server's fair share: smaller ones har
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows [start, stop) of dim 0 of a logical parameter, owned by `server`. A scalar has one row."""
+    """Rows [start, stop) of dim 0 of a logical parameter. A scalar has one row."""
 
-    server: int
     parameter: ParameterSpec
     start: int
     stop: int
@@ -48,49 +48,53 @@ def num_rows(parameter: ParameterSpec) -> int:
     return parameter.shape[0] if parameter.shape else 1
 
 
-def cut(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> list[tuple[ParameterSpec, int, int]]:
-    """Pieces (parameter, start row, stop row) of all trained parameters, in order.
+def cut(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> list[Shard]:
+    """Cut all trained parameters, in order.
 
     A tensor has at most one piece per server. No piece is smaller than `min_bytes` unless its tensor is.
     """
     trained = [parameter for parameter in spec.parameters.values() if not parameter.frozen]
     fair_share = sum(parameter.numel for parameter in trained) * element_size / servers
     least = max(1, min_bytes, fair_share / FINEST)
-    pieces = []
+    pieces: list[Shard] = []
     for parameter in trained:
         rows = num_rows(parameter)
         parts = max(1, min(servers, rows, int(parameter.numel * element_size / least)))
         ranges = (chunk_range(rows, parts, index) for index in range(parts))
-        pieces += [(parameter, start, stop) for start, stop in ranges if stop > start]
+        pieces += [Shard(parameter, start, stop) for start, stop in ranges if stop > start]
     return pieces
 
 
+class Sharding(NamedTuple):
+    """The shards of each server, in the order of parameters and rows, and their bytes of weights."""
+
+    of_server: tuple[tuple[Shard, ...], ...]
+    num_bytes: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the fullest server over the mean; 1.0 is even."""
+        return max(self.num_bytes) * len(self.num_bytes) / sum(self.num_bytes)
+
+
 @lru_cache(maxsize=4)
-def assign(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> tuple[Shard, ...]:
-    """Return the shards of all trained parameters, in the order of parameters and rows: each row on one server.
+def assign(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> Sharding:
+    """Assign each row of each trained parameter to one server.
 
     A server owns at most one shard of a parameter. Frozen parameters are on no server.
     """
-    shards = [Shard(-1, *piece) for piece in cut(spec, servers, min_bytes, element_size)]
+    pieces = cut(spec, servers, min_bytes, element_size)
     heap = [(0, server) for server in range(servers)]  # (elements, server)
     owners: dict[str, set[int]] = defaultdict(set)
-    server_of: dict[int, int] = {}
-    for index in sorted(range(len(shards)), key=lambda index: -shards[index].numel):
-        shard, skipped = shards[index], []
-        while heap[0][1] in owners[shard.name]:
+    indices: list[list[int]] = [[] for _ in range(servers)]  # of the pieces of each server
+    for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].numel):
+        skipped = []
+        while heap[0][1] in owners[pieces[index].name]:
             skipped.append(heappop(heap))
         load, server = heappop(heap)
-        for one in (*skipped, (load + shard.numel, server)):
-            heappush(heap, one)
-        owners[shard.name].add(server)
-        server_of[index] = server
-    return tuple(Shard(server_of[i], one.parameter, one.start, one.stop) for i, one in enumerate(shards))
-
-
-@lru_cache(maxsize=4)
-def loads(spec: ModelSpec, servers: int, min_bytes: int, element_size: int) -> tuple[int, ...]:
-    """Return the bytes of weights that each server owns."""
-    found = [0] * servers
-    for shard in assign(spec, servers, min_bytes, element_size):
-        found[shard.server] += element_size * shard.numel
-    return tuple(found)
+        for entry in (*skipped, (load + pieces[index].numel, server)):
+            heappush(heap, entry)
+        owners[pieces[index].name].add(server)
+        indices[server].append(index)
+    of_server = tuple(tuple(pieces[index] for index in sorted(own)) for own in indices)
+    return Sharding(of_server, tuple(element_size * sum(shard.numel for shard in own) for own in of_server))

@@ -14,19 +14,17 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from parallelrun import checkpoint, registry
 from parallelrun.checkpoint.find import FOLDER
-from parallelrun.checkpoint.index import check_model, describe_plan, state_key, weight_key
-from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner, PartSavePlanner
-from parallelrun.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from parallelrun.checkpoint.store import one_process_is_fine, raise_for_user
+from parallelrun.checkpoint.index import check_model
+from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
+from parallelrun.checkpoint.storage import SafetensorsReader
+from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts, write_parts
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
 from parallelrun.layout import Layout
+from parallelrun.model_spec import ParameterSpec
 from parallelrun.models import initialise
 from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter
@@ -35,11 +33,11 @@ from parallelrun.train.checkpointing import check_batch
 from parallelrun.train.scaler import LossScaler
 
 from .connections import shard_views
-from .plan import ParameterServer, server_shards
+from .plan import ParameterServer, sharding
 
 
 class ShardStore:
-    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `plan.server_shards`.
+    """Weights and gradient of a server's shards, each one flat CPU buffer in the order of `plan.sharding`.
 
     version: number of updates so far (of synchronous updates: the step; a skipped one counts too). frozen: on server 0,
     the parameters that are not trained, for checkpoints.
@@ -48,31 +46,28 @@ class ShardStore:
     def __init__(self, config: Config, plan: Plan, server: int):
         self._config, self._plan, self._server = config, plan, server
         stored = getattr(torch, plan.precision.stored)
-        self.shards = server_shards(plan, server)
-        numel = sum(shard.numel for shard in self.shards)
+        shards = sharding(plan).of_server[server]
+        numel = sum(shard.numel for shard in shards)
         self.weights, self.gradient = torch.zeros(numel, dtype=stored), torch.zeros(numel, dtype=stored)
-        self.parameters = []
-        views = zip(self.shards, shard_views(self.weights, self.shards), shard_views(self.gradient, self.shards))
-        for shard, weight, gradient in views:
+        self.parameters: list[LocalParameter] = []
+        self._starts: dict[str, int] = {}  # of the rows of each of `parameters`
+        for shard, weight, gradient in zip(
+            shards, shard_views(self.weights, shards), shard_views(self.gradient, shards)
+        ):
             weight.grad = gradient
-            layout = Layout.replicated(len(shard.shape))
-            self.parameters.append(LocalParameter(f"{shard.name}[{shard.start}:]", weight, shard.parameter, layout))
+            self.parameters.append(_local(f"{shard.name}[{shard.start}:]", weight, shard.parameter))
+            self._starts[self.parameters[-1].name] = shard.start
+        frozen = [spec for spec in plan.spec.parameters.values() if spec.frozen and server == 0]
+        self.frozen = [_local(spec.name, torch.zeros(spec.shape, dtype=stored), spec) for spec in frozen]
+        self._held = [*self.parameters, *self.frozen]
         self.optimizer = Optimizer(config.optimizer, self.parameters)
-        specs = plan.spec.parameters.values()
-        self.frozen = {s.name: torch.zeros(s.shape, dtype=stored) for s in specs if s.frozen and server == 0}
         self.version = 0
 
     def initialise(self) -> None:
         """Fill in the initial weights, which are the same under every plan."""
-        own, seed = self._own_values(), self._config.seed
-        for shard, parameter in zip(self.shards, self.parameters):
-            shape = shard.parameter.shape
-            ranges = ((shard.start, shard.stop), *((0, size) for size in shape[1:])) if shape else ()
-            initialise.fill(parameter.tensor, shard.parameter, ranges, seed, own)
-        for name, tensor in self.frozen.items():
-            initialise.fill(
-                tensor, self._plan.spec.parameters[name], tuple((0, size) for size in tensor.shape), seed, own
-            )
+        own = self._own_values()
+        for one in self._held:
+            initialise.fill(one.tensor, one.spec, self._ranges(one), self._config.seed, own)
 
     def mean(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Set the gradient to the weighted mean of `gradients`, summed in their order."""
@@ -106,19 +101,9 @@ class ShardStore:
             "scaler": LossScaler(config.precision, plan.precision.scaled).state(),
             "clocks": [clocks[worker] for worker in sorted(clocks)],
         }
+        parts = [part for one in self._held for part in parts_to_save(one, self.optimizer, self._as_part)]
         folder = directory / FOLDER
-        writer = SafetensorsWriter(folder, step, plan.optimizer, describe_plan(plan), extra)
-        states = {parameter.name: self.optimizer.state(parameter.name) for parameter in self.parameters}
-        planner = PartSavePlanner(
-            self._parts(states, loading=False), [weight_key(name) for name in plan.spec.parameters]
-        )
-        try:
-            with one_process_is_fine():
-                save_state({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-        except CheckpointException as error:
-            writer.discard()
-            what = f"the checkpoint of step {step} could not be written to {folder}"
-            raise_for_user(error, what, self._server, saving=True)
+        write_parts(folder, step, parts, extra, plan, self._server, alone=group is None, group=group)
         checkpoint.keep_last(folder, config.checkpoint.keep, SimpleNamespace(rank=self._server))
 
     def load(self) -> dict[int, int]:
@@ -132,21 +117,10 @@ class ShardStore:
             return dict.fromkeys(workers, 0)
         path = checkpoint.resolve_resume(config.resume, config.runs)
         reader = SafetensorsReader(path)
-        states: dict[str, dict[str, Tensor]] = {}
-        try:
-            check_model(reader.index, plan, path)
-            for shard, parameter in zip(self.shards, self.parameters):
-                state = states[parameter.name] = {}
-                for kind in reader.index.state_kinds.get(shard.name, ()):
-                    stored = reader.index.tensors[state_key(kind, shard.name)]
-                    shape = parameter.tensor.shape if stored.shape else ()
-                    state[kind] = torch.zeros(shape, dtype=getattr(torch, stored.dtype))
-            planner = PartLoadPlanner(self._parts(states, loading=True))
-            with one_process_is_fine():
-                load_state({}, storage_reader=reader, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise_for_user(error, f"{path} could not be loaded", 0, saving=False)
-        for name, state in states.items():
+        check_model(reader.index, plan, path)
+        to_load = {one.name: parts_to_load(one, reader.index, self._as_part) for one in self._held}
+        read_parts(reader, PartLoadPlanner(part for parts, _ in to_load.values() for part in parts), 0, alone=True)
+        for name, (_, state) in to_load.items():
             if state:
                 self.optimizer.load_state(name, state)
         extra = dict(reader.index.extra)
@@ -158,22 +132,13 @@ class ShardStore:
             return dict(enumerate(clocks))
         return dict.fromkeys(workers, step)
 
-    def _parts(self, states: Mapping[str, Mapping[str, Tensor]], loading: bool) -> list[LocalPart]:
-        """This server's parts of a checkpoint. states: the optimizer's, by the store's parameter names.
+    def _ranges(self, parameter: LocalParameter) -> tuple[tuple[int, int], ...]:
+        """The range of each dim of the logical tensor that this server holds."""
+        start, shape = self._starts.get(parameter.name, 0), parameter.spec.shape
+        return ((start, start + len(parameter.tensor)), *((0, size) for size in shape[1:])) if shape else ()
 
-        A state that is one number per tensor is read for each shard, and written for the first one only.
-        """
-        parts = [LocalPart(weight_key(n), t, tuple(t.shape), (0,) * t.dim()) for n, t in self.frozen.items()]
-        for shard, parameter in zip(self.shards, self.parameters):
-            shape = shard.parameter.shape
-            offsets = (shard.start, *(0 for _ in shape[1:])) if shape else ()
-            parts.append(LocalPart(weight_key(shard.name), parameter.tensor, shape, offsets))
-            for kind, value in states[parameter.name].items():
-                if value.dim():
-                    parts.append(LocalPart(state_key(kind, shard.name), value, shape, offsets))
-                elif loading or shard.start == 0:
-                    parts.append(LocalPart(state_key(kind, shard.name), value, (), ()))
-        return parts
+    def _as_part(self, key: str, tensor: Tensor, parameter: LocalParameter) -> LocalPart:
+        return LocalPart(key, tensor, parameter.spec.shape, tuple(start for start, _ in self._ranges(parameter)))
 
     def _own_values(self) -> dict[str, Tensor]:
         """Initial values that a user's module computes itself."""
@@ -184,3 +149,7 @@ class ShardStore:
             network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
         assert network.own_values is not None, "only a user's module initialises its parameters itself"
         return cast("dict[str, Tensor]", network.own_values(config.seed))
+
+
+def _local(name: str, tensor: Tensor, spec: ParameterSpec) -> LocalParameter:
+    return LocalParameter(name, tensor, spec, Layout.replicated(len(spec.shape)))

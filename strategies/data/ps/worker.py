@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import isfinite
 from typing import TypeVar
 
@@ -14,29 +13,20 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
-from parallelrun.errors import NumericsError, Problem
 from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
 from parallelrun.train.gradients import EPSILON
-from parallelrun.train.loop import MAX_SKIPS
+from parallelrun.train.loop import check_finite
 from parallelrun.train.reader import Reader
 from parallelrun.train.scaler import LossScaler
-from parallelrun.train.step import Evaluation
+from parallelrun.train.step import Evaluation, StepResult
 
 from .connections import ServerClient
 from .plan import ParameterServer
 from .protocol import Ask, ServerReply, WorkerRequest
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class WorkerStep:
-    """One step of one worker: its clock after it, and the first server's reply to its push."""
-
-    clock: int
-    reply: ServerReply
 
 
 def pause_before_push(settings: ParameterServer, worker: int, clock: int) -> None:
@@ -65,8 +55,11 @@ class Worker:
         self.client.read_frozen()
         return reply.clock
 
-    def step(self, clock: int, stop: bool) -> WorkerStep:
-        """Compute the gradient of this worker's part of global batch `clock`, push it, pull. Raises NumericsError."""
+    def step(self, clock: int, stop: bool) -> tuple[int, ServerReply]:
+        """Compute the gradient of this worker's part of global batch `clock`, push it, pull. Raises NumericsError.
+
+        Return the clock that is then completed (a late worker skips some) and the first server's reply.
+        """
         loss_sum, num_valid = compute(self.training, self.training.reader.batch(clock), self.scaler.scale)
         self.client.buffers.pack()
         finite, norm = isfinite(loss_sum), 0.0
@@ -79,9 +72,10 @@ class Worker:
         reply = self.client.update(request)
         finite = reply.applied > 0 if self._settings.synchronous else finite
         self.training.statistics.finish_step(finite and reply.accepted > 0)
-        self._check(clock, reply, finite)
+        result = StepResult(reply.loss, reply.norm, finite, reply.stop > 0)
+        self._skips = check_finite(self.training, result, self.scaler, clock, self._skips)
         self.scaler.update(finite)
-        return WorkerStep(max(clock, reply.clock), reply)
+        return max(clock, reply.clock), reply
 
     def step_to_save(self, before: int, clock: int, stopping: bool) -> int | None:
         """Return the step in (before, clock] after which the run saves, if any. A late worker skips clocks."""
@@ -94,9 +88,8 @@ class Worker:
         """Wait at a barrier of all running workers while the servers save. Print a warning if that fails."""
         if self.is_chief:
             self.client.keep_frozen()
-        request = WorkerRequest(Ask.SAVE, step, stop=float(final))
-        heartbeat = self.context.heartbeat
-        if self.paused(lambda: self.client.wait_at_barrier(Ask.SAVE, request, lambda: heartbeat(step, "save"))):
+        request, heartbeat = WorkerRequest(Ask.SAVE, step, stop=final), self.context.heartbeat
+        if self.paused(lambda: self.client.wait_at_barrier(request, lambda: heartbeat(step, "save"))):
             return
         self.failed_saves.append(step)
         self.context.save_failed(step)
@@ -110,7 +103,7 @@ class Worker:
             self.context.heartbeat(clock, "end")
             waiting()
 
-        self.client.wait_at_barrier(Ask.END, WorkerRequest(Ask.END, clock), wait)
+        self.client.wait_at_barrier(WorkerRequest(Ask.END, clock), wait)
         self.client.read()
 
     def evaluate(self) -> Evaluation:
@@ -126,24 +119,6 @@ class Worker:
         result = action()
         self._paused_s += time.perf_counter() - began
         return result
-
-    def _check(self, clock: int, reply: ServerReply, finite: bool) -> None:
-        """Raise NumericsError if the step was not finite and a lower loss scale cannot help."""
-        if finite:
-            self._skips = 0
-            return
-        self._skips += 1
-        overflow_is_expected = self.scaler.scaled and isfinite(reply.loss)
-        if overflow_is_expected and self._skips < MAX_SKIPS:
-            return
-        value, what = (reply.norm, "gradient") if isfinite(reply.loss) else (reply.loss, "loss")
-        reason = f"{self._skips} overflowing steps in a row" if overflow_is_expected else f"{what} is {value}"
-        raise NumericsError(
-            Problem(
-                f"step {clock}, worker {self.index}: {reason}; the weights were not changed",
-                command="lower optimizer.lr, or precision=fp32",
-            )
-        )
 
 
 def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, int]:

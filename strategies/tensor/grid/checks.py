@@ -131,7 +131,9 @@ def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
         if reader:
             opener = pair.columns[0].name
             return refuse(
-                reader.name, "row_parallel", f"reads what {opener} has split over {where}: only a row layer can"
+                reader.name,
+                "row_parallel",
+                f"reads what {opener} has split over {where}: only a row_parallel layer may",
             )
     last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
     if not last or last[-1].layer_role != "head":

@@ -49,7 +49,8 @@ def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
     for layer in layers:
         role = layer.layer_role
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
-            what = f"layer {layer.name} reads what {column.name} has split over tp={tp}: only a row layer can"
+            opener = column.name
+            what = f"layer {layer.name} reads what {opener} has split over tp={tp}: only a row_parallel layer may"
             return refuse(what, layer.name, "row_parallel", roles.fits(layer, "row_parallel"))
         column = layer if role == "column_parallel" else None if role == "row_parallel" else column
     return []

@@ -82,7 +82,7 @@ def test_mpiruns_words_mean_the_world():
         ("tp 8", "a value is missing", "tp=8"),
         ("pln model=gpt", "neither a verb", "plan"),
         ("quickstart", "neither a verb", "recipe=quickstart"),
-        ("mine.yaml", "a bare file name", "recipe=mine.yaml"),
+        ("mine.yaml", "needs recipe=", "recipe=mine.yaml"),
         ("-np x", "-np x", "-np 2"),
         ("--cfg", "a value must follow", ""),
     ],

@@ -64,8 +64,8 @@ def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():
             "error: the environment variable NO_SUCH_VARIABLE is not set\n  where: seed",
         ),
         ("seed=${oc.env:HOME}", "could not be converted to Integer"),
-        ("strategy=../../x", "error: strategy=../../x: a strategy is chosen by its name, and ../../x leads to"),
-        ("model=/etc/passwd", "error: model=/etc/passwd: a model is chosen by its name, and /etc/passwd leads to"),
+        ("strategy=../../x", "error: strategy=../../x: choose a strategy by its name; ../../x points to"),
+        ("model=/etc/passwd", "error: model=/etc/passwd: choose a model by its name; /etc/passwd points to"),
         ("model=mine/small", "error: model=mine/small: no such model\n  where: model\n  did you mean: model=alexnet"),
     ],
 )

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
-from parallelrun.cli.words import TOOLS, VERBS
 from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import split
 from parallelrun.config.schema import Config
@@ -78,7 +78,7 @@ def shell(capsys, monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("parallelrun.launch.start.start", lambda *arguments, **more: 0)
-    monkeypatch.setattr("parallelrun.cli.remote.run", lambda *arguments: 0)
+    monkeypatch.setattr("parallelrun.cli.host_launcher.run", lambda *arguments: 0)
     monkeypatch.setattr("parallelrun.cli.doctor.main", lambda words: 0)
     return Shell(capsys)
 

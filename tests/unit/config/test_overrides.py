@@ -79,7 +79,7 @@ def test_a_sweep_over_texts_keeps_its_commas():
         (["strategy=ddp,tp"], "a sweep"),
         (["tp=[1]"], "not a list"),
         (["tp=010"], "parsed as 8 from 010"),
-        (["~tp"], "not taken out"),
+        (["~tp"], "cannot be removed"),
         (["model="], "a name is missing"),
         (["+model=mlp"], "without +"),
         (["strategy=null"], "must be chosen"),

@@ -20,7 +20,7 @@ from parallelrun.precision import TABLE
 def composed(*overrides: str):
     parsed, problems = read(list(overrides), False, "here")
     assert not problems
-    return compose.compose_plainly(compose.prepare(parsed, (), "plan", False))[0]
+    return compose.compose_once(compose.prepare(parsed, (), "plan", False))[0]
 
 
 def plan(*overrides: str):

@@ -53,11 +53,11 @@ def test_every_recipe_that_a_sweep_can_choose_is_read(value, chosen, recipes, ca
     ("words", "said"),
     [
         (["-m", "recipe=choice(gpt_small,nosuch)"], "recipe=nosuch: no such recipe"),
-        (["-m", "recipe=glob(nosuch*)"], "no recipe is meant"),
+        (["-m", "recipe=glob(nosuch*)"], "no recipe matches"),
         (["-m", "recipe=range(1,3)"], "no such recipe"),
         (["-m", "recipe=interval(1,3)"], "not a choice of recipes"),
         (["-m", "recipe=nosuch(a)"], "Unknown function"),
-        (["recipe=choice(gpt_small,other)"], "several values are a sweep"),
+        (["recipe=choice(gpt_small,other)"], "several values need a sweep"),
         (["-m", "tp=range(0,100000)", "pp=range(0,100000)"], "100,000 x 100,000 = 10,000,000,000 points; at most"),
         (["-m", "optimizer.lr=range(0,1,1e-9)"], "points; at most 10,000"),
         (["-m", "seed=shuffle(range(0,1000000))"], "1,000,000 points; at most 10,000"),

@@ -34,10 +34,10 @@ def test_a_whole_number_passes(text):
         ("2.0", "must be a whole number; write 2"),
         ("2.5", "must be a whole number"),
         ("1e3", "write 1000"),
-        ("true", "a truth value"),
-        ("off", "a truth value"),
-        ("auto", "is written null"),
-        ("", "is written null"),
+        ("true", "a boolean"),
+        ("off", "a boolean"),
+        ("auto", "write null"),
+        ("", "write null"),
         ("1e20", "out of range"),
         ("100000000000000000000", "out of range"),
         ("9" * 5000, "out of range"),
@@ -68,7 +68,7 @@ def test_numbers_pass_and_their_range_is_for_resolve(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("010", "parsed as 8"), ("1:30", "90"), ("on", "truth"), ("fast", "number")]
+    ("text", "said"), [("010", "parsed as 8"), ("1:30", "90"), ("on", "boolean"), ("fast", "number")]
 )
 def test_numbers_have_traps_too(text, said):
     assert said in what(RATE, text)
@@ -92,7 +92,8 @@ def test_plain_texts_pass(text):
 def test_the_schema_is_walked_to_its_leaves():
     keys = known_keys()
     assert keys["tp"] == Key("tp", "int", True)
-    assert keys["strategy.data.shard"] == Key("strategy.data.shard", "int", True)
+    assert keys["strategy.data.shard"] == Key("strategy.data.shard", "int", True, least=1)
+    assert keys["recompute"].choices == ("none", "selective", "full") and keys["recompute"].help
     assert keys["optimizer.betas"].kind == "list" and keys["model.roles"].kind == "dict"
     assert keys["compile"] == Key("compile", "bool", False)
     assert {"strategy.data", "model", "eval"} <= sections() and "tp" not in sections()

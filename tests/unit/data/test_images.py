@@ -314,4 +314,4 @@ def test_validation_is_not_augmented() -> None:
     dataset = opened(dataset__name="digits", dataset__flip=True, dataset__crop=2)
     plain = opened(dataset__name="digits")
     assert np.array_equal(dataset.val.sample(0)[0], plain.val.sample(0)[0])
-    assert np.array_equal(dataset.val.augmented(0, 3)[0], plain.val.sample(0)[0])  # type: ignore[attr-defined]
+    assert np.array_equal(dataset.val.augmented(0, 3)[0], plain.val.sample(0)[0])

@@ -1,4 +1,4 @@
-"""Who started this process, read from its variables: torchrun, srun, mpirun, or nobody."""
+"""Which launcher started this process, from its variables: torchrun, srun, mpirun, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which failure is the cause, who hangs, and the last words on the screen."""
+"""Which failure is the root cause, its exit code, and the final error message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import signal
 import pytest
 
 from parallelrun.errors import CheckpointError, NumericsError, Problem
-from parallelrun.launch import failure, preflight, stacks
-from parallelrun.launch.board import NOT_RETURNED, Board
-from parallelrun.launch.environment import Attached
-from parallelrun.launch.failure import Failure, block, of_exception, of_exit, root_cause
-from parallelrun.launch.stacks import Position, pp_rank, suspects
-from tests.plans import tiny_config, tiny_plan
+from parallelrun.launch import failure
+from parallelrun.launch.failure import ConsoleOptions, Failure, message, of_exception, of_exit, root_cause
+from tests.plans import tiny_plan
 
 GLOO = (
     "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21132. This is typically caused..."
@@ -25,10 +22,10 @@ class DistBackendError(RuntimeError):
 
 
 def test_a_lost_connection_is_never_the_cause_even_if_it_is_seen_first():
-    victims = [of_exception(RuntimeError(GLOO), rank, time_ns=10 + rank, traceback="") for rank in range(3)]
+    victims = [of_exception(RuntimeError(GLOO), rank, time_ns=10 + rank) for rank in range(3)]
     killed = of_exit(3, -signal.SIGKILL, time_ns=50)
     assert root_cause([*victims, killed]) == killed
-    raised = of_exception(ValueError("x"), 2, time_ns=40, traceback="")
+    raised = of_exception(ValueError("x"), 2, time_ns=40)
     assert root_cause([*victims, killed, raised]) == raised  # among real causes the first
     assert root_cause(victims).rank == 0
 
@@ -40,21 +37,21 @@ def test_a_lost_connection_is_known_inside_other_exceptions():
         except DistBackendError as error:
             raise RuntimeError("the schedule failed") from error
     except RuntimeError as error:
-        assert of_exception(error, 0, 0, "").order > 0
+        assert of_exception(error, 0, 0).order > 0
 
 
 def test_a_user_s_own_connection_error_is_a_cause():
-    assert of_exception(OSError("Connection refused by the dataset's server"), 0, 0, "").order == 0
+    assert of_exception(OSError("Connection refused by the dataset's server"), 0, 0).order == 0
 
 
 def test_an_abort_is_the_cause_only_if_nothing_better_is_known():
-    aborted, raised = of_exit(0, -signal.SIGABRT, 1), of_exception(ValueError("x"), 1, 2, "")
+    aborted, raised = of_exit(0, -signal.SIGABRT, 1), of_exception(ValueError("x"), 1, 2)
     assert root_cause([aborted, raised]) == raised
-    assert root_cause([aborted, of_exception(RuntimeError(GLOO), 1, 0, "")]) == aborted
+    assert root_cause([aborted, of_exception(RuntimeError(GLOO), 1, 0)]) == aborted
 
 
 @pytest.mark.parametrize(
-    ("error", "alone", "code"),
+    ("error", "single_rank", "code"),
     [
         (NumericsError("nan"), False, 5),
         (CheckpointError("bad"), False, 4),
@@ -64,8 +61,8 @@ def test_an_abort_is_the_cause_only_if_nothing_better_is_known():
         (DistBackendError("Timed out waiting 60000ms for recv operation to complete"), False, 7),
     ],
 )
-def test_an_exception_has_its_exit_code(error, alone, code):
-    assert of_exception(error, 0, 0, "", alone).exit_code == code
+def test_an_exception_has_its_exit_code(error, single_rank, code):
+    assert of_exception(error, 0, 0, single_rank).exit_code == code
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,9 @@ def test_the_last_words_name_rank_place_step_checkpoint_and_command(tmp_path):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step_15.aside").mkdir()
     told = Failure(3, "died: SIGKILL", 6, 0, 0, 77, 12, "step")
-    lines = block(told, tiny_plan(dp=2, tp=2), tmp_path, ["dp=2", "tp=2", "name=a b", "resume=latest"])
+    lines = message(
+        told, tiny_plan(dp=2, tp=2), tmp_path, ConsoleOptions(("dp=2", "tp=2", "name=a b", "resume=latest"))
+    )
     assert lines[0].startswith("error: rank 3 (dp=1 tp=1 pp=0, ") and lines[0].endswith("pid 77) died: SIGKILL")
     assert lines[1:] == [
         "  at: rank 3, step 12, phase step",
@@ -108,97 +107,15 @@ def test_the_last_words_name_rank_place_step_checkpoint_and_command(tmp_path):
 
 def test_the_last_words_are_few_however_long_the_traceback(tmp_path):
     told = Failure(0, "boom", 6, 0, traceback="\n".join(f"line {i}" for i in range(500)))
-    lines = block(told, tiny_plan(dp=2), tmp_path, verbose=True)
+    lines = message(told, tiny_plan(dp=2), tmp_path, ConsoleOptions(verbose=True))
     assert len(lines) <= 25 and lines[-1] == "line 499" and lines[0].startswith("error: rank 0")
-
-
-# ---- who hangs
-
-WAITING = f'''Thread 0x1 (most recent call first):
-  File "/usr/lib/threading.py", line 1 in wait
-
-Current thread 0x2 (most recent call first):
-  File "/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
-  File "{__file__}", line 1 in train
-'''
-ELSEWHERE = f'''Current thread 0x2 (most recent call first):
-  File "/data/reader.py", line 7 in read_next
-  File "{__file__}", line 1 in train
-'''
-
-
-def test_a_rank_inside_a_collective_waits():
-    assert pp_rank(3, WAITING, False).waiting
-    assert not pp_rank(3, ELSEWHERE, False).waiting
-    assert pp_rank(3, ELSEWHERE, False).frames[0] == "read_next (/data/reader.py:7)"
-
-
-@pytest.mark.parametrize(
-    ("at", "guilty", "why"),
-    [
-        ({0: (3, WAITING), 1: (3, ELSEWHERE), 2: (3, WAITING)}, [1], "not in a collective but in read_next"),
-        ({0: (3, WAITING), 1: (3, WAITING), 2: (4, WAITING)}, [2], "at step 4, all others at step 3"),
-        ({0: (3, WAITING), 1: (3, ""), 2: (3, WAITING)}, [1], "gave no stack"),
-        ({0: (3, WAITING), 1: (3, WAITING)}, [], ""),
-        ({0: (3, ELSEWHERE), 1: (3, ELSEWHERE)}, [], ""),
-        ({0: (2, WAITING), 1: (3, WAITING)}, [], ""),  # one against one: no majority
-    ],
-)
-def test_the_one_that_is_not_where_the_others_are_is_the_suspect(at, guilty, why):
-    found = suspects({rank: pp_rank(step, dump, False) for rank, (step, dump) in at.items()})
-    assert found[0] == guilty and why in found[1]
-
-
-def test_a_stopped_rank_is_suspected_before_all():
-    assert suspects({0: Position(1, True), 1: Position(1, False, ("f",), False)})[0] == [0]
-    assert not stacks.is_stopped(1)
-
-
-# ---- what ranks and launcher share
-
-
-def test_the_board_is_seen_by_whoever_has_its_descriptor():
-    board = Board.fresh(2)
-    other = Board(2, board.descriptor)
-    other.beat(1, 7, "a phase whose name is longer than there is room for")
-    assert (board.read(1).step, board.read(1).phase) == (7, "a phase whose name is longer tha")
-    assert board.read(0).step == 0 and board.read(0).age_s < 60
-    assert board.returned(0) == NOT_RETURNED
-    other.set_returned(0, 75)
-    assert (board.returned(0), board.returned(1)) == (75, NOT_RETURNED)
-    assert not board.stop_requested()
-    other.request_stop()
-    assert board.stop_requested()
-
-
-# ---- what this machine must have
-
-
-def test_ranks_that_share_cores_are_said():
-    assert preflight.crowding(2, 2) == []
-    assert preflight.crowding(32, 2)[0].startswith("step time is no scaling measurement: 32 ranks on 2 cores")
-    assert "expect it to be slow" in preflight.crowding(17, 2)[0]
-    assert "expect" not in preflight.crowding(16, 2)[0]
-
-
-def test_more_memory_than_there_is_is_refused_with_numbers(monkeypatch):
-    monkeypatch.setattr(preflight, "available_bytes", lambda: 2**30)
-    big = {"model.hidden": 4096, "model.layers": 4, "model.vocab": 32, "dp": 2}
-    with pytest.raises(preflight.EnvironmentProblem, match=r"2 ranks .* need [\d.]+ GiB .* 1\.0 GiB are available"):
-        preflight.check(tiny_config(big), tiny_plan(big), None)
-    preflight.check(tiny_config(dp=2), tiny_plan(dp=2), None)
-
-
-def test_another_launcher_s_world_must_be_the_plan_s():
-    with pytest.raises(preflight.ConfigError, match="torchrun started 3 ranks, the plan has 2"):
-        preflight.check(tiny_config(dp=2), tiny_plan(dp=2), Attached(0, 3, 0, "127.0.0.1", 1, "torchrun", "x"))
 
 
 def test_a_full_disk_is_the_machine_s_fault():
     full = OSError(errno.ENOSPC, "No space left on device", "summary.json")
-    said = of_exception(full, 0, 1, "")
+    said = of_exception(full, 0, 1)
     assert (said.exit_code, said.order) == (3, 0) and "no room to write" in said.what and "summary.json" in said.what
-    assert of_exception(OSError(errno.EACCES, "Permission denied"), 0, 1, "").exit_code == 6
+    assert of_exception(OSError(errno.EACCES, "Permission denied"), 0, 1).exit_code == 6
 
 
 def test_an_exception_in_a_users_own_file_names_the_lines_of_that_file(tmp_path, monkeypatch):
@@ -210,11 +127,11 @@ def test_an_exception_in_a_users_own_file_names_the_lines_of_that_file(tmp_path,
     try:
         own["forward"]("{")
     except ValueError as error:
-        found = of_exception(error, 0, 5, "all of it")
+        found = of_exception(error, 0, 5)
     own_frames = [frame for frame in found.frames if frame.startswith("net.py")]  # this test's own is the user's too
     assert own_frames == ["net.py:9 in forward: return inner(x)", "net.py:5 in inner: return json.loads(text)"]
     assert len(found.frames) == 3, "nothing of Python's own json package"
-    lines = block(found, tiny_plan(), tmp_path)
+    lines = message(found, tiny_plan(), tmp_path)
     assert [line.strip() for line in lines if line.startswith("  in: ")] == [f"in: {frame}" for frame in found.frames]
     failure.write(tmp_path, found)
     assert failure.read(tmp_path, 0) == found

@@ -1,4 +1,4 @@
-"""When a fork is safe, and what becomes of a rank's words."""
+"""When a fork is safe, and where a rank's output goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from parallelrun.launch.output import Screen
-from parallelrun.launch.rank import ExecOrder, Place
 from tests.pool import ROOT
 
 PRELUDE = """
@@ -40,11 +39,6 @@ def test_a_launcher_with_threads_that_do_not_survive_a_fork_execs_its_ranks(code
         timeout=60,
     )
     assert done.stdout.split() == ["True", method, "exec"], done.stderr
-
-
-def test_what_an_exec_d_rank_is_told_survives_the_command_line(tmp_path):
-    order = ExecOrder(Place(3, 4, 3, 3, tmp_path, "a:b", 2, True), 77, 5, 4321, None)
-    assert ExecOrder.from_json(order.to_json()) == order
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""When the watchers of ranks act, by a clock that the test moves: not before the time they promise, and not later.
+"""Timeouts and grace periods of the launcher, with a fake clock: nothing happens before its time, and nothing later.
 
 No process and no waiting: what a slow machine cannot shorten or lengthen. The times are written out here, not read from
 the code, because a wrong constant is what these tests look for.
@@ -13,12 +13,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallelrun.cli import host_agent, hosts, remote
+from parallelrun.cli import host_agent, host_launcher, hosts
 from parallelrun.errors import EXIT_HANG, EnvironmentProblem, Problem
-from parallelrun.launch import attach, board, failure, meeting, processes, rank, supervisor, survivors, watchdog
+from parallelrun.launch import (
+    attach,
+    directory,
+    failure,
+    failure_detection,
+    heartbeat,
+    processes,
+    rank,
+    rendezvous,
+    supervisor,
+)
 from parallelrun.launch.failure import Failure
-from parallelrun.launch.meeting import Peers
-from parallelrun.launch.processes import Job
+from parallelrun.launch.failure_detection import Peers
+from parallelrun.launch.rank import Job
+from parallelrun.launch.rendezvous import Member
 from parallelrun.launch.supervisor import Supervisor
 from tests.plans import tiny_config, tiny_plan
 
@@ -46,7 +57,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     fake = Clock()
-    for module in (board, failure, meeting, supervisor, survivors, watchdog, attach):
+    for module in (directory, heartbeat, failure, rendezvous, supervisor, failure_detection, attach):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -62,7 +73,7 @@ def ranks(monkeypatch, tmp_path, clock) -> Supervisor:
     found._pids, found._alive = [11, 12], {0: 11, 1: 12}
     found.sent = []
     monkeypatch.setattr(processes, "kill", lambda pid, number: found.sent.append((pid, number, clock.now)))
-    monkeypatch.setattr(supervisor.stacks, "is_stopped", lambda pid: False)
+    monkeypatch.setattr(processes, "is_stopped", lambda pid: False)
     return found
 
 
@@ -72,7 +83,7 @@ def pass_time(ranks: Supervisor, clock: Clock, seconds: float, beats: tuple[int,
     while clock.now < end - 1e-9:
         clock.now = min(end, clock.now + 0.25)
         for one in beats:
-            ranks._board.beat(one, 1, "step")
+            ranks._heartbeats.beat(one, 1, "step")
         ranks._tick()
 
 
@@ -133,7 +144,7 @@ def test_ctrl_c_leaves_three_seconds_to_unwind_and_a_second_one_none(ranks, cloc
 def test_sigterm_gives_all_the_time_that_a_step_and_a_save_need(ranks, clock):
     ranks._on_signal(signal.SIGTERM)
     pass_time(ranks, clock, 5 * TIMEOUT_S, beats=(0, 1))
-    assert not ranks.sent and ranks._board.stop_requested()
+    assert not ranks.sent and ranks._heartbeats.stop_requested()
 
 
 def test_the_first_collectives_are_compared_after_two_silent_seconds_and_every_two_seconds(ranks, clock, monkeypatch):
@@ -146,7 +157,7 @@ def test_the_first_collectives_are_compared_after_two_silent_seconds_and_every_t
 
 def test_the_status_is_written_every_two_seconds(ranks, clock, monkeypatch):
     written = []
-    monkeypatch.setattr(ranks._status, "running", lambda step: written.append(clock.now))
+    monkeypatch.setattr(ranks._status, "running", lambda *_: written.append(clock.now))
     began = clock.now
     pass_time(ranks, clock, 6.25, beats=(0, 1))
     assert [when - began for when in written] == pytest.approx([0.25, 2.25, 4.25, 6.25])
@@ -157,7 +168,7 @@ class Ended(Exception):
 
 
 def test_an_attached_or_inline_rank_notices_its_hang_at_the_timeout(monkeypatch, clock):
-    own, told = board.Board.fresh(1), []
+    own, told = heartbeat.HeartbeatFile(1), []
 
     def wait(seconds: float) -> bool:
         clock.now += seconds
@@ -166,12 +177,12 @@ def test_an_attached_or_inline_rank_notices_its_hang_at_the_timeout(monkeypatch,
     def leave(code: int) -> None:
         raise Ended(code)
 
-    watcher = watchdog.Watchdog(own, 0, TIMEOUT_S, io.StringIO(), told.append, None)
-    watcher._done = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    watcher = failure_detection.Watchdog(own, 0, TIMEOUT_S, io.StringIO(), told.append, None)
+    watcher.done = SimpleNamespace(wait=wait)
+    monkeypatch.setattr(failure_detection.os, "_exit", leave)
     began = clock.now
     with pytest.raises(Ended, match=str(EXIT_HANG)):
-        watcher._watch()
+        watcher.watch()
     assert clock.now - began == pytest.approx(TIMEOUT_S + 0.5)  # the first look after it
     assert len(told) == 1 and f"no progress for {TIMEOUT_S:g} s" in told[0].what
 
@@ -183,10 +194,10 @@ def test_ranks_that_do_not_join_are_waited_for_a_minute_altogether(monkeypatch, 
         asked.append(key)
         clock.now += timeout_s
 
-    monkeypatch.setattr(meeting, "get", get)
+    monkeypatch.setattr(rendezvous, "get", get)
     began = clock.now
     with pytest.raises(EnvironmentProblem, match=r"joined 0 of 3 ranks in 60 s; missing: 0, 1, 2"):
-        meeting.gather(None, 3, meeting.JOIN_S)
+        rendezvous.gather(None, 3, rendezvous.JOIN_S)
     assert clock.now - began == pytest.approx(60, abs=1)
     assert asked == ["joined/0", "joined/1", "joined/2"]
 
@@ -196,26 +207,31 @@ def test_a_rank_0_that_does_not_compose_is_waited_for_two_minutes(monkeypatch):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meeting, "connect", lambda attached: None)
-    monkeypatch.setattr(meeting, "get", lambda store, key, timeout_s: waited.append((key, timeout_s)))
+    monkeypatch.setattr(rendezvous, "connect", lambda attached: None)
+    monkeypatch.setattr(rendezvous, "get", lambda store, key, timeout_s: waited.append((key, timeout_s)))
     with pytest.raises(EnvironmentProblem, match="has waited 120 s for rank 0 to compose"):
         attach.follow([])
     assert waited == [("run", 120)]
 
 
+def members(*hosts: str) -> list[Member]:
+    """Ranks on these hosts."""
+    return [Member(rank, host, rank + 1, "", {}, {}, "", "", True) for rank, host in enumerate(hosts)]
+
+
 def test_a_leader_on_another_host_is_given_three_seconds_to_speak(monkeypatch, clock, tmp_path):
-    peers = Peers(("a", "b"), (1, 2), ("", ""), frozenset())
+    peers = Peers(members("a", "b"), frozenset())
     began = clock.now
-    assert survivors.must_speak(Failure(1, "lost", 6, 0, order=3), tmp_path, peers)
+    assert failure_detection.must_report(Failure(1, "lost", 6, 0, order=3), tmp_path, peers)
     assert clock.now - began == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_blocked_survivor_speaks_two_seconds_after_the_leader_is_gone(monkeypatch, clock, tmp_path):
     spoken, gone_at = [], clock.now + 4.0
-    peers = Peers(("a", "a"), (1, 2), ("x", "y"), frozenset({0, 1}))
-    monkeypatch.setattr(Peers, "is_gone", lambda self, one: one == 0 and clock.now >= gone_at)
-    monkeypatch.setattr(survivors.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
-    survivors.watch(1, tmp_path, peers, lambda: spoken.append(clock.now - gone_at))
+    peers = Peers(members("a", "a"), frozenset({0, 1}))
+    monkeypatch.setattr(Peers, "has_exited", lambda self, one: one == 0 and clock.now >= gone_at)
+    monkeypatch.setattr(failure_detection.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
+    failure_detection.watch_leader(1, tmp_path, peers, lambda: spoken.append(clock.now - gone_at))
     assert spoken == pytest.approx([2.0], abs=0.51)  # it looks every half second
 
 
@@ -224,9 +240,9 @@ def test_the_process_group_waits_longer_than_the_watchers(monkeypatch):
 
     asked = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: asked.update(more))
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(dist.distributed_c10d, "PrefixStore", lambda prefix, store: store)
     config = tiny_config(dp=2, timeout_s=TIMEOUT_S)
-    rank._join(rank.Place(0, 2, 0, 0, Path()), config, tiny_plan(dp=2), None)
+    rank._join(Job(config, tiny_plan(dp=2), Path()), 0, None)
     assert asked["timeout"].total_seconds() == 2 * TIMEOUT_S + 60
 
 
@@ -253,11 +269,11 @@ class Agent:
 
 
 @pytest.fixture
-def launcher(monkeypatch, clock) -> remote.Launcher:
+def launcher(monkeypatch, clock) -> host_launcher.HostLauncher:
     """A launcher of two hosts, whose loop moves the clock."""
-    found = remote.Launcher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
+    found = host_launcher.HostLauncher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
     found._agents = [Agent(name, clock) for name in "ab"]
-    monkeypatch.setattr(remote, "time", clock)
+    monkeypatch.setattr(host_launcher, "time", clock)
     monkeypatch.setattr(host_agent, "time", clock)
 
     def relay(patience_s: float) -> None:

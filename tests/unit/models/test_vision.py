@@ -155,7 +155,6 @@ def test_the_stem_spares_small_images() -> None:
     [
         ({"model.image": 4}, "model.image"),
         ({"model.stages": (2, 0)}, "model.stages"),
-        ({"model.stem": "huge"}, "model.stem"),
         ({"dataset.name": "pystdlib"}, "dataset"),
     ],
 )

@@ -123,12 +123,12 @@ class TestTfConfig:
             ('{"cluster": {"worker": "a:1"}}', "worker is not a list of host:port"),
             ('{"cluster": {"worker": ["a"]}}', "'a' is no host:port (cluster.worker=[a:2222])"),
             ('{"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}}', "has an evaluator; the workers evaluate"),
-            ('{"cluster": {"chief": ["a:1", "b:1"]}}', "there is one chief at most"),
+            ('{"cluster": {"chief": ["a:1", "b:1"]}}', "at most one chief"),
             ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}', "last one is worker:1"),
             ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "ps", "index": 0}}', "the cluster has no ps"),
-            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "serv"}}', "serv:0 is of no job of the cluster"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "serv"}}', "serv:0 belongs to no job"),
             ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": "0"}}', "does not exist"),
-            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": 7}', "is of no job of the cluster"),
+            ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": 7}', "belongs to no job of the cluster"),
         ],
     )
     def test_nonsense_is_named(self, text, said):
@@ -155,7 +155,7 @@ class TestOtherHosts:
     def test_each_task_gets_its_exact_command(self, capsys):
         config = tiny_config({"cluster.worker": WORKERS, "cluster.ps": SERVERS})
         argv = ["model=gpt", "cluster.ps=[c:2222]", "name=a b"]
-        with pytest.raises(EnvironmentProblem, match="is on 3 hosts, and only this one can be reached"):
+        with pytest.raises(EnvironmentProblem, match="is on 3 hosts, and parallelrun cannot start"):
             tf_config.refuse_other_hosts(config, argv, "a")
         lines = capsys.readouterr().out.splitlines()
         assert [line.partition(":")[0] for line in lines] == ["a", "b", "b", "c"]

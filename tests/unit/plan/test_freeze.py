@@ -67,7 +67,7 @@ def test_a_key_that_a_sweep_only_noted_does_not_stop_the_ranks():
     [
         ("nosuch: 1\n", "nosuch: no such key"),
         ("model:\n  layrs: 1\n", "model.layrs: no such key"),
-        ("tp: two\n", "tp: 'two' is no int"),
+        ("tp: two\n", "tp: 'two' is not of type int"),
         ("compile: 1\n", "compile"),
         ("model: 3\n", "not a mapping"),
         ("- 1\n", "not a mapping"),

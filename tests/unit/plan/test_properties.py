@@ -14,7 +14,7 @@ from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
-from parallelrun.strategies.data.ps.plan import server_bytes
+from parallelrun.strategies.data.ps.plan import sharding
 from tests.matrix import examples
 from tests.plans import tiny_config
 
@@ -266,7 +266,7 @@ def test_a_parameter_server_s_suggestions_are_legal_and_its_servers_own_somethin
         return
     assert plan.world == plan.mesh.size("dp") + plan.servers
     assert [plan.role(rank) for rank in range(plan.world)] == ["worker"] * plan.num_workers + ["server"] * plan.servers
-    assert min(server_bytes(plan)) > 0
+    assert min(sharding(plan).num_bytes) > 0
     assert sum(count for _, count in prediction.rank_classes(plan)) == plan.world
 
 

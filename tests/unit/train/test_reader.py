@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from parallelrun.data.order import Sampler
+from parallelrun.definitions import Split
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.mesh import Mesh
 from parallelrun.train import prefetch
@@ -25,7 +26,7 @@ STEPS = 6
 
 
 @dataclass
-class Tokens:
+class Tokens(Split):
     """Windows of eight tokens. seconds: of each sample; broken: the sample that cannot be read."""
 
     seconds: float = 0.0
@@ -48,7 +49,7 @@ class Files(Tokens):
     decodes_files = True
 
 
-def reader(split: Any, **options: Any) -> Reader:
+def reader(split: Split, **options: Any) -> Reader:
     plan = tiny_plan(global_batch=4)
     sampler = Sampler(len(split), plan.batch.global_batch, seed=7)
     return Reader(split, sampler, plan, Mesh(plan.mesh, 0, torch.device("cpu")), **options)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from parallelrun.cli import argv, host_agent, host_connection, hosts, remote
+from parallelrun.cli import argv, host_agent, host_connection, host_launcher, hosts
 from parallelrun.errors import ConfigError
 from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import prediction
@@ -142,7 +142,7 @@ def test_more_ranks_than_slots_is_refused_in_horovodruns_words():
 
 @pytest.mark.parametrize("listed", ["a:", "a:x", "a:0", "a:4,", ":4", "a b:2", "a;rm:2"])
 def test_a_host_is_a_name_with_a_number(listed):
-    with pytest.raises(ConfigError, match="no host with slots"):
+    with pytest.raises(ConfigError, match="not a host with slots"):
         hosts.read("1", listed)
 
 
@@ -160,7 +160,7 @@ def test_how_ssh_reaches_the_hosts_is_told_by_three_flags(tmp_path):
     [
         (["-H", "a:2", "--ssh-port", "x"], "--ssh-port x: not a port"),
         (["-H", "a:2", "--ssh-port", "70000"], "--ssh-port 70000: not a port"),
-        (["-H", "a:2", "--ssh-identity-file", "/no/key"], "--ssh-identity-file /no/key: there is no such file"),
+        (["-H", "a:2", "--ssh-identity-file", "/no/key"], "--ssh-identity-file /no/key: no such file"),
         (["-np", "2", "--ssh-port", "22"], "no other host is given"),
     ],
 )
@@ -218,7 +218,7 @@ def test_gloo_uses_the_interface_by_which_the_host_was_reached():
     ],
 )
 def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expected):
-    launcher = remote.Launcher(hosts.read("4", "a:2,b:2"), [], hosts.SshOptions())
+    launcher = host_launcher.HostLauncher(hosts.read("4", "a:2,b:2"), [], hosts.SshOptions())
     launcher._codes, launcher._signals = codes, signals
     assert launcher._exit_code() == expected
 

@@ -1,4 +1,4 @@
-"""The plan of a parameter server: servers beside the mesh, who owns which rows, what is refused, sent and held."""
+"""The plan of a parameter server: servers outside the mesh, shards, refusals, predicted traffic and memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from parallelrun.plan import prediction
 from parallelrun.plan.document import document, server_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.ps import plan as ps
-from parallelrun.strategies.data.ps.shards import num_rows
+from parallelrun.strategies.data.ps.plan import sharding
+from parallelrun.strategies.data.ps.shards import Shard, num_rows
 from tests.plans import tiny_config, tiny_plan
 
 PS = {"strategy.name": "ps", "strategy.data.kind": "ps", "strategy.demo": {"dp": 3}, "global_batch": 12}
@@ -41,13 +41,13 @@ class TestServersAreTheLastRanks:
         assert [found.role(rank) for rank in range(4)] == ["worker"] * 3 + ["server"]
         assert "dp=3 (filled: the smallest plan that shows strategy=ps)" in found.filled
 
-    def test_the_own_axis_takes_what_the_servers_leave_of_the_world(self):
+    def test_dp_takes_the_ranks_of_the_world_that_are_not_servers(self):
         found = tiny_plan({**PS, **FREE, "world": 4})
         assert found.mesh.size("dp") == 3 and "dp=3 (filled: world 4, 1 server)" in found.filled
         found = tiny_plan({**PS, **FREE, "world": 6, "servers": 2})
         assert found.mesh.size("dp") == 4 and "dp=4 (filled: world 6, 2 servers)" in found.filled
 
-    def test_of_a_launcher_s_ranks_too(self):
+    def test_dp_takes_the_launched_ranks_that_are_not_servers(self):
         found = resolve(tiny_config({**PS, **FREE, "servers": 2}), world=5)
         assert found.mesh.size("dp") == 3 and "dp=3 (filled: 5 ranks launched, 2 servers)" in found.filled
 
@@ -65,10 +65,10 @@ class TestServersAreTheLastRanks:
             ({"servers": 0}, "servers=0 is not a whole number of at least 1"),
         ],
     )  # fmt: skip
-    def test_a_world_without_room_is_refused_with_what_is_near(self, more, said):
+    def test_a_world_that_is_too_small_is_refused_with_the_nearest_ones(self, more, said):
         assert said in refused(**more)
 
-    def test_no_other_way_has_servers(self):
+    def test_no_other_strategy_has_servers(self):
         with pytest.raises(ConfigError, match="servers=2 is read by none of the chosen strategies"):
             resolve(tiny_config({"dp": 2, "servers": 2}), given=frozenset({"servers"}))
         assert tiny_plan(dp=2).servers == 0 and tiny_plan(dp=2).role(1) == "worker"
@@ -78,13 +78,13 @@ class TestServersAreTheLastRanks:
         found = resolve(config)
         assert replace(resolve(load_frozen(freeze(config, found))), filled=()) == replace(found, filled=())
 
-    def test_names_and_messages_know_them(self):
+    def test_directory_names_and_failure_messages_name_servers(self):
         found = plan(servers=2)
         assert directory.name_of(tiny_config({**PS}), found) == "gpt-ps-dp3servers2"
-        assert failure.coordinates(found, 4) == "server 1"
+        assert failure.coordinate(found, 4) == "server 1"
 
 
-class TestWaysToBeConsistent:
+class TestConsistency:
     @pytest.mark.parametrize(
         ("more", "detail", "equivalence", "quorum"),
         [
@@ -96,12 +96,12 @@ class TestWaysToBeConsistent:
             ({"backup_workers": 1, "servers": 2}, "sync, 1 backup worker, 2 servers", "replay", 2),
         ],
     )
-    def test_what_is_promised(self, more, detail, equivalence, quorum):
+    def test_detail_equivalence_and_quorum(self, more, detail, equivalence, quorum):
         found = plan(**more)
         assert (found.data.detail, found.equivalence.kind) == (detail, equivalence)
         assert found.data.quorum(found.num_workers) == quorum
 
-    def test_a_bound_that_nobody_gave_is_said(self):
+    def test_the_default_staleness_is_reported(self):
         said = "staleness=2 (filled: clocks the fastest worker may be ahead under ssp)"
         assert said in plan(consistency="ssp").filled
         assert not any("staleness" in text for text in plan(staleness=2).filled + plan().filled)
@@ -144,10 +144,10 @@ class TestWaysToBeConsistent:
             ({"servers": 500}, "servers=500: the model has only"),
         ],
     )
-    def test_what_is_refused(self, more, said):
+    def test_refusals(self, more, said):
         assert said in refused(**more)
 
-    def test_delays_are_of_workers(self):
+    def test_a_delay_belongs_to_a_worker(self):
         strategy = plan(**{"strategy.data.delays": [0, 0.5]}).data
         assert [strategy.delay(worker) for worker in range(3)] == [0.0, 0.5, 0.0]
 
@@ -157,73 +157,75 @@ def sized(servers: int, min_bytes: int):
     return replace(found, servers=servers, data=replace(found.data, servers=servers, shard_min_bytes=min_bytes))
 
 
+def assigned(found) -> list[tuple[int, Shard]]:
+    return [(server, shard) for server, own in enumerate(sharding(found).of_server) for shard in own]
+
+
 class TestShards:
     @given(servers=st.integers(1, 9), min_bytes=st.integers(0, 20_000))
     @settings(max_examples=40, deadline=None)
     def test_every_row_of_every_trained_parameter_is_on_one_server(self, servers, min_bytes):
         found = sized(servers, min_bytes)
-        rows = Counter((shard.name, row) for shard in ps.all_shards(found) for row in range(shard.start, shard.stop))
+        rows = Counter((shard.name, row) for _, shard in assigned(found) for row in range(shard.start, shard.stop))
         expected = [(p.name, row) for p in found.spec.parameters.values() for row in range(num_rows(p))]
         assert rows == Counter(expected)
-        assert {shard.server for shard in ps.all_shards(found)} <= set(range(servers))
+        assert len(sharding(found).of_server) == servers
 
     @given(servers=st.integers(1, 9), min_bytes=st.integers(0, 20_000))
     @settings(max_examples=40, deadline=None)
-    def test_greedy_is_within_its_bound(self, servers, min_bytes):
+    def test_the_greedy_assignment_is_within_its_bound(self, servers, min_bytes):
         """Graham 1969: the fullest holds at most the mean and one piece."""
         found = sized(servers, min_bytes)
-        loads = ps.server_bytes(found)
-        largest = max(4 * shard.numel for shard in ps.all_shards(found))
+        loads = sharding(found).num_bytes
+        largest = max(4 * shard.numel for _, shard in assigned(found))
         assert sum(loads) == 4 * sum(prod(p.shape) for p in found.spec.parameters.values())
         assert max(loads) <= sum(loads) / servers + largest
 
-    def test_a_tensor_is_cut_above_the_threshold_only(self):
-        uncut = ps.all_shards(sized(3, 2**20))
-        cut = ps.all_shards(sized(3, 256))
-        assert max(Counter(shard.name for shard in uncut).values()) == 1
+    def test_only_tensors_above_the_threshold_are_cut(self):
+        assert max(Counter(shard.name for _, shard in assigned(sized(3, 2**20))).values()) == 1
         name, parameter = max(sized(3, 0).spec.parameters.items(), key=lambda item: item[1].numel)
         assert parameter.shape == (64, 16)  # 4096 bytes
-        largest = [shard for shard in cut if shard.name == name]
-        assert [(shard.start, shard.stop) for shard in largest] == [(0, 22), (22, 44), (44, 64)]
-        assert sorted(shard.server for shard in largest) == [0, 1, 2]
+        largest = [(server, shard) for server, shard in assigned(sized(3, 256)) if shard.name == name]
+        assert sorted((shard.start, shard.stop) for _, shard in largest) == [(0, 22), (22, 44), (44, 64)]
+        assert [server for server, _ in largest] == [0, 1, 2]
 
-    def test_cutting_evens_out(self):
-        assert ps.imbalance(sized(3, 64)) < 1.01 <= ps.imbalance(sized(7, 2**20))
+    def test_cutting_improves_the_balance(self):
+        assert sharding(sized(3, 64)).imbalance < 1.01 <= sharding(sized(7, 2**20)).imbalance
 
-    def test_a_scalar_has_one_row_and_what_is_frozen_is_on_no_server(self):
+    def test_a_scalar_has_one_row_and_a_frozen_parameter_is_on_no_server(self):
         found = plan()
         block = found.spec.blocks[0]
         first, *rest = block.layers[0].parameters
         parameters = (replace(first, shape=()), replace(first, name="kept", frozen=True), *rest)
         layers = (replace(block.layers[0], parameters=parameters), *block.layers[1:])
         spec = replace(found.spec, blocks=(replace(block, layers=layers), *found.spec.blocks[1:]))
-        placed = {shard.name: shard for shard in ps.all_shards(replace(found, spec=spec))}
+        placed = {shard.name: shard for _, shard in assigned(replace(found, spec=spec))}
         assert (placed[first.name].start, placed[first.name].stop) == (0, 1)
         assert placed[first.name].shape == () and placed[first.name].numel == 1
         assert "kept" not in placed
 
-    def test_two_shards_of_a_server_are_never_neighbours(self):
+    def test_a_server_owns_at_most_one_shard_of_a_tensor(self):
         for servers in (1, 2, 5):
-            for one, other in zip(placed := ps.all_shards(sized(servers, 64)), placed[1:]):
-                assert (one.server, one.name, one.stop) != (other.server, other.name, other.start)
+            for own in sharding(sized(servers, 64)).of_server:
+                assert len({shard.name for shard in own}) == len(own)
 
 
 def rows_of(found, rank):
     return {(row.operation, row.purpose): (row.calls, row.payload_bytes) for row in prediction.collectives(found, rank)}
 
 
-class TestTheAccount:
-    def test_what_a_worker_and_a_server_send(self):
+class TestPrediction:
+    def test_traffic_of_a_worker_and_of_a_server(self):
         found = plan(servers=2)
         size = 4 * found.spec.num_parameters
-        loads = ps.server_bytes(found)
+        loads = sharding(found).num_bytes
         assert rows_of(found, 0)["send", "push"] == (2, size) and rows_of(found, 0)["recv", "pull"] == (2, 0)
         assert [rows_of(found, 3 + k)["send", "pull"] for k in range(2)] == [(3, 3 * load) for load in loads]
         assert rows_of(found, 3)["recv", "push"] == (3, 0)
 
     @pytest.mark.parametrize("servers", [1, 2])
-    def test_all_together_send_twice_the_model_per_worker(self, servers):
-        """Reference, section 1: 2 x n_w x D, however many servers share it."""
+    def test_total_traffic_is_twice_the_model_per_worker(self, servers):
+        """2 x number of workers x bytes of the model, for any number of servers."""
         found = plan(servers=servers)
         _, rows = prediction.traffic(found)
         sent = sum(row.total_wire_bytes for row in rows if row.purpose in ("push", "pull"))
@@ -236,13 +238,13 @@ class TestTheAccount:
         (pull,) = [row for row in rows if row.purpose == "pull" and row.operation == "send"]
         assert pull.wire_bytes == 3 * 4 * found.spec.num_parameters
 
-    def test_nobody_agrees_across_the_world(self):
+    def test_no_collective_spans_the_world(self):
         for rank in range(4):
             assert all(row.operation in ("send", "recv") for row in prediction.collectives(plan(), rank))
 
     def test_optimizer_state_is_on_the_servers_only(self):
         found = plan(servers=2)
-        loads = ps.server_bytes(found)
+        loads = sharding(found).num_bytes
         assert prediction.memory(found, 0).optimizer == 0 and prediction.memory(found, 0).weights == sum(loads)
         held = [prediction.memory(found, 3 + k) for k in range(2)]
         assert [(m.weights, m.optimizer) for m in held] == [(load, 2 * load) for load in loads]
@@ -256,15 +258,15 @@ class TestTheAccount:
         assert [row["role"] for row in written["ranks"]] == ["worker"] * 3 + ["server"] * 2
         assert written["ranks"][4]["dp"] is None and written["ranks"][4]["gpu"] is None
         assert [row["rank"] for row in written["servers"]] == [3, 4]
-        assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(ps.imbalance(found))
+        assert max(row["of_mean"] for row in server_rows(found)) == pytest.approx(sharding(found).imbalance)
         assert written["axes"][1] == {"axis": "dp", "degree": 3, "groups": 1, "first_group": [0, 1, 2]}
 
 
 def test_a_large_model_on_many_servers_is_planned_at_once():
-    """Not by trying every server for every piece: 175 billion parameters over 512 servers."""
+    """175 billion parameters on 512 servers: trying every server for every piece would take too long."""
     size = {"model.layers": 96, "model.hidden": 12288, "model.heads": 96, "model.vocab": 50304, "model.seq": 64}
     found = tiny_plan({**PS, **size, "dp": 64, "servers": 512, "global_batch": 64})
-    assert ps.imbalance(found) < 1.02
+    assert sharding(found).imbalance < 1.02
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_a_large_model_on_many_servers_is_planned_at_once():
         ({"world": 9, "servers": 3}, 3, 6),
     ],
 )
-def test_servers_that_nobody_asked_for_leave_a_dp_that_divides_the_batch(overrides, servers, dp):
+def test_the_default_number_of_servers_leaves_a_dp_that_divides_the_batch(overrides, servers, dp):
     batch = {"global_batch": None if "local_batch" in overrides else 48}
     found = tiny_plan({**PS, **FREE, **batch, **overrides})
     assert (found.servers, found.mesh.size("dp")) == (servers, dp)

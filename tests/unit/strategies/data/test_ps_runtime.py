@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, Push
 from parallelrun.strategies.data.ps.metrics import LogStatistics
-from parallelrun.strategies.data.ps.plan import all_shards
+from parallelrun.strategies.data.ps.plan import sharding
 from parallelrun.strategies.data.ps.synchronization import Barrier, WorkerClocks
 from tests.ranks.ps_body import ps_plan
 
@@ -129,5 +129,5 @@ def test_statistics_are_of_the_first_servers_rows() -> None:
 def test_a_server_holds_at_most_one_part_of_a_tensor(servers, min_kb) -> None:
     """A checkpoint file has one entry per tensor."""
     plan = ps_plan({"strategy.data.servers": servers, "strategy.data.shard_min_kb": min_kb, "model.hidden": 32})
-    held = [(shard.server, shard.name) for shard in all_shards(plan)]
-    assert len(set(held)) == len(held)
+    for own in sharding(plan).of_server:
+        assert len({shard.name for shard in own}) == len(own)

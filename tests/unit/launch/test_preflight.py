@@ -1,15 +1,14 @@
-"""device=cuda: which GPU a rank uses, and exit 3 with numbers where there are too few. The GPUs are faked."""
+"""Checks before a run: cores, memory, the launcher's world, and GPUs (faked): which one a rank uses, too few GPUs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.launch import gpus, preflight, rank
+from parallelrun.launch import preflight, rank
 from parallelrun.launch.environment import Attached
 from tests.plans import tiny_config, tiny_plan
 
@@ -39,15 +38,14 @@ def see(monkeypatch, count: int, first: int = 0, num_bytes: int = 2**36) -> list
 )
 def test_a_rank_uses_one_of_the_gpus_that_its_process_sees(monkeypatch, launcher, local_rank, visible, first, identity):
     chosen = see(monkeypatch, visible, first)
-    place = rank.Place(local_rank, 4, local_rank, local_rank, Path())
-    device = rank._device(tiny_plan(dp=4, device="cuda"), place)
+    device = rank._device(tiny_plan(dp=4, device="cuda"), rank.RankSettings(local_rank, local_rank))
     assert chosen == [device] and device.index < visible
-    assert gpus.of_rank(local_rank) == gpus.Gpu(identity, 2**36, visible)
+    assert preflight.gpu_of_rank(local_rank) == preflight.Gpu(identity, 2**36, visible)
 
 
 def test_a_process_without_a_gpu_says_so(monkeypatch):
     see(monkeypatch, 0)
-    assert gpus.of_rank(1) == gpus.Gpu()
+    assert preflight.gpu_of_rank(1) == preflight.Gpu()
 
 
 def test_an_attached_run_needs_gpus_and_their_memory_as_a_launched_one(monkeypatch):
@@ -59,7 +57,7 @@ def test_an_attached_run_needs_gpus_and_their_memory_as_a_launched_one(monkeypat
     with pytest.raises(EnvironmentProblem, match="device=cuda, and 0 GPUs are visible"):
         preflight.check(tiny_config(wanted), tiny_plan(wanted), attached)
     with pytest.raises(EnvironmentProblem, match=r"a rank needs .* for weights"):
-        preflight.check_gpu_memory(tiny_plan(wanted), 1000)
+        preflight.check_memory(tiny_plan(wanted), 1000, per_rank=True)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +78,23 @@ def test_missing_gpus_are_refused_with_numbers(monkeypatch, count, visible, word
     with pytest.raises(EnvironmentProblem, match=words) as caught:
         preflight.check(tiny_config(wanted), tiny_plan(wanted), None)
     assert caught.value.exit_code == 3
+
+
+def test_ranks_that_share_cores_are_said():
+    assert preflight.crowding(2, 2) == []
+    assert preflight.crowding(32, 2)[0].startswith("step time is no scaling measurement: 32 ranks on 2 cores")
+    assert "expect it to be slow" in preflight.crowding(17, 2)[0]
+    assert "expect" not in preflight.crowding(16, 2)[0]
+
+
+def test_more_memory_than_there_is_is_refused_with_numbers(monkeypatch):
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 2**30)
+    big = {"model.hidden": 4096, "model.layers": 4, "model.vocab": 32, "dp": 2}
+    with pytest.raises(preflight.EnvironmentProblem, match=r"2 ranks .* need [\d.]+ GiB .* 1\.0 GiB are available"):
+        preflight.check(tiny_config(big), tiny_plan(big), None)
+    preflight.check(tiny_config(dp=2), tiny_plan(dp=2), None)
+
+
+def test_another_launcher_s_world_must_be_the_plan_s():
+    with pytest.raises(preflight.ConfigError, match="torchrun started 3 ranks, the plan has 2"):
+        preflight.check(tiny_config(dp=2), tiny_plan(dp=2), Attached(0, 3, 0, "127.0.0.1", 1, "torchrun", "x"))

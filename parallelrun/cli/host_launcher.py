@@ -1,7 +1,7 @@
-"""Starting the ranks of several hosts from one machine, over ssh, as horovodrun does: `-np 16 -H server1:4,server2:4`.
+"""Start the ranks of several hosts from one machine over ssh, as horovodrun does: `-np 16 -H server1:4,server2:4`.
 
-One ssh connection a host carries everything: the order and signals to the host's agent (`cli/host_agent.py`), its
-ranks' output back. What the user typed never goes through a remote shell: it travels as JSON on the agent's stdin.
+One ssh connection per host carries the order and signals to the host's agent (`cli/host_agent.py`), and its ranks'
+output back. The user's words never pass a remote shell: they are sent as JSON to the agent's stdin.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from parallelrun.launch.environment import for_other_hosts
 
 GRACE_S = host_agent.GRACE_S + 5.0  # after a host has failed: time for the others to notice and to end
 INTERRUPT_S = 5.0  # after Ctrl-C: time to unwind
-END_S = 5.0  # for agents whose stdin has ended
+END_S = 5.0  # after the stdin of the agents was closed
 _TICK_S = 0.2
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the ranks finish their step, save and leave
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the ranks finish their step, save and exit
 
 
-def run(placed: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> int:
-    """Run `parallelrun <words>` on all hosts to its end; the exit code. No process of it outlives this call.
+def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> int:
+    """Run `parallelrun <words>` on all hosts and return its exit code. No process outlives this call.
 
     Raises EnvironmentProblem when a host cannot be reached or has no parallelrun.
     """
-    launcher = Launcher(placed, words, ssh)
+    launcher = HostLauncher(hosts, words, ssh)
     with launcher.signals():
         try:
             launcher.start()
@@ -54,27 +54,27 @@ def run(placed: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> i
             launcher.end_all()
 
 
-class Launcher:
+class HostLauncher:
     """The state of one start over several hosts."""
 
-    def __init__(self, placed: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions):
-        self._placed = placed
+    def __init__(self, hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions):
+        self._hosts = hosts
         self._words = tuple(words)
         self._ssh = ssh
-        self._world = sum(one.num_ranks for one in placed)
+        self._world = sum(one.num_ranks for one in hosts)
         self._agents: list[HostConnection] = []
         self._signals: list[int] = []
         self._forwarded = 0
         self._deadline = float("inf")
-        self._codes: dict[str, int] = {}  # by host, in the order of their ends
-        self._ended_by_us: set[str] = set()  # hosts whose codes say nothing of the cause
+        self._codes: dict[str, int] = {}  # by host, in the order in which they ended
+        self._ended_by_us: set[str] = set()  # hosts whose exit codes do not tell the cause
         self._selector = selectors.DefaultSelector()
-        self._unfinished: dict[int, bytes] = {}  # by descriptor: output that is not a whole line yet
+        self._unfinished: dict[int, bytes] = {}  # by descriptor: output without a newline so far
 
     def start(self) -> None:
-        """Connect to all hosts, agree on where rank 0 listens, order every agent to start its ranks."""
-        first = self._placed[0]
-        for one in self._placed:
+        """Connect to all hosts, decide where rank 0 listens, and order every agent to start its ranks."""
+        first = self._hosts[0]
+        for one in self._hosts:
             if not one.host.is_this_one:
                 self._agents.append(self._watched(host_connection.connect(one, self._ssh, serves=one is first)))
         self._await_hellos()
@@ -87,7 +87,7 @@ class Launcher:
             assert hello is not None
             address, port = hello.address, hello.port
         self._check_address(address)
-        self._agents += [host_connection.start_here(one, listener) for one in self._placed if one.host.is_this_one]
+        self._agents += [host_connection.start_here(one, listener) for one in self._hosts if one.host.is_this_one]
         where = ", ".join(f"{agent.ranks.ranks} on {agent.name}" for agent in self._agents)
         print(f"starting {where}", file=sys.stderr, flush=True)
         for agent in self._agents:
@@ -96,7 +96,7 @@ class Launcher:
             listener.close()
 
     def watch(self) -> int:
-        """Pass output and signals on until all hosts have ended; the run's exit code."""
+        """Forward output and signals until all hosts have ended. Returns the run's exit code."""
         while len(self._codes) < len(self._agents):
             self._relay(_TICK_S)
             self._pass_signals()
@@ -122,7 +122,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Collect signals; what nohup or a shell told us to ignore stays ignored."""
+        """Collect signals; ignored signals (nohup) stay ignored."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
@@ -155,7 +155,7 @@ class Launcher:
         )
 
     def _own_address(self) -> str:
-        """This host, as the other hosts see it."""
+        """This host's address as the other hosts see it."""
         seen = (agent.hello.launcher for agent in self._agents if agent.hello)
         return next(filter(None, seen), os.uname().nodename)
 
@@ -164,20 +164,20 @@ class Launcher:
         try:
             return host_agent.listen(address), address
         except OSError as error:
-            what = f"the other hosts see this one as {address}, and rank 0 cannot listen there: {error.strerror}"
+            what = f"rank 0 cannot listen on {address}, this host's address for the others: {error.strerror}"
             fix = "start from a host in the same network, or name another host first in -H"
             raise EnvironmentProblem(Problem(what, "-H", command=fix)) from error
 
     def _check_address(self, address: str) -> None:
-        """Rank 0's address must mean the same host everywhere."""
+        """Refuse an address of rank 0 that means another host elsewhere."""
         hosts = {agent.hello.host for agent in self._agents if agent.hello}
-        hosts |= {os.uname().nodename for one in self._placed if one.host.is_this_one}
+        hosts |= {os.uname().nodename for one in self._hosts if one.host.is_this_one}
         if len(hosts) > 1 and (address.startswith("127.") or address == "::1"):
             what = f"rank 0 would listen on {address}, which the other hosts cannot reach"
-            raise EnvironmentProblem(Problem(what, "-H", "the first host by its name in the network"))
+            raise EnvironmentProblem(Problem(what, "-H", "name the first host as the network knows it"))
 
     def _await_hellos(self) -> None:
-        """Wait until all agents have greeted. Raises EnvironmentProblem naming every host that does not."""
+        """Wait until all agents have greeted. Raises EnvironmentProblem naming every host that has not."""
         deadline = time.monotonic() + CONNECT_S
         while waiting := [agent for agent in self._agents if agent.hello is None]:
             ended = all(agent.process.poll() is not None for agent in waiting)
@@ -188,7 +188,7 @@ class Launcher:
                 raise EnvironmentProblem(*(agent.unreachable(self._ssh) for agent in waiting))
 
     def _relay(self, patience_s: float) -> None:
-        """Show what the hosts have written, each line with its host."""
+        """Show the hosts' output, each line with its host."""
         for key, _ in self._selector.select(patience_s):
             chunk = os.read(key.fd, 65536)
             *lines, rest = (self._unfinished.pop(key.fd, b"") + chunk).split(b"\n")
@@ -204,7 +204,7 @@ class Launcher:
         if agent.hello is None and line.startswith(GREETING):
             agent.hello = Hello(**json.loads(line.removeprefix(GREETING)))
             return
-        if agent.hello is None:  # a login shell's greeting, or why the agent cannot start
+        if agent.hello is None:  # from the login shell, or the reason why the agent cannot start
             agent.complaints += [line.strip()] if is_error and line.strip() else []
             return
         stream: IO[str] = sys.stderr if is_error else sys.stdout
@@ -213,7 +213,7 @@ class Launcher:
             stream.flush()
 
     def _pass_signals(self) -> None:
-        """First Ctrl-C: unwind. First SIGTERM: finish the step and save. A second signal of either: at once."""
+        """Forward signals. The first Ctrl-C unwinds; the first SIGTERM ends after a step and a save; a second kills."""
         for number in self._signals[self._forwarded :]:
             self._forwarded += 1
             if self._forwarded > 1:
@@ -236,11 +236,11 @@ class Launcher:
             print(f"error: lost the connection to {agent.name} ({agent.ranks.ranks})", file=sys.stderr, flush=True)
 
     def _exit_code(self) -> int:
-        """The one that a signal asked for; else the first host's, where rank 0 knows the cause; else the first one."""
+        """The signal's code, else that of the first host (rank 0 knows the cause), else of the first failed host."""
         if self._signals and (signal.SIGINT in self._signals or len(self._signals) > 1):
             return EXIT_INTERRUPTED if signal.SIGINT in self._signals else EXIT_TERMINATED
         own = {name: code for name, code in self._codes.items() if name not in self._ended_by_us} or self._codes
-        ordered = [own[name] for name in (self._placed[0].host.name, *own) if name in own]
+        ordered = [own[name] for name in (self._hosts[0].host.name, *own) if name in own]
         failed = [code for code in ordered if code not in (EXIT_OK, EXIT_PREEMPTED)]
         code = failed[0] if failed else max(ordered)
         return code if code >= 0 else EXIT_RANK_DIED

@@ -1,7 +1,7 @@
-"""What a recipe that nobody trusts may not bring about, checked on what was composed. No Hydra, no torch.
+"""Limits on untrusted recipes, checked on the composed configuration. No Hydra, no torch.
 
-`recipe_check` reads a recipe's text. A text can hide where it leads: an interpolation, a model of another folder, a
-symbolic link. So the composed values are checked as well, and how far the interpolations of a recipe grow.
+`recipe_check` reads a recipe's text. A text can hide its effect behind an interpolation, a model of another folder or
+a symbolic link. So the composed values are checked too, and the size to which a recipe's interpolations expand.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 
-TRUST = "parallelrun --trust ..., if you know what the recipe does"
+TRUST = "parallelrun --trust ..., if you trust its author"
 WRITTEN_KEYS = ("runs", "plot", "sweep.directory", "sweep.resume")
-EXPANSION_LIMIT = 10_000  # characters that the ${key} of a recipe stand for
-CHAIN_LIMIT = 20  # ${key} that leads to a ${key} that leads to ...
+EXPANSION_LIMIT = 10_000  # characters that all ${key} of a recipe expand to
+CHAIN_LIMIT = 20  # length of ${key} -> ${key} -> ...
 _KEY = re.compile(r"\$\{([^${}]*)\}")
-_EACH = 10  # characters that resolving one ${key} is taken for
-_ELSEWHERE = 100  # characters that a key of another file is taken for
+_EACH = 10  # characters that one ${key} counts as, for the time to resolve it
+_ELSEWHERE = 100  # characters that a key of another file counts as
 
 
 def check(config: Config, set_by_recipe: Set[str], typed: Set[str], where: str) -> list[Problem]:
-    """Violations of an untrusted recipe in the configuration that it composes to.
+    """Violations in the configuration that an untrusted recipe composes to.
 
-    set_by_recipe: the keys and groups that the recipe sets; typed: those that the user typed, which are the user's.
+    set_by_recipe: the keys and groups that the recipe sets; typed: those that the user typed, which are allowed.
     """
     problems = []
     fields = asdict(config)
@@ -46,32 +46,31 @@ def check(config: Config, set_by_recipe: Set[str], typed: Set[str], where: str) 
 
 
 def stays_in_working_folder(path: str) -> bool:
-    """Whether what is written to `path` lies in the working folder, symbolic links followed."""
+    """Whether `path` is inside the working folder, with symbolic links followed."""
     if "\0" in path:
         return False
-    place = os.path.realpath(os.path.expanduser(path))
-    return Path(place).is_relative_to(os.path.realpath(os.getcwd()))
+    target = os.path.realpath(os.path.expanduser(path))
+    return Path(target).is_relative_to(os.path.realpath(os.getcwd()))
 
 
 def check_growth(recipes: Sequence[Mapping[str, Any]], where: str) -> list[Problem]:
-    """The ${key} of a recipe and of those it builds on: how much text they stand for together, and how deep they lead.
+    """Violations of the limits on how far the ${key} of a recipe and its parents expand.
 
-    A value that names two others doubles their text, and a few dozen such values fill any memory. recipes: as plain
-    mappings, unresolved.
+    A value that names two others doubles their text, so a few dozen values fill any memory. recipes: the recipe and
+    its parents as plain mappings, unresolved.
     """
     growth = _Growth(recipes)
     found = [growth.of_node(recipe, 0) for recipe in recipes]
     if any(depth > CHAIN_LIMIT for _, depth in found):
-        return [Problem(f"a chain of more than {CHAIN_LIMIT} ${{key}}; write the value itself", where)]
+        return [Problem(f"${{key}} leads through more than {CHAIN_LIMIT} others; write the value itself", where)]
     if any(size > EXPANSION_LIMIT for size, _ in found):
-        what = f"the ${{key}} of this recipe stand for more than {EXPANSION_LIMIT:,} characters"
+        what = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
         return [Problem(what, where)]
     return []
 
 
 class _Growth:
-    """(characters that the interpolations of a node stand for, longest chain of them); of a key defined by several
-    recipes the largest."""
+    """Computes (expanded characters, longest chain) of nodes and keys; if several recipes set a key, the largest."""
 
     def __init__(self, recipes: Sequence[Mapping[str, Any]]):
         self.recipes = recipes
@@ -80,17 +79,15 @@ class _Growth:
     def of_node(self, node: Any, depth: int) -> tuple[int, int]:
         if depth > CHAIN_LIMIT:
             return 0, CHAIN_LIMIT + 1
-        if isinstance(node, Mapping):
-            found = [self.of_node(value, depth) for value in node.values()]
-        elif isinstance(node, list):
-            found = [self.of_node(value, depth) for value in node]
+        if isinstance(node, (Mapping, list)):
+            found = [self.of_node(one, depth) for one in (node.values() if isinstance(node, Mapping) else node)]
         else:
             found = [self.of_key(key, depth) for key in _KEY.findall(node)] if isinstance(node, str) else []
         return sum(size for size, _ in found), max((chain for _, chain in found), default=0)
 
     def of_key(self, key: str, depth: int) -> tuple[int, int]:
         if key not in self._known:
-            self._known[key] = 0, 0  # a key that leads back to itself: Hydra refuses it
+            self._known[key] = 0, 0  # Hydra refuses a key that refers to itself
             size, chain = _ELSEWHERE, 0
             for node in (_get(recipe, key) for recipe in self.recipes):
                 inner, deeper = self.of_node(node, depth + 1)
@@ -106,7 +103,7 @@ def _get(node: Any, key: str) -> Any:
 
 
 def _names_of_code(node: Any, name: str) -> Iterator[str]:
-    """Dotted names of what Hydra would take for an instruction (`_target_`, `_partial_`, ...)."""
+    """Dotted names of the keys that Hydra would execute (`_target_`, `_partial_`, ...)."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             inner = f"{name}.{key}" if name else str(key)
@@ -119,5 +116,5 @@ def _names_of_code(node: Any, name: str) -> Iterator[str]:
 
 
 def is_instruction(key: str) -> bool:
-    """Whether any part of a key is written `_word_`, as Hydra writes what it obeys."""
+    """Whether any part of a key has the form `_word_`, as Hydra's instructions have."""
     return any(len(part) > 2 and part.startswith("_") and part.endswith("_") for part in key.split("."))

@@ -1,4 +1,4 @@
-"""JSON files of a run: strict JSON, whole or absent."""
+"""JSON files of a run: strict JSON, complete or absent."""
 
 from __future__ import annotations
 

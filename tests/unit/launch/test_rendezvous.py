@@ -1,4 +1,4 @@
-"""Ranks that were started differently are refused, each difference with the ranks it is on. No process, no GPU."""
+"""Ranks that were started differently are refused; each difference is reported with its ranks. No process, no GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.launch import agreement
-from parallelrun.launch.meeting import Member
+from parallelrun.launch import rendezvous
+from parallelrun.launch.rendezvous import Member
 from tests.plans import tiny_plan
 
 WORDS = ["model=gpt", "dp=4", "tracker.api_key=abc"]
@@ -19,7 +19,7 @@ def member(rank: int, words: list[str] | None = None, **other) -> Member:
         "host": "ab"[rank // 2],
         "pid": rank,
         "born": "1",
-        "words": agreement.command_line(WORDS if words is None else words),
+        "words": rendezvous.command_line(WORDS if words is None else words),
         "code": {"parallelrun's code": "c" * 64, "torch": "2.13.0"},
         "code_version": "version 1, commit 1234567",
         "config": "d" * 64,
@@ -36,7 +36,7 @@ def found(*changed: Member, device: str = "cpu") -> list[str]:
     for one in changed:
         members[one.rank] = one
     plan = tiny_plan(dp=4, device=device)
-    return [problem.what for problem in agreement.differences(members, plan)]
+    return [problem.what for problem in rendezvous.differences(members, plan)]
 
 
 def test_equal_ranks_agree_whatever_the_order_of_their_words():
@@ -55,25 +55,25 @@ def test_equal_ranks_agree_whatever_the_order_of_their_words():
     ],
 )
 def test_another_command_line_is_told_word_by_word(words, told):
-    assert found(member(2, words)) == [f"rank 2 on b got another command line than rank 0: {told}"]
+    assert found(member(2, words)) == [f"the command line of rank 2 on b differs from rank 0's: {told}"]
 
 
 def test_a_key_given_twice_in_another_order_differs():
-    expected, other = (agreement.command_line([f"dp={degree}" for degree in order]) for order in ((1, 2), (2, 1)))
+    expected, other = (rendezvous.command_line([f"dp={degree}" for degree in order]) for order in ((1, 2), (2, 1)))
     assert expected != other
 
 
 def test_ranks_with_the_same_difference_are_told_together():
     words = [*WORDS, "seed=1"]
     assert found(member(1, words), member(3, words)) == [
-        "ranks 1, 3 on a, b got another command line than rank 0: seed=1 (rank 0: not given)"
+        "the command line of ranks 1, 3 on a, b differs from rank 0's: seed=1 (rank 0: not given)"
     ]
 
 
 def test_hundreds_of_different_ranks_are_counted_not_listed():
-    members = [replace(member(0), rank=rank, words=agreement.command_line([f"seed={rank}"])) for rank in range(100)]
-    problems = agreement.differences(members, tiny_plan(dp=4))
-    assert len(problems) == agreement.MAX_NAMED + 1
+    members = [replace(member(0), rank=rank, words=rendezvous.command_line([f"seed={rank}"])) for rank in range(100)]
+    problems = rendezvous.differences(members, tiny_plan(dp=4))
+    assert len(problems) == rendezvous.MAX_NAMED + 1
     assert problems[-1].what == "91 other command lines differ from rank 0's too"
 
 
@@ -102,15 +102,15 @@ def test_the_file_of_a_user_s_module_is_compared(tmp_path):
     hashes = []
     for text in ("a", "b", "b"):
         file.write_text(text)
-        hashes.append(agreement.code(f"{file}:build"))
+        hashes.append(rendezvous.code(f"{file}:build"))
     assert hashes[0] != hashes[1] == hashes[2]
-    assert set(agreement.code(None)) == {"parallelrun's code", "torch"}
+    assert set(rendezvous.code(None)) == {"parallelrun's code", "torch"}
 
 
 def test_a_damaged_config_and_an_unseen_run_directory_are_told():
     odd = member(2, config="f" * 64, directory_seen=False)
     assert found(odd) == [
-        "the frozen config reached rank 2 on b damaged: its hash is not rank 0's",
+        "the config arrived damaged at rank 2 on b: its hash differs from rank 0's",
         "the run directory is not visible on b",
     ]
 

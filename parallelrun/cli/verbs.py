@@ -1,0 +1,288 @@
+"""run, plan, explain, verify, bench: compose once, resolve, and hand over. No torch here."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallelrun.cli import argv as command_lines
+from parallelrun.cli import completion, hosts
+from parallelrun.cli.argv import CommandLine
+from parallelrun.cli.gpus import visible_gpus
+from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
+from parallelrun.launch.environment import Attached, detect
+
+if TYPE_CHECKING:
+    from parallelrun.config.compose import Composed
+    from parallelrun.config.schema import Config
+    from parallelrun.plan.structure import Plan
+
+_INDENTED = 2**16  # characters; longer JSON is not indented: Python does it ten times slower, and nobody reads it
+_RESULTS = {"run": "summary", "verify": "verify", "bench": "bench"}  # verb -> the file with its result
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """The composed configuration, its Plan, and the run directory that was asked for."""
+
+    composed: Composed
+    plan: Plan
+    run_root: Path | None
+
+
+def run(words: list[str]) -> int:
+    """Carry out the command line of a verb (the first word may name it). Raises ParallelrunError and Hydra's errors."""
+    command_lines.refuse_pickles(words)
+    if completion.is_asked(words):
+        return _complete(words)
+    attached = detect(os.environ)
+    if attached is not None and attached.rank != 0:
+        return _follow(words)
+    try:
+        return _lead(words, attached)
+    except Exception as error:
+        if attached is not None:
+            _abandon_followers(attached, error)
+        raise
+
+
+def _lead(words: list[str], attached: Attached | None) -> int:
+    """Rank 0, or the only process: compose, resolve, hand over."""
+    line = command_lines.read(words)
+    if line.multirun:
+        return _sweep(line, words, attached)
+    with _collector_paused():
+        resolved = _composed_and_resolved(line, attached)
+        if resolved is not None and line.verb in _SHOWN:
+            _SHOWN[line.verb](resolved.plan, resolved.composed.config, line.json)
+    if resolved is None or line.verb in _SHOWN:
+        return EXIT_OK
+    if hosts.has_others(line.host_ranks) and attached is None:
+        from parallelrun.cli import host_launcher
+
+        return host_launcher.run(line.host_ranks, words, line.ssh)
+    from parallelrun.launch.start import start
+
+    config, overrides = resolved.composed.config, resolved.composed.overrides
+    if not line.json:
+        return start(config, resolved.plan, words, overrides, resolved.run_root)
+    created: list[Path] = []
+    with _screen_on_stderr():
+        code = start(config, resolved.plan, words, overrides, resolved.run_root, created=created.append)
+    print_json(_run_document(line.verb, code, created[0] if created else None))
+    return code
+
+
+def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> int:
+    if attached is not None:
+        what = f"a sweep (-m) cannot run under {attached.source}, which has already started the ranks"
+        raise ConfigError(Problem(what, "command line", command="parallelrun -m ..., without a launcher"))
+    if line.verb == "explain":
+        what = "explain shows one plan at a time, not a sweep (-m)"
+        raise ConfigError(Problem(what, "command line", command="parallelrun plan ..."))
+    from parallelrun.cli import sweep
+    from parallelrun.config import compose
+
+    prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
+    if not line.json or line.verb == "plan":
+        return sweep.run(line, words, prepared)
+    points: list[dict[str, Any]] = []
+    with _screen_on_stderr():
+        code = sweep.run(line, words, prepared, points)
+    print_json({"verb": line.verb, "exit_code": code, "points": points})
+    return code
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector: Hydra and `resolve` free little, and collecting takes a tenth of a plan."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Resolved | None:
+    """The configuration and plan of a command line; None if Hydra has answered one of its own flags."""
+    from parallelrun.config import compose
+
+    prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
+    if not line.flags and not any(override.key.startswith("hydra.callbacks") for override in line.overrides):
+        composed, run_root = compose.compose_once(prepared)
+    else:
+        found = _through_hydra(prepared)
+        if found is None:
+            return None
+        composed, run_root = found
+    if os.environ.get("TF_CONFIG"):
+        from parallelrun.launch import tf_config
+
+        composed = replace(composed, config=tf_config.apply(composed.config, os.environ))
+    from parallelrun.plan.resolve import resolve
+
+    world = attached.world if attached is not None else None
+    if composed.config.resume is not None:
+        from parallelrun.cli.resume import with_saved_configuration
+
+        composed = with_saved_configuration(composed, world)
+    plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
+    return _Resolved(composed, plan, run_root)
+
+
+def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
+    """Compose inside Hydra's task. The task only records, so that a run is never inside Hydra's stack frames."""
+    from parallelrun.config import compose
+
+    found: list[tuple[Composed, Path | None]] = []
+    errors: list[Exception] = []
+
+    def task(task_config: Any) -> None:
+        try:
+            if compose.sweeping():
+                raise ConfigError(Problem("ask for a sweep with -m", "hydra.mode", command="parallelrun -m ..."))
+            found.append((compose.composed(task_config, prepared), compose.run_directory()))
+        except Exception as error:  # if the task raised it, Hydra would print a line of its own
+            errors.append(error)
+
+    compose.run_hydra(prepared, task)
+    for error in errors:
+        raise error
+    return found[0] if found else None
+
+
+def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = None, found: Any = None) -> None:
+    """Print a plan, for people or as one JSON document; `plot=NAME` writes its picture (point: of a sweep).
+
+    found: the plan's facts, if already computed.
+    """
+    from parallelrun.plan.document import document as plan_document
+    from parallelrun.plan.document import facts
+    from parallelrun.report import plan as report
+
+    found = found or facts(plan, config)
+    written = write_plot(plan, config, found, point)
+    if as_json:
+        print_json(plan_document(plan, config, found))
+        return
+    from parallelrun.report.screen import open_console
+
+    # emoji=False: rich would search for :names: and load their table
+    report.show(plan, config, open_console(emoji=False), found)
+    for path in written:
+        print(f"written: {path}")
+
+
+def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
+    """Print every message of the plan's strategies; `plot=NAME` draws them."""
+    from parallelrun.plan.explain import explain
+    from parallelrun.report import explain as report
+
+    found = explain(plan)
+    written = report.write(found, config.plot) if config.plot is not None else []
+    if as_json:
+        print_json(report.document(found))
+        return
+    print(report.text(found))
+    for path in written:
+        print(f"written: {path}")
+
+
+_SHOWN = {"plan": show_plan, "explain": show_explanation}  # the verbs that start nothing
+
+
+def write_plot(plan: Plan, config: Config, found: Any, point: int | None = None) -> list[Path]:
+    """Write the files that `plot=NAME` asks for, separate for each point of a sweep.
+
+    Raises ConfigError, EnvironmentProblem.
+    """
+    if config.plot is None:
+        return []
+    if found.data_axis is None:
+        what = f"plot={config.plot} draws the cost of combining gradients, and one rank has none to combine"
+        raise ConfigError(Problem(what, "plot", "leave plot out or strategy=ddp"))
+    from parallelrun.report import data_axis
+
+    return data_axis.write(found.data_axis, data_axis.title(plan, config), config.plot, point)
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    """Print one JSON document, with `schema` and without NaN."""
+    from parallelrun.records import document
+
+    plain = document(fields)
+    text = json.dumps(plain, allow_nan=False)
+    if len(text) < _INDENTED:
+        text = json.dumps(plain, allow_nan=False, indent=2)
+    sys.stdout.write(text + "\n")
+
+
+@contextmanager
+def _screen_on_stderr() -> Iterator[None]:
+    """Let this process and its children print to stderr, so that stdout holds the JSON document only."""
+    sys.stdout.flush()
+    kept = None
+    with suppress(OSError, ValueError):  # a caller may have replaced stdout by a stream without a descriptor
+        number = sys.stdout.fileno()
+        kept = os.dup(number)
+        os.dup2(sys.stderr.fileno(), number)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, number)
+            os.close(kept)
+
+
+def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str, Any]:
+    """The JSON document of a run: exit code, directory, `status.json` and the verb's result (null if missing)."""
+    name = _RESULTS[verb]
+    found: dict[str, Any] = dict.fromkeys(("status", name))
+    if directory is not None:
+        for file in found:
+            with suppress(OSError, ValueError):
+                found[file] = json.loads((directory / f"{file}.json").read_text())
+    return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **found}
+
+
+def _follow(words: list[str]) -> int:
+    """A rank other than 0 under another launcher; it composes nothing."""
+    if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
+        return EXIT_OK
+    from parallelrun.launch.attach import follow
+
+    return follow(words)
+
+
+def _abandon_followers(attached: Attached, error: Exception) -> None:
+    """Let the other ranks exit with the code of the error that rank 0 met before there was a plan."""
+    from parallelrun.cli import errors
+    from parallelrun.launch import attach
+
+    known = errors.translate(error)
+    attach.abandon(attached, known.exit_code if isinstance(known, ParallelrunError) else 1)
+
+
+def _complete(words: list[str]) -> int:
+    """Answer the shell's TAB: our words, and Hydra's keys and options."""
+    asked = any(word.startswith("query=") for word in words)
+    if asked and "COMP_LINE" not in os.environ:
+        raise ConfigError(Problem(f"{' '.join(words)}: only a shell asks for completions", "COMP_LINE",
+                                  command="parallelrun -sc install=bash"))  # fmt: skip
+    for candidate in completion.answer(os.environ) if asked else []:
+        print(candidate)
+    if not asked:
+        from parallelrun.config import compose
+
+        compose.run_hydra(compose.prepare_completion(words), lambda config: None)
+    return EXIT_OK

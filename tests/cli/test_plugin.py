@@ -1,0 +1,88 @@
+"""A package outside the repository adds a data strategy, a tensor layout, a model and a dataset.
+
+The package is `tests/plugin`. It is installed by its entry points alone; nothing in this repository names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parents[1] / "plugin"
+ENTRY_POINTS = """\
+[parallelrun.strategies]
+data.each_tensor = demo_plugin.each_tensor
+tensor.always_sequence = demo_plugin.always_sequence
+[parallelrun.models]
+bowl = demo_plugin.bowl
+[parallelrun.datasets]
+ramp = demo_plugin.ramp
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A folder on the path with the package and what an installer writes beside it."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.copytree(PLUGIN / "demo_plugin", site / "demo_plugin", ignore=shutil.ignore_patterns("__pycache__"))
+    info = site / "demo_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: demo-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return site
+
+
+def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "parallelrun", *words, "--config-dir", str(PLUGIN / "conf")]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
+
+
+DATA = (
+    "strategy=each_tensor",
+    "dp=2",
+    "model=gpt",
+    "model.layers=2",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.seq=8",
+)
+MODEL = ("strategy=ptdp", "model=bowl", "dataset=ramp", "tp=2", "dp=2")
+LAYOUT = ("strategy=ptdp", "layout=1d_sequence", "tp=2", *DATA[2:])
+SMALL = ("steps=2", "global_batch=8", "eval.every=0")
+
+
+@pytest.mark.parametrize("words", [DATA, MODEL, LAYOUT], ids=["data strategy", "model and dataset", "tensor layout"])
+def test_a_plug_in_is_verified_against_one_device(site, tmp_path, words):
+    done = parallelrun(site, tmp_path, "verify", *words, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = tmp_path.rglob("verify.json")
+    assert json.loads(found.read_text())["passed"]
+
+
+@pytest.mark.parametrize(
+    "words", [DATA, (*MODEL, "strategy.data.kind=each_tensor"), LAYOUT], ids=["data", "all", "layout"]
+)
+def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words):
+    done = parallelrun(site, tmp_path, "run", *words, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = [path for path in tmp_path.rglob("comm.json") if "latest" not in path.parts]
+    rows = json.loads(found.read_text())["rows"]
+    assert rows and all(
+        (row["calls"], row["payload_bytes"]) == (row["predicted_calls"], row["predicted_payload_bytes"]) for row in rows
+    )
+
+
+def test_plug_ins_are_planned_listed_and_suggested(site, tmp_path):
+    planned = parallelrun(site, tmp_path, "plan", "--json", *DATA)
+    assert planned.returncode == 0, planned.stderr
+    document = json.loads(planned.stdout)
+    assert document["data"]["kind"] == "each_tensor" and "torch" not in planned.stderr
+    wrong = parallelrun(site, tmp_path, "plan", "strategy=ddp", "strategy.data.kind=each_tensr")
+    assert wrong.returncode == 2 and "each_tensor" in wrong.stderr

@@ -1,0 +1,1 @@
+"""Bowl: one residual MLP over features and a head, the smallest model with something to split over tp."""
