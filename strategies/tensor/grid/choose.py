@@ -140,7 +140,7 @@ def linear_misfits(choice: Choice, spec: ModelSpec) -> list[Misfit]:
 
 
 def distinct(spec: ModelSpec) -> Groups:
-    """The model's pairs by their sizes, one for each way in which they split their outputs."""
+    """Return the model's pairs by their sizes; pairs of the same sizes may split their outputs differently."""
     found: Groups = {}
     for pair in spec.distinct_pairs:
         found.setdefault(key_of(pair), []).append(pair)

@@ -6,7 +6,7 @@ The three forms (van de Geijn and Watts 1997; Xu et al. 2021), with Y (rows, N),
     dX = dY W     panels of W are broadcast, their products reduced to the owners of dX's panels
     dW = dY^T X   panels of X are broadcast, their products reduced to the owners of dW's panels
 
-While one panel is multiplied the next is under way, and so is the reduction of the last.
+While one panel is multiplied, the next one is being broadcast and the last product is being reduced.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class _Grid:
     def run(
         self, x: Tensor | None, w: Tensor | None, work: Callable[[int, Any, Any], Sequence[Callable[[], None]]]
     ) -> None:
-        """`work(number, panel of X, panel of W)` for every panel in turn, with the next one under way; what it returns
-        is waited for after the next panel's work."""
+        """Call `work(number, panel of X, panel of W)` for every panel in turn, while the next one is broadcast.
+
+        What it returns is waited for after the next panel's work."""
         coming = self.start(0, x, w)
         flying: Sequence[Callable[[], None]] = ()
         for number in range(self.x.count):
