@@ -104,11 +104,11 @@ def bias_added_by_every_rank() -> None:
     from parallelrun.models import layers as single_device
     from parallelrun.strategies.tensor.megatron import layers, operators
 
-    def wrong(self: layers.Row, x: torch.Tensor) -> torch.Tensor:
+    def wrong(self: layers.RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
-        return operators.leave(partial, self.span.group, self.span.sequence_parallel)
+        return operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
 
-    layers.Row.forward = wrong
+    layers.RowParallelLinear.forward = wrong
 
 
 def norm_counts_replicas() -> None:
@@ -120,7 +120,7 @@ def norm_counts_replicas() -> None:
 
 def label_smoothing_by_shard() -> None:
     """Smoothing spreads over the local vocabulary (Megatron-LM, until today)."""
-    from parallelrun.strategies.tensor import cross_entropy
+    from parallelrun.strategies.tensor.common import cross_entropy
 
     right = cross_entropy.VocabParallelLoss.forward
 

@@ -1,15 +1,61 @@
-"""What one-device layers between the split ones keep for backward, on a rank's rows and features. Torch-free.
+"""What norms, attention, activations and the loss save for backward, on a rank's rows and features. Torch-free.
 
-Shared by the tensor strategies' `memory.py`; counted per storage, as autograd keeps them.
+Shared by all tensor strategies; counted per storage, as autograd keeps them.
 """
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
+from parallelrun.product import Product
 
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
+RESIDUAL_KINDS = ("transformer", "mlp")
+
+
+def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
+    """Elements of the largest part of a parameter that a rank holds: `torch.chunk` makes the first parts largest."""
+    return plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
+
+
+def weight_gradients(layer: LayerSpec, plan: Plan) -> list[int]:
+    """Bytes of the gradient of each of a layer's weights, as backward leaves them; a tied head has the embedding's."""
+    weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
+    ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
+    return [local_numel(weight, plan) // ep * BYTES[plan.precision.stored] for weight in weights if not weight.frozen]
+
+
+def residual_bytes(block: BlockSpec, between: int) -> int:
+    """The gradient that waits beside a branch of a residual block. between: bytes of what passes between blocks."""
+    return between if block.kind in RESIDUAL_KINDS else 0
+
+
+def second_backward(layer: LayerSpec, plan: Plan, waiting: int, outputs: int, mixed: int) -> tuple[LayerBackward, ...]:
+    """Backward through what reads a column layer's outputs. mixed: bytes of what attention gives."""
+    if layer.layer_role != "column_parallel":
+        return ()
+    if attends(layer):
+        return (LayerBackward(0, waiting + mixed, outputs),)
+    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
+    return (LayerBackward(0, waiting + (outputs // 2 if gated else outputs), outputs),)
+
+
+def loss_backward(plan: Plan, product: Product | None) -> LayerBackward:
+    """Backward through the loss. product: of the head; None where the loss reads the whole logits.
+
+    One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two numbers
+    per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
+    """
+    targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample, plan.spec.vocab
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    if product is None or plan.mesh.size("tp") == 1:
+        logits = targets * vocab * accurate
+        return LayerBackward(logits + targets * INDEX, logits, logits)
+    rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
+    saved = rows * (columns * compute + accurate) + targets * INDEX
+    return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
 
 
 def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:

@@ -1,16 +1,16 @@
-"""Bytes that one microbatch of a layer with experts keeps for backward, every expert being at home. Torch-free.
+"""Bytes that one microbatch of a layer with experts saves for backward, every expert being on its own rank. Torch-free.
 
-T tokens choose among E experts; n rows come of it. a: bytes of the accurate dtype, in which routing computes.
+T tokens choose among E experts, which gives n rows. a: bytes of the accurate dtype, in which routing computes.
 
     router    its input T h, in the accurate dtype (where that is the compute dtype: the norm's output); with jitter its
-              factors too; scores of all experts, as its softmax and its gather keep them; of each choice its expert,
-              weight and whether it was kept; loads for the auxiliary loss
-    spread    of each row where it goes, of each token where its rows begin
-    experts   the rows n h; of each product, where each expert's rows end; the activation's input; what it gives, n f
-    combine   what the experts give, n h, its weights and tokens
+              factors too; scores of all experts, as its softmax and its gather save them; per choice its expert, weight
+              and whether it was dropped; loads for the auxiliary loss
+    dispatch  per row its token, per token where its rows begin
+    experts   the rows n h; per product, where each expert's rows end; the activation's input and result, n f
+    combine   the results of the experts, n h, their weights and tokens
 
-n is that of an even load: of a limited router at most its places. What an expert dispatcher keeps beyond that is its
-own.
+n is that of an even load; with a limited router at most its capacity slots. What an expert dispatcher saves beyond that
+is predicted by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from ..keeping import INDEX, MASK, activates_again, activation_bytes
-from .layouts import AXIS
-from .traffic import rows
+from .activation_memory import INDEX, MASK, activates_again, activation_bytes
+from .product_strategy import AXIS
+from .product_strategy import num_rows as num_tokens
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
@@ -32,7 +32,7 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     it is widened or jittered."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
     assert plan.spec.router is not None
-    own = rows(plan) * plan.spec.hidden * accurate
+    own = num_tokens(plan) * plan.spec.hidden * accurate
     if plan.spec.router.jitter > 0.0:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel:
@@ -44,7 +44,7 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
 
 def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
-    spec, router, tokens = plan.spec, plan.spec.router, rows(plan)
+    spec, router, tokens = plan.spec, plan.spec.router, num_tokens(plan)
     assert router is not None
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
     kept = scores * accurate
@@ -60,7 +60,7 @@ def routing_bytes(plan: Plan) -> int:
 
 
 def _choices(router: RouterSpec, plan: Plan) -> int:
-    tokens, accurate = rows(plan), BYTES[plan.precision.accurate]
+    tokens, accurate = num_tokens(plan), BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
         return num_rows(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     kept = tokens * router.top_k * INDEX
@@ -73,12 +73,12 @@ def _choices(router: RouterSpec, plan: Plan) -> int:
 
 
 def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    """Of spreading rows, the experts and combining."""
+    """Of dispatching rows, the experts and combining."""
     router, compute, count = plan.spec.router, BYTES[plan.precision.compute], num_rows(plan)
     assert router is not None
     hidden = layer.in_features
-    assigned = count if router.kind == "expert_choice" else rows(plan) * router.top_k
-    indices = (2 * count + assigned + rows(plan)) * INDEX
+    assigned = count if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
+    indices = (2 * count + assigned + num_tokens(plan)) * INDEX
     inside = layer.parameters[0].shape[inside_dim(layer.parameters[0])] // plan.mesh.size(AXIS)
     opened = activation_bytes(count, inside * (len(layer.parameters) - 1), layer, plan)
     activated = 0 if activates_again(block, plan) else count * inside * compute
@@ -92,11 +92,11 @@ def _weights(layer: LayerSpec, plan: Plan) -> int:
 
 
 def num_rows(plan: Plan) -> int:
-    """Rows of a microbatch, of an even load: one for every choice, as far as there are places for them."""
-    router, tokens, groups = plan.spec.router, rows(plan), _groups(plan)
+    """Rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
+    router, tokens, groups = plan.spec.router, num_tokens(plan), _groups(plan)
     assert router is not None
-    places = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
-    return places if router.kind == "expert_choice" else min(tokens * router.top_k, places)
+    slots = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
+    return slots if router.kind == "expert_choice" else min(tokens * router.top_k, slots)
 
 
 def _groups(plan: Plan) -> int:
@@ -105,6 +105,6 @@ def _groups(plan: Plan) -> int:
 
 
 def _behind(block: BlockSpec) -> tuple[LayerSpec, ...]:
-    """The layers behind the router."""
+    """The router and the layers behind it."""
     roles = [layer.layer_role for layer in block.layers]
     return block.layers[roles.index("router") :]

@@ -1,7 +1,7 @@
-"""A matrix in pieces: what an all-gather brings, or a reduce-scatter is to send, multiplied where it lies.
+"""A matrix in blocks, multiplied in place: the result of an all-gather, or what a reduce-scatter is to send.
 
-Gathered blocks and send buffers are contiguous per rank, not as one matrix. Products read and write them piece by
-piece, so that nothing is copied into place before or after.
+Gathered blocks and send buffers are contiguous per rank, not as one matrix. Products read and write them block by
+block, so that nothing is copied before or after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BlockMatrix:
     """A matrix cut along `dim` (0: rows, 1: columns) into 2-d tensors, in order. One part: an ordinary matrix."""
 
     parts: tuple[Tensor, ...]
@@ -37,15 +37,15 @@ class Pieces:
         return cuts
 
     def cuts(self, dim: int) -> list[int]:
-        """Along `dim`: where parts begin, and the end."""
+        """MoveGroup `dim`: where parts begin, and the end."""
         return self._cuts if dim == self.dim else [0, self.shape[dim]]
 
-    def t(self) -> Pieces:
+    def t(self) -> BlockMatrix:
         """The transposed matrix; no copy."""
-        return Pieces(tuple(part.t() for part in self.parts), 1 - self.dim)
+        return BlockMatrix(tuple(part.t() for part in self.parts), 1 - self.dim)
 
     def at(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """View of a range that lies within one part."""
+        """Return a view of a range that is within one block."""
         part, ranges = self.parts[0], [rows, columns]
         if len(self.parts) > 1:
             start, stop = ranges[self.dim]
@@ -67,11 +67,11 @@ class Pieces:
             part.copy_(source)
 
 
-def multiply_into(out: Pieces, terms: Sequence[tuple[Pieces, Pieces]]) -> None:
+def multiply_into(out: BlockMatrix, terms: Sequence[tuple[BlockMatrix, BlockMatrix]]) -> None:
     """Overwrite `out` with the sum over terms of a @ b.
 
     All a's are cut alike along their rows, all b's along their columns, so that one region of `out` after the other can
-    be accumulated where it lies.
+    be accumulated in place.
     """
     first, second = terms[0]
     for rows in _ranges(out.cuts(0), first.cuts(0)):

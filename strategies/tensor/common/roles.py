@@ -8,7 +8,7 @@ import shlex
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import LayerSpec, ModelSpec
 
-_ROOT = "module."  # what a user's module lies in, in the names of its layers
+_ROOT = "module."  # prefix of the layers of a user's module in their names
 
 
 def suggestion(config: Config, layer: str, role: str) -> str:

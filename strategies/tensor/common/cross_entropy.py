@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from parallelrun import comm
 from parallelrun.mesh import Group
 
+from .autograd import apply
+
 PURPOSE = "loss"
 
 
@@ -45,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(targets >= 0, log_sum - sums[1], 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         logits, targets, log_sum = ctx.saved_tensors
         out = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp_()
         column, owned = _own_column(targets, ctx.start, logits.size(1))
@@ -58,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _own_column(targets: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """(column of each target in this shard, 0 where it lies elsewhere; whether it lies here)."""
+    """(column of each target in this shard, 0 where another rank has it; whether this rank has it)."""
     owned = (targets >= start) & (targets < start + num_columns)
     return torch.where(owned, targets - start, 0), owned
 
@@ -73,6 +75,5 @@ class VocabParallelLoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits (..., local vocab); targets (...) global ids, negative where ignored. Returns the sum, a scalar."""
-        return _CrossEntropy.apply(
-            logits.flatten(0, -2), targets.flatten(), self.group, self.start, self.vocab, self.label_smoothing
-        )
+        rows, wanted = logits.flatten(0, -2), targets.flatten()
+        return apply(_CrossEntropy, rows, wanted, self.group, self.start, self.vocab, self.label_smoothing)
