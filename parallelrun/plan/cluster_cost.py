@@ -99,7 +99,7 @@ def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingTime:
     """How long `tokens` tokens take on the devices of the plan, in days, where the cluster gives rates (else None).
 
     at_peak: no communication overlapped, and all of it. sustained: at SUSTAINED of the peak rate.
@@ -111,13 +111,13 @@ class Training:
     sustained: float | None
 
 
-def training(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> Training:
+def training_time(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> TrainingTime:
     """Of a model of tokens."""
     steps = ceil(tokens / (plan.batch.global_batch * plan.spec.seq))
     peak = peak_flops(cluster, plan.precision.name)
     sustained = steps * cost.hardware_flops / (plan.num_workers * peak * SUSTAINED) / DAY if peak else None
     at_peak = (steps * cost.step_s[0] / DAY, steps * cost.step_s[1] / DAY) if cost.step_s else None
-    return Training(tokens, steps, at_peak, sustained)
+    return TrainingTime(tokens, steps, at_peak, sustained)
 
 
 def _is_of_data(plan: Plan, axis: str) -> bool:

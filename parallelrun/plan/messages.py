@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.structure import Collective, Plan
 
 WORDS = {  # what collectives of a purpose carry, where the purpose alone does not say it
@@ -77,6 +78,20 @@ class Explanation:
     num_groups: int
     message_axis: str
     exchanges: tuple[Exchange, ...]
+
+
+def explain(plan: Plan) -> tuple[Explanation, ...]:
+    """The messages of the strategy of each axis with several ranks. Raises ConfigError for a plan of one rank."""
+    if plan.world == 1:
+        what = "one rank sends nothing, so there is nothing to explain"
+        raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
+    axes = [
+        (plan.tensor, plan.mesh.size("tp") > 1),
+        (plan.expert, plan.expert is not None),
+        (plan.pipeline, plan.mesh.size("pp") > 1),
+        (plan.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
+    ]
+    return tuple(strategy.explain(plan) for strategy, has_ranks in axes if has_ranks and strategy is not None)
 
 
 def rows(explanation: Explanation, rank: int) -> list[Collective]:

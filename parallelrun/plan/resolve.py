@@ -13,8 +13,6 @@ from parallelrun.plan import (
     cluster_cost,
     cluster_spec,
     expert_axes,
-    images,
-    lr_scale,
     partition,
     prediction,
     routing,
@@ -33,7 +31,7 @@ from parallelrun.plan.load import (
     tensor_strategy,
 )
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.optimizers import OPTIMIZERS
+from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Batch, Equivalence, Plan, Stage
 from parallelrun.plan.suggest import keep_helpful
@@ -97,7 +95,7 @@ def solve(
     unread = shorthands.unread(config, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
     if not sweep:
         problems += unread
-    unsplit = images.check(spec, config, degrees.tp) if spec is not None else []
+    unsplit = rules.check_images(spec, config, degrees.tp) if spec is not None else []
     problems += unsplit
     if spec is None or unsplit or not degrees.sound or not known_strategies:
         if degrees.sound:
@@ -125,7 +123,7 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     most_tp = spec.heads**2 or max(spec.hidden, 1)  # a grid of heads x heads
     if trial.pp > partition.num_cuttable(spec) or trial.tp > most_tp or (type(size) is int and size % trial.dp):
         return degree_rules.LARGEST
-    problems = images.check(spec, config, trial.tp)
+    problems = rules.check_images(spec, config, trial.tp)
     if not problems:
         trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
         strategies = _ways(config, spec, trial)
@@ -328,7 +326,7 @@ def _plan(
             *degrees.filled,
             *strategies.tensor.filled(request),
             *strategies.data.filled(request),
-            *lr_scale.filled(config, request.dp),
+            *filled_lr_scale(config, request.dp),
         ),
         warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
         expert=strategies.expert.resolve(request) if strategies.expert else None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from parallelrun.plan.document import experts
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
-from parallelrun.plan.expert_facts import facts
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import counted
 
@@ -14,7 +14,7 @@ MOST_LAYERS = 4
 
 def panel(plan: Plan) -> Text:
     """Of a plan whose model has experts."""
-    found, router, ep = facts(plan), plan.spec.router, plan.mesh.size("ep")
+    found, router, ep = experts(plan), plan.spec.router, plan.mesh.size("ep")
     assert found is not None and router is not None
     choices = f"top-{router.top_k}" + (f" ({router.kind})" if router.kind != "top_k" else "")
     if router.kind == "expert_choice":

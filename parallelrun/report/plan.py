@@ -11,18 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import cluster_cost, expert_facts, prediction
-from parallelrun.plan.document import (
-    Facts,
-    axis_rows,
-    document,
-    facts,
-    link_rows,
-    rank_row,
-    server_rows,
-    stage_rows,
-    warnings,
-)
+from parallelrun.plan import cluster_cost, prediction
+from parallelrun.plan.advice import warnings
+from parallelrun.plan.document import axis_rows, document, link_rows, rank_row, server_rows, stage_rows
+from parallelrun.plan.expert_axes import axis_views
+from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.structure import Plan
 from parallelrun.report.data_axis import panel as data_axis_panel
@@ -105,7 +98,7 @@ def _head(plan: Plan) -> Text:
 
 def _mesh(plan: Plan) -> Group:
     product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.mesh_dims)
-    views = expert_facts.views(plan)
+    views = axis_views(plan)
     table = _table("axis", ">degree", ">groups", "first group", *(["of"] if views else []))
     for row in axis_rows(plan):
         members = ranks_text(row["first_group"]) if row["degree"] > 1 else "no communicator"
@@ -162,7 +155,7 @@ def _stages(plan: Plan, config: Config, found: Facts) -> Group:
     """Per pp rank: its blocks, parameters and the bytes of its rank that holds most."""
     table = _table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages = stage_rows(plan)
-    heaviest = found.heaviest_position
+    heaviest = found.heaviest_pp_rank
     unit, size_of_unit = byte_unit(found.memories[heaviest].total)
     pp_ranks = sorted({*shown_positions(plan.mesh.size("pp")), heaviest})
     for pp_rank in pp_ranks:

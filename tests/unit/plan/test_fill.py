@@ -9,8 +9,9 @@ import pytest
 
 from parallelrun.config.schema import Config
 from parallelrun.plan import resolve as resolve_module
+from parallelrun.plan.advice import warnings
 from parallelrun.plan.batch import EFFICIENT_TOKENS, in_whole_rounds
-from parallelrun.plan.document import facts, warnings
+from parallelrun.plan.facts import facts
 from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
