@@ -10,10 +10,11 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
+from parallelrun.plan.draft import REFERENCE_SCHEDULE
 from parallelrun.plan.facts import Facts
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
 from parallelrun.plan.load import pipeline_schedule
-from parallelrun.plan.resolve import REFERENCE_SCHEDULE, solve
+from parallelrun.plan.resolve import solve
 from parallelrun.plan.simulate import Simulation
 from parallelrun.plan.structure import Memory, Plan
 from parallelrun.plan.suggest import with_value
