@@ -8,6 +8,7 @@ from typing import Any
 from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.advice import warnings
+from parallelrun.plan.data_axis import DataAxis
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.structure import Memory, Plan
@@ -71,8 +72,13 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
         "cost": asdict(found.cost),
         "training": asdict(found.training) if found.training else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
-        "data_axis": asdict(found.data_axis) if found.data_axis else None,
+        "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
     }
+
+
+def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
+    fields = asdict(data_axis)
+    return {**fields, "ways": fields.pop("strategies")}
 
 
 def _model(plan: Plan) -> dict[str, Any]:
