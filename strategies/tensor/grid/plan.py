@@ -1,7 +1,7 @@
 """What the grid tensor strategies (2d, 2.5d, 3d) will do: checks, axes, forms, layouts. Torch-free.
 
 Sources: SUMMA as in Optimus (Xu et al. 2021), Tesseract (Wang et al. 2021), 3D (Bian et al. 2021, after Agarwal et al.
-1995); forms chosen per layer as in MeshSlice and AxoNN. See `parallelrun.product` and docs/tensor_layouts.md.
+1995); forms chosen per layer as in MeshSlice and AxoNN. See `parallelrun.product` and docs/tensor_parallel.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/tensor_layouts.md shows what the code does: its pictures and tables are what docs/layouts.py draws today."""
+"""docs/tensor_parallel.md shows what the code does: its pictures and tables are what docs/layouts.py draws today."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:
 
 
 def test_every_picture_is_shown_and_every_one_shown_exists(layouts: ModuleType) -> None:
-    shown = set(re.findall(r"\(layouts/(\w+)\.svg\)", (DOCS / "tensor_layouts.md").read_text()))
+    shown = set(re.findall(r"\(layouts/(\w+)\.svg\)", (DOCS / "tensor_parallel.md").read_text()))
     assert shown == {picture.name for picture in layouts.PICTURES} == {p.stem for p in (DOCS / "layouts").glob("*.svg")}
 
 
