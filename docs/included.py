@@ -1,7 +1,7 @@
 """Copies files into the code blocks of the pages that show them: `python docs/included.py`.
 
-A block follows the line `<!-- include: path -->`, with the path relative to the repository. A test holds all blocks equal
-to their files.
+A block follows the line `<!-- include: path -->`, with the path relative to the repository. A test compares all blocks
+with their files.
 """
 
 from __future__ import annotations

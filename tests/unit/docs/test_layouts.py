@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs"
+from tests.unit.docs import DOCS, docs_module
 
 
 @pytest.fixture(scope="module")
 def layouts() -> ModuleType:
-    source = importlib.util.spec_from_file_location("docs_layouts", DOCS / "layouts.py")
-    assert source is not None and source.loader is not None
-    module = importlib.util.module_from_spec(source)
-    sys.modules["docs_layouts"] = module  # dataclasses look their module up
-    source.loader.exec_module(module)
-    return module
+    return docs_module("layouts")
 
 
 def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:
