@@ -50,7 +50,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Return every built-in strategy that does something."""
-    found = [_row(*name.split(".", 1), path) for name, path in registry.STRATEGIES.items()]
+    found = [_row(name.partition(".")[0], name.partition(".")[2], path) for name, path in registry.STRATEGIES.items()]
     return [row for row in found if row.kind != "none"]
 
 
@@ -82,12 +82,10 @@ def _presets(axis: str, kind: str) -> tuple[str, ...]:
     names = []
     for name in presets.options("strategy"):
         values = presets.values("strategy", name)
-        expert = values.get("expert", {}).get("kind", "capacity") if "expert" in values else None
-        chosen = {a: values[a]["kind"] for a in ("data", "tensor", "pipeline") if a in values}
-        if len(chosen) > 1:
-            continue
-        chosen = {"expert": expert} if expert else chosen
-        names += [name] if chosen.get(axis) == kind else []
+        chosen = {other: values[other].get("kind", "capacity") for other in CLASSES if other in values}
+        if "expert" in chosen:
+            del chosen["data"]
+        names += [name] if chosen == {axis: kind} else []
     return tuple(names)
 
 
