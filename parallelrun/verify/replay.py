@@ -1,10 +1,9 @@
 """The reference of plans whose equivalence is `replay`: the data strategy's own algorithm, in one process.
 
-Where a data strategy does not compute what one device computes (gradient compression, Adasum, local SGD, DiLoCo), it is
-held
-against itself: n one-device replicas, each with its own part of the batch, and between them the way's rule, written
-plainly in `strategies/data/<kind>/replay.py` as `rule(config, plan) -> Rule`. Tensor and pipeline axes are not in the
-reference, so they are proved along with it.
+A data strategy that does not compute what one device computes (gradient compression, Adasum, local SGD, DiLoCo) is
+compared with itself: n one-device replicas, each with its own part of the batch, and between them the strategy's rule,
+written plainly in `strategies/data/<kind>/reference.py` as `rule(config, plan) -> Rule`. The reference has no tensor
+and pipeline axes, so they are proved along with it.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ Tensors = dict[str, Tensor]
 
 
 class Rule(Protocol):
-    """What the replicas of a data strategy tell each other, as plain arithmetic. One object lives through all steps, so
-    it
-    may keep state (error feedback, momenta). Replicas are in the order of their dp coordinate; tensors are logical
+    """What the replicas of a data strategy exchange, as plain arithmetic. One object is used for all steps, so it may
+    keep state (error feedback, momenta). Replicas are in the order of their dp coordinate; tensors are logical
     (one-device names and shapes), in the precision of the check.
     """
 
@@ -45,18 +43,18 @@ class Rule(Protocol):
         """Called once, with every replica's initial weights (live: they change as training goes on)."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """What each replica's optimizer gets, of what each replica's backward has left (before clipping).
+        """The gradients of each replica's optimizer, given those of each replica's backward (before clipping).
 
         local[r] is the gradient of (sum of replica r's losses) / (valid targets of the whole batch): their sum over
         replicas is the global gradient. Where `plan.data.independent`, it is dp times that: the replica's own mean.
         """
 
     def after_update(self, step: int, weights: list[Tensors]) -> None:
-        """Called after every replica's optimizer step; changes the weights in place where the way does."""
+        """Called after every replica's optimizer step; may change the weights in place."""
 
 
-class Summed:
-    """The rule of plain data parallelism, a base for others: everyone gets the sum, weights are left alone."""
+class SumRule:
+    """The rule of plain data parallelism, a base for others: every replica gets the sum of gradients."""
 
     def begin(self, weights: list[Tensors]) -> None:
         """Nothing."""
@@ -72,14 +70,15 @@ class Summed:
 
 def rule_of(config: Config, plan: Plan) -> Rule:
     """The rule of the plan's data strategy."""
-    return registry.load("strategies", f"data.{plan.data.kind}", "replay").rule(config, plan)
+    rule: Rule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
+    return rule
 
 
 @torch.no_grad()
 def record_replay(
     config: Config, plan: Plan, device: torch.device, decisions: RecordedDecisions | None = None
 ) -> Trace:
-    """The trace of `config.verify.steps` steps of the way's own algorithm in this process.
+    """The trace of `config.verify.steps` steps of the strategy's own algorithm in this process.
 
     Where replicas are independent, names of tensors say whose they are (`replica_name`); otherwise all replicas hold
     the same, and the first one's are kept. Raises ConfigError where a BatchNorm's samples lie on several replicas: they

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..compression.runtime import Waitable
+from ..common.reducer import Waitable
 
 if TYPE_CHECKING:
     from .timeline import Timeline

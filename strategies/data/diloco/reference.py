@@ -1,0 +1,53 @@
+"""The rule of DiLoCo in plain words (Douillard et al. 2023, algorithm 1), by torch's own SGD as the outer optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.structure import Plan
+from parallelrun.verify.replay import SumRule
+
+from .plan import DiLoCo
+
+
+class DiLoCoRule(SumRule):
+    """Only what differs from plain data parallelism. The shared weights are those that the first step began with."""
+
+    def __init__(self, plan: Plan):
+        self._strategy = DiLoCo.of(plan)
+        self._shared: dict[str, Tensor] = {}
+        self._outer: torch.optim.Optimizer | None = None
+
+    def begin(self, weights: list[dict[str, Tensor]]) -> None:
+        """Keep what all replicas begin with."""
+        strategy = self._strategy
+        self._shared = {name: weight.clone() for name, weight in weights[0].items()}
+        self._outer = torch.optim.SGD(
+            list(self._shared.values()),
+            lr=strategy.outer_lr,
+            momentum=strategy.outer_momentum,
+            nesterov=strategy.outer_nesterov,
+        )
+
+    def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Each replica's own."""
+        return local
+
+    def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
+        """At the end of a round: the outer step by the mean movement, and everyone goes on from its result."""
+        if step % self._strategy.sync_every and step != self._strategy.steps:
+            return
+        assert self._outer is not None
+        for name, shared in self._shared.items():
+            shared.grad = torch.stack([shared - one[name] for one in weights]).mean(0)
+        self._outer.step()
+        for one in weights:
+            for name, shared in self._shared.items():
+                one[name].copy_(shared)
+
+
+def rule(config: Config, plan: Plan) -> DiLoCoRule:
+    """The rule of a plan."""
+    return DiLoCoRule(plan)

@@ -1,0 +1,38 @@
+"""The rule of local SGD in plain words: replicas keep their gradients; every H steps weights become their mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.structure import Plan
+from parallelrun.verify.replay import SumRule
+
+from .plan import LocalSGD
+
+
+class LocalSGDRule(SumRule):
+    """Only what differs from plain data parallelism."""
+
+    def __init__(self, sync_every: int, steps: int):
+        self._sync_every, self._steps = sync_every, steps
+
+    def gradients(self, step: int, local: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Each replica's own."""
+        return local
+
+    def after_update(self, step: int, weights: list[dict[str, Tensor]]) -> None:
+        """The mean, at every H-th step and at the run's last."""
+        if step % self._sync_every and step != self._steps:
+            return
+        for name in weights[0]:
+            mean = torch.stack([one[name] for one in weights]).mean(0)
+            for one in weights:
+                one[name].copy_(mean)
+
+
+def rule(config: Config, plan: Plan) -> LocalSGDRule:
+    """The rule of a plan. It reads the plan's numbers and none of the runtime's code."""
+    strategy = LocalSGD.of(plan)
+    return LocalSGDRule(strategy.sync_every, strategy.steps)
