@@ -116,15 +116,20 @@ def test_the_plug_in_of_how_to_add_declares_the_entry_points_that_are_tested() -
     assert [line for line in declared.splitlines() if line] == ENTRY_POINTS.splitlines()
 
 
-def test_every_file_that_a_page_names_exists() -> None:
-    ours = re.compile(r"`((?:parallelrun|strategies|tests|benchmarks|docs|conf)/[\w/.]+?\.\w+)`")
-    for page in PAGES:
+OURS = ("parallelrun", "strategies", "tests", "benchmarks", "docs")  # folders; a page's `conf/` is the reader's
+
+
+def test_every_file_that_a_page_or_a_strategy_names_exists() -> None:
+    files = [path.relative_to(ROOT).as_posix() for name in OURS for path in (ROOT / name).rglob("*.py")]
+    ends = {"/".join(file.split("/")[n:]) for file in files for n in range(file.count("/") + 1)}
+    for page in [*PAGES, *(ROOT / "strategies").rglob("__init__.py")]:
         text = page.read_text()
-        named = [ROOT / name for name in ours.findall(text) if not name.startswith("conf/")]
+        named = re.findall(r"`([\w/.]+\.py)`", text) + re.findall(rf"`((?:{'|'.join(OURS)})/[\w/.]+)`", text)
+        printed = re.findall(r"```python\n# (\w+\.py)\n", text)
+        missing = [name for name in named if name not in (*ends, *printed) and not (ROOT / name).exists()]
         links = re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-        named += [page.parent / link for link in links if "://" not in link]
-        missing = [str(path) for path in named if not path.exists()]
-        assert not missing, f"{page.name} names {missing}"
+        missing += [link for link in links if "://" not in link and not (page.parent / link).exists()]
+        assert not missing, f"{page.relative_to(ROOT)} names {missing}"
 
 
 def test_no_file_refers_to_documents_outside_the_repository() -> None:
