@@ -133,7 +133,8 @@ def test_every_file_that_a_page_or_a_strategy_names_exists() -> None:
 
 
 def test_no_file_refers_to_documents_outside_the_repository() -> None:
-    outside = re.compile(r"design, section|design\.md|\bshared/|words\.md|\breference/")
+    names = (r"design, section", r"[Tt]he design's", r"design\.md", r"\bshared/", r"words\.md", r"\breference/")
+    outside = re.compile("|".join((*names, r"\((reference|reliability)\b[ \w]*, section")))
     folders = ("parallelrun", "strategies", "conf", "recipes", "docs", "benchmarks", "tests")
     files = [path for name in folders for ext in ("py", "md", "yaml") for path in (ROOT / name).rglob(f"*.{ext}")]
     for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml"]:
