@@ -26,7 +26,7 @@ class RoutingLog:
         self._every = 0
 
     def step(self, step: int, layers: list[dict[str, Any]]) -> dict[str, float]:
-        """Write the layers of one step (`train.routing.Routing.described`); their means, for metrics.jsonl."""
+        """Write the layers of one step (`train.routing.RoutingUpdater.described`); their means, for metrics.jsonl."""
         means = mean_over_layers(layers)
         if not layers:
             return means

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
-# fp64 numbers that all ranks agree on in every step (`train.control`): loss sum, valid targets, stop, and the squared
+# fp64 numbers that all ranks agree on in every step (`train.step`): loss sum, valid targets, stop, and the squared
 # norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
 WORLD, EMBEDDING = "world", "embedding"  # axes of groups beside the mesh's: all ranks, the holders of a tied weight
@@ -107,9 +107,10 @@ class Plan:
     expert: ExpertDispatcher | None = None  # None: every rank has all experts (ep=1)
 
     @cached_property
-    def known(self) -> dict[object, Any]:
-        """What has been computed about this plan and is asked for again: by whoever computes it, under a key of its
-        own. A plan never changes, so nothing in here does."""
+    def cache(self) -> dict[object, Any]:
+        """Results that were computed from this plan and are needed again. Each user has a key of its own.
+
+        A plan never changes, so the results stay valid."""
         return {}
 
     @property

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from parallelrun.comm.json_exchange import gather_json
+from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan import prediction
 from parallelrun.records import write_json
 from parallelrun.report import bench as report
-from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.recorder import peak_bytes
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import train_step
 
 
@@ -31,7 +30,7 @@ def run(training: Training, context: WorkerContext) -> int:
     for step in range(1, total + 1):
         context.heartbeat(step, "bench")
         began = time.perf_counter()
-        result = train_step(training, step, schedule.learning_rate(config.optimizer, step, total), scaler)
+        result = train_step(training, step, learning_rate(config.optimizer, step, total), scaler)
         if training.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         scaler.update(result.applied)

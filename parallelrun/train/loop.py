@@ -7,13 +7,12 @@ from math import isfinite
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
-from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder, StepRecord
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
 from parallelrun.train.timing import StepClock
 
@@ -33,7 +32,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     began = time.perf_counter()
     for step in range(start + 1, config.steps + 1):
         context.heartbeat(step, "step")
-        lr = schedule.learning_rate(config.optimizer, step, config.steps)
+        lr = learning_rate(config.optimizer, step, config.steps)
         with first_steps.watch(step), profiler.watch(step), clock:
             result = train_step(training, step, lr, scaler, context.stop_requested(), clock=clock)
         skips = check_finite(training, result, scaler, step, skips)

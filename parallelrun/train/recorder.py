@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from parallelrun import reserve
-from parallelrun.comm.json_exchange import gather_json
+from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.plan import prediction, simulate
 from parallelrun.plan.structure import Collective

@@ -19,7 +19,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.recorder import mean_times, median_times
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from parallelrun.train.timing import StepClock, StepTimes
 from tests.plans import tiny_config
@@ -31,11 +31,11 @@ WAITS = {"comm_exposed_s", "bubble_s", "data_s"}
 
 def slow_forward(training: Training, seconds: float) -> None:
     """Every microbatch takes `seconds` more: asleep, so that ranks do not fight for cores."""
-    training.parts[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    training.model_parts[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
 
 
 def slow_backward(training: Training, seconds: float) -> None:
-    training.parts[0].register_full_backward_pre_hook(lambda *_: time.sleep(seconds))
+    training.model_parts[0].register_full_backward_pre_hook(lambda *_: time.sleep(seconds))
 
 
 def slow_data(training: Training, seconds: float) -> None:

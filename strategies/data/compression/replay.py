@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import Summed
+from parallelrun.verify.replay import ReplayRule
 
 from .powersgd import first_right_factor, next_right_factor, orthonormal
 from .settings import Compression, is_factored, matrix_shape, num_columns
@@ -21,14 +21,14 @@ Tensors = dict[str, Tensor]
 Place = tuple[slice, ...]
 
 
-def rule(plan: Plan, compression: Compression) -> Summed:
+def rule(plan: Plan, compression: Compression) -> ReplayRule:
     """The rule of one sum over dp (or over a process set)."""
     if compression.kind == "fp16":
         return Halves()
-    return PowerSgd(plan, compression) if compression.kind == "powersgd" else Summed()
+    return PowerSgd(plan, compression) if compression.kind == "powersgd" else ReplayRule()
 
 
-class Halves(Summed):
+class Halves(ReplayRule):
     """Everything is rounded to fp16, and so are the sums."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
@@ -42,7 +42,7 @@ class Halves(Summed):
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
 
-class PowerSgd(Summed):
+class PowerSgd(ReplayRule):
     """Matrices become P Q^T; what a worker's own P Q^T leaves out, it adds the next time."""
 
     def __init__(self, plan: Plan, compression: Compression):

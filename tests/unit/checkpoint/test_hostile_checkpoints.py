@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from parallelrun.checkpoint import check_resume, complete_steps, resolve_resume
+from parallelrun.checkpoint.find import complete_steps
+from parallelrun.checkpoint.resume import check_resume, resolve_resume
 from parallelrun.checkpoint.schema import MAX_INDEX_BYTES
 from parallelrun.cli import errors as screen
 from parallelrun.cli.main import main

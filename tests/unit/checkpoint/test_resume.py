@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from parallelrun.checkpoint import check_resume, find, resume
+from parallelrun.checkpoint import find, resume
 from parallelrun.checkpoint.find import complete_steps
-from parallelrun.checkpoint.resume import Chosen, hold, newest, resolve_resume
+from parallelrun.checkpoint.resume import Chosen, check_resume, hold, newest, resolve_resume
 from parallelrun.checkpoint.schema import read_index
 from parallelrun.errors import CheckpointError
 from parallelrun.launch import start as launcher
