@@ -32,7 +32,7 @@ from parallelrun import comm
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.mesh import Group, Mesh, build_mesh
 from parallelrun.plan.data_cost import Link, parameter_server, ring
-from parallelrun.report.chart import Axis, Line, Panel, draw
+from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.sequences import Lane
 from parallelrun.strategies.data.allreduce.runtime import all_reduce
@@ -176,39 +176,32 @@ def read_back(path: Path) -> list[dict[str, Any]]:
 
 
 def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    """The figure, as SVG. facts: of `environment`, where the rows were measured."""
-    nodes = Axis("nodes", digits, ticks=tuple(float(n) for n in sorted({row["nodes"] for row in rows})))
-
-    def panel(title: str, size: int, key: str, y: Axis) -> Panel:
-        lines = [
-            Line(
-                style, tuple((row["nodes"], row[key]) for row in rows if (row["system"], row["bytes"]) == (name, size))
-            )
-            for style, name in enumerate(SYSTEMS)
-        ]
-        return Panel(title, nodes, y, tuple(lines))
-
-    seconds = Axis("median of all nodes' slowest", _seconds)
-    amount = Axis("sent or received", bytes_text, of_bytes=True)
-    across = crossovers(rows)
-    panels = [
-        panel(f"The busiest node, {bytes_text(LARGE)} (counted)", LARGE, "busiest_bytes", amount),
-        panel(f"Time, {bytes_text(LARGE)} (measured)", LARGE, "seconds", seconds),
-        panel(f"Time, {bytes_text(SMALL)} (measured)", SMALL, "seconds", seconds),
-        Panel(
-            "Below: one server is faster",
-            nodes,
-            Axis("bytes of gradients", bytes_text, log=True, of_bytes=True),
-            (Line(3, tuple(across["ethernet_25g"])), Line(4, tuple(across["measured"]))),
-        ),
-    ]
+    """Return the figure as SVG. facts: of `environment`, where the rows were measured."""
+    shown = (
+        (f"The busiest node, {bytes_text(LARGE)} (counted)", LARGE, "busiest_bytes", "MiB sent or received"),
+        (f"Time, {bytes_text(LARGE)} (measured)", LARGE, "seconds", "median of all nodes' slowest"),
+        (f"Time, {bytes_text(SMALL)} (measured)", SMALL, "seconds", "median of all nodes' slowest"),
+    )
+    title = "Ring all-reduce against a parameter server, equal nodes"
+    figure, panels = chart.panels(title, [*(name for name, *_ in shown), "Below: one server is faster"])
+    for axes, (_, size, key, label) in zip(panels, shown):
+        unit = 2**20 if key == "busiest_bytes" else 1
+        for style, name in enumerate(SYSTEMS):
+            alike = [row for row in rows if (row["system"], row["bytes"]) == (name, size)]
+            chart.line(axes, style, [(row["nodes"], row[key] / unit) for row in alike])
+        chart.scale(axes, "y", digits if unit > 1 else _seconds, label=label)
+    for style, points in enumerate((crossovers(rows)["ethernet_25g"], crossovers(rows)["measured"]), len(SYSTEMS)):
+        chart.line(panels[-1], style, points)
+    chart.scale(panels[-1], "y", bytes_text, log=True, base=2, label="bytes of gradients")
+    for axes in panels:
+        chart.scale(axes, "x", digits, ticks=sorted({row["nodes"] for row in rows}), label="nodes")
     legend = (*SYSTEMS, "crossover, closed form (25 Gb/s, 30 us)", "crossover, measured here")
     notes = (
-        f"torch {facts['torch']}, gloo over loopback, {facts['cores']} cores shared by all nodes, {facts['date']}:",
-        "measured time follows what all nodes send together, which is the same for all; ports of their own would show",
-        "the busiest node's bytes.",
+        f"torch {facts['torch']}, gloo over loopback, {facts['cores']} cores shared by all nodes, {facts['date']}: "
+        "measured time follows the bytes that all nodes send together, which are the same for all systems; with "
+        "network ports of their own, nodes would show the busiest node's bytes.",
     )
-    return draw("Ring all-reduce against a parameter server, equal nodes", panels, legend, notes)
+    return chart.svg(figure, legend, notes)
 
 
 def _seconds(value: float) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.pairs import RESULTS, environment, on_ranks
 from parallelrun.plan.resolve import resolve
-from parallelrun.report.chart import Axis, HeatMap, Line, Panel, draw
+from parallelrun.report import chart
 from parallelrun.report.figures import digits
 from parallelrun.routing_log import mean_over_layers
 from parallelrun.train.build import build
@@ -92,29 +92,26 @@ def verdicts(summaries: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    """MaxVio and loss of all, and a heat map of one layer's load for each router, as SVG."""
-    step, steps = Axis("step", digits), rows[0]["steps"]
-
-    def lines(key: str) -> tuple[Line, ...]:
-        return tuple(Line(style, tuple((x, y) for x, y in row[key])) for style, row in enumerate(rows))
-
-    panels: list[Panel | HeatMap] = [
-        Panel("MaxVio, mean over layers", step, Axis("", digits, from_zero=True), lines("max_vio_by_step")),
-        Panel("Training loss", step, Axis("", digits), lines("loss_by_step")),
-    ]
-    for row in rows:
-        cells = tuple(tuple(values) for values in row["load_over_mean"])
-        experts = tuple(str(expert) for expert in range(len(cells)))
-        panels.append(
-            HeatMap(f"{row['router']}: load, {row['layer']}", cells, experts, "expert", step, (1, steps), 2.0)
-        )
+    """Return MaxVio and loss of all routers, and a heat map of one layer's load for each router, as SVG."""
+    names = [f"{row['router']}: load, {row['layer']}" for row in rows]
+    title = "Load of experts on real text, with and without balancing"
+    figure, (max_vio, loss, *maps) = chart.panels(title, ["MaxVio, mean over layers", "Training loss", *names])
+    for style, (row, axes) in enumerate(zip(rows, maps, strict=True)):
+        chart.line(max_vio, style, row["max_vio_by_step"])
+        chart.line(loss, style, row["loss_by_step"])
+        cells = row["load_over_mean"]
+        chart.heat_map(axes, cells, [str(expert) for expert in range(len(cells))], (1, row["steps"]), 2.0)
+        chart.scale(axes, "y", digits, label="expert", ticks=range(len(cells)))
+    chart.scale(max_vio, "y", digits, from_zero=True)
+    chart.scale(loss, "y", digits)
+    for axes in (max_vio, loss, *maps):
+        chart.scale(axes, "x", digits, label="step")
     notes = (
         "colour: load of an expert over the mean load; lines: means of five steps",
         f"8 experts, top-2, dropless, dp=2 ep=2, bytes of Python's standard library; torch {facts['torch']}, "
         f"{facts['date']}",
     )
-    title = "Load of experts on real text, with and without balancing"
-    return draw(title, panels, [row["router"] for row in rows], notes)
+    return chart.svg(figure, [row["router"] for row in rows], notes)
 
 
 def _smooth(points: list[tuple[int, float]], width: int = 5) -> list[tuple[float, float]]:

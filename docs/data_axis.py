@@ -1,4 +1,4 @@
-"""Draws docs/data_axis.svg, the comparison of a sweep, from docs/data_axis.csv, that sweep's comparison.csv.
+"""Draws docs/data_axis.svg, the comparison of a sweep, from docs/data_axis.csv (its comparison.csv).
 
 python docs/data_axis.py
 """
@@ -14,7 +14,7 @@ PICTURE = HERE / "data_axis.svg"
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     return comparison.to_svg(comparison.from_csv((HERE / "data_axis.csv").read_text()))
 
 

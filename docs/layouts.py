@@ -1,4 +1,4 @@
-"""Draws where each block of X, W and Y lies and moves under every tensor layout, from the code's own products.
+"""Draws which rank holds which block of X, W and Y, and what is sent, under every tensor layout.
 
 `python docs/layouts.py` rewrites docs/layouts/*.svg and the tables of docs/tensor_layouts.md; a test holds them equal.
 """
@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
 
 from parallelrun import product as products
 from parallelrun.layout import Layout
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.product import ActivationLayout, Product, transfers
+from parallelrun.report import chart
 
 HERE = Path(__file__).parent
 PAGE = HERE / "tensor_layouts.md"
-SIDE, GAP, TOP, CELLS = 176, 46, 58, 8  # pixels of a matrix, between matrices, above them; rows and columns of each
-HELD, BROUGHT, OTHER, LINE, TEXT = "#2b6cb0", "#bee3f8", "#f7fafc", "#a0aec0", "#1a202c"
+CELLS = 8  # rows and columns of each matrix
+HELD, RECEIVED, OTHER, LINE, TEXT = "#2b6cb0", "#bee3f8", "#f7fafc", "#a0aec0", "#1a202c"
 OPERANDS = {"x": "X", "w": "W", "y": "Y", "dx": "dX", "dw": "dW", "dy": "dY"}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One layout to draw: the file's name, what it is called, the mesh and the product."""
+    """One layout to draw: the file's name, the title, the mesh and the product."""
 
     name: str
     title: str
@@ -55,99 +58,86 @@ PICTURES = (
 
 
 def draw(picture: Picture, rank: int = 0) -> str:
-    """The picture as SVG: X, W and Y cut into blocks by rank; what `rank` holds dark, what is brought to it light."""
+    """Return, as SVG, X, W and Y cut into blocks by rank: those of `rank` dark, those sent to it light."""
     product, mesh = picture.product, picture.mesh
     x, y = _layout(product.x), _layout(product.y)
     panels = product.panels
-    brought_x = Layout((x.dims[0], ())) if panels else _layout(product.gathered_x)
-    brought_w = Layout((product.weight.dims[0], ())) if panels else product.gathered_weight
+    received_x = Layout((x.dims[0], ())) if panels else _layout(product.gathered_x)
+    received_w = Layout((product.weight.dims[0], ())) if panels else product.gathered_weight
     partial_y = y if panels else _layout(product.y.without(product.scatter_y))
     matrices = (
-        ("X", "rows M, features K", x, brought_x, False),
-        ("W", "K rows, N columns", product.weight, brought_w, True),
-        ("Y", "rows M, features N", y, partial_y, False),
+        ("X: rows M, features K", x, received_x, False),
+        ("W: K rows, N columns", product.weight, received_w, True),
+        ("Y: rows M, features N", y, partial_y, False),
     )
-    width, height = 3 * SIDE + 4 * GAP, TOP + SIDE + 86
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12" fill="{TEXT}">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{GAP}" y="24" font-size="15" font-weight="bold">{escape(picture.title)}</text>',
-    ]
-    for index, (name, dims, held, brought, turned) in enumerate(matrices):
-        left = GAP + index * (SIDE + GAP)
-        parts.append(f'<text x="{left}" y="{TOP - 8}"><tspan font-weight="bold">{name}</tspan>: {dims}</text>')
-        parts += _matrix(mesh, held, brought, rank, left, turned)
-        sign = ("×", "=", "")[index]
-        parts.append(f'<text x="{left + SIDE + GAP / 2 - 5}" y="{TOP + SIDE / 2 + 5}" font-size="18">{sign}</text>')
+    drawn = chart.figure(7.0, 3.4, picture.title)
+    for index, (name, held, received, transposed) in enumerate(matrices):
+        axes = drawn.add_subplot(1, 3, 1 + index)
+        axes.set_axis_off()
+        axes.set(xlim=(-0.05, CELLS + 0.05), ylim=(CELLS + 0.05, -0.05), aspect="equal")
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.text(CELLS * 1.11, CELLS / 2, ("×", "=", "")[index], fontsize=14, ha="center", va="center")
+        _matrix(axes, mesh, held, received, rank, transposed)
     coordinate = ", ".join(f"{axis} {mesh.coordinate(rank)[axis]}" for axis in mesh.mesh_dim_names)
-    below = TOP + SIDE + 24
-    parts += [
-        f'<rect x="{GAP}" y="{below - 11}" width="14" height="14" fill="{HELD}"/>',
-        f'<text x="{GAP + 20}" y="{below}">held by rank {rank} ({coordinate})</text>',
-        f'<rect x="{GAP}" y="{below + 11}" width="14" height="14" fill="{BROUGHT}"/>',
-        f'<text x="{GAP + 20}" y="{below + 22}">{_legend(product)}</text>',
-        f'<text x="{GAP}" y="{below + 44}" fill="#4a5568">Numbers in the blocks are the ranks that hold them.</text>',
-        "</svg>",
+    handles = [
+        Patch(color=HELD, label=f"held by rank {rank} ({coordinate})"),
+        Patch(color=RECEIVED, label=_legend(product)),
     ]
-    return "\n".join(parts) + "\n"
+    drawn.legend(
+        handles=handles, loc="outside lower left", frameon=False, fontsize=9, alignment="left",
+        title="The numbers in the blocks are the ranks that hold them.", title_fontsize=9,
+    )  # fmt: skip
+    return chart.svg(drawn)
 
 
 def _legend(product: Product) -> str:
     if product.panels:
-        return "comes by, panel by panel, and is let go"
-    brought = [name for name, moves in (("X", product.gather_x), ("W", product.gather_w)) if moves]
-    summed = "Y: partial sums it computes and deals out" if product.scatter_y else ""
+        return "received panel by panel, and freed after use"
+    gathered = [name for name, moves in (("X", product.gather_x), ("W", product.gather_w)) if moves]
+    summed = "Y: partial sums that it computes and scatters" if product.scatter_y else ""
     summed = summed or ("Y: partial sums, all-reduced" if product.sum_y else "")
-    gathered = f"{' and '.join(brought)}: gathered to it" if brought else ""
-    return "; ".join(text for text in (gathered, summed) if text) or "(nothing moves forward)"
+    received = f"{' and '.join(gathered)}: gathered by it" if gathered else ""
+    return "; ".join(text for text in (received, summed) if text) or "(forward sends nothing)"
 
 
-def _layout(lies: ActivationLayout) -> Layout:
-    return Layout((lies.rows, lies.features))
+def _layout(activation: ActivationLayout) -> Layout:
+    return Layout((activation.rows, activation.features))
 
 
-def _matrix(mesh: MeshShape, held: Layout, brought: Layout, rank: int, left: int, turned: bool) -> list[str]:
-    """Rectangles of one matrix of CELLS x CELLS; `turned`: stored (N, K), drawn as K x N."""
-    unit = SIDE / CELLS
-    parts = []
+def _matrix(axes: Axes, mesh: MeshShape, held: Layout, received: Layout, rank: int, transposed: bool) -> None:
+    """Draw one matrix of CELLS x CELLS; transposed: it is stored as (N, K) and drawn as K x N."""
 
     def box(layout: Layout, at: int) -> tuple[float, float, float, float]:
         (top, bottom), (start, stop) = layout.ranges((CELLS, CELLS), mesh.sizes, mesh.coordinate(at))
-        if turned:
+        if transposed:
             top, bottom, start, stop = start, stop, top, bottom
-        return left + start * unit, TOP + top * unit, (stop - start) * unit, (bottom - top) * unit
+        return start, top, stop - start, bottom - top
+
+    def rectangle(of: tuple[float, float, float, float], fill: str, edge: str) -> None:
+        axes.add_patch(Rectangle(of[:2], *of[2:], facecolor=fill, edgecolor=edge))
 
     holders: dict[tuple[float, float, float, float], list[int]] = {}
     for at in range(mesh.num_ranks):
         holders.setdefault(box(held, at), []).append(at)
-    own, wide = box(held, rank), box(brought, rank)
-    parts.append(_rectangle((left, TOP, SIDE, SIDE), OTHER, LINE))
-    parts.append(_rectangle(wide, BROUGHT, "none"))
-    parts.append(_rectangle(own, HELD, "none"))
-    for place, ranks in holders.items():
-        parts.append(_rectangle(place, "none", LINE))
-        x, y, width, height = place
-        colour = "white" if place == own else TEXT
-        parts.append(
-            f'<text x="{x + width / 2:g}" y="{y + height / 2 + 4:g}" text-anchor="middle" fill="{colour}" '
-            f'font-size="{9 if height < 30 or len(ranks) > 2 else 12}">{_ranks(ranks)}</text>'
-        )
-    return parts
+    own = box(held, rank)
+    rectangle((0, 0, CELLS, CELLS), OTHER, LINE)
+    rectangle(box(received, rank), RECEIVED, "none")
+    rectangle(own, HELD, "none")
+    for block, ranks in holders.items():
+        rectangle(block, "none", LINE)
+        x, y, width, height = block
+        small = height < 2 or width < 2 or len(ranks) > 2
+        colour, size = "white" if block == own else TEXT, 7 if small else 9
+        axes.text(x + width / 2, y + height / 2, _ranks(ranks), ha="center", va="center", color=colour, fontsize=size)
 
 
 def _ranks(ranks: list[int]) -> str:
-    whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}–{ranks[-1]}" if whole else ",".join(map(str, ranks))
-
-
-def _rectangle(box: tuple[float, float, float, float], fill: str, stroke: str) -> str:
-    x, y, width, height = box
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{stroke}"/>'
+    consecutive = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}–{ranks[-1]}" if consecutive else ",".join(map(str, ranks))
 
 
 def moves_table(picture: Picture) -> str:
-    """What one product moves, as a Markdown table; volumes as shares of MK, KN or MN that a rank receives."""
+    """Return what one product sends, as a Markdown table; a rank receives shares of MK, KN or MN."""
     product, sizes = picture.product, picture.mesh.sizes
     size = {"x": "MK", "dx": "MK", "w": "KN", "dw": "KN", "y": "MN", "dy": "MN"}
     cells = CELLS * CELLS
@@ -163,17 +153,17 @@ def moves_table(picture: Picture) -> str:
 
 
 def page(text: str) -> str:
-    """The page with every table between its markers written anew."""
+    """Return the page with the current table between every pair of markers."""
     for picture in PICTURES:
         marker = f"<!-- moves:{picture.name} -->"
         pattern = re.escape(marker) + r".*?<!-- end -->"
-        assert re.search(pattern, text, re.S), f"docs/tensor_layouts.md has no place {marker}"
+        assert re.search(pattern, text, re.S), f"docs/tensor_layouts.md has no marker {marker}"
         text = re.sub(pattern, f"{marker}\n{moves_table(picture)}\n<!-- end -->", text, flags=re.S)
     return text
 
 
 def files() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Return every generated file with its contents."""
     drawn = {HERE / "layouts" / f"{picture.name}.svg": draw(picture) for picture in PICTURES}
     return {**drawn, PAGE: page(PAGE.read_text())}
 

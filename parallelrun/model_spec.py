@@ -173,6 +173,13 @@ class RouterSpec:
         """Whether experts have a capacity, as they always have under expert choice."""
         return self.capacity_factor is not None or self.kind == "expert_choice"
 
+    @property
+    def choice(self) -> str:
+        """How a token gets its experts, such as `top-2 (gshard)`."""
+        if self.kind == "expert_choice":
+            return f"{self.top_k} per token on average, chosen by the experts"
+        return f"top-{self.top_k}" + (f" ({self.kind})" if self.kind != "top_k" else "")
+
     def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
         """The most tokens that an expert takes of a routing group of `num_tokens`; all of them if it has no capacity.
 

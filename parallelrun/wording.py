@@ -7,6 +7,8 @@ from difflib import get_close_matches
 
 from parallelrun.errors import Problem
 
+DETAILS = ("ranks", "stages", "schedule", "traffic", "data_axis", "layouts")  # sections of the `plan` screen
+
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The closest three of `known`, else all of them, each after `prefix`: `schedule=1f1b or schedule=naive`."""

@@ -10,15 +10,15 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.pool import run_ranks as _run_ranks
 
-# The longest files first; a matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to
-# the end, where files as a whole would leave one of them alone with the last one.
-FOLDERS = ("tests/cli/", "tests/ranks/", "tests/unit/")
+# A matrix whose cells share nothing comes last, cell by cell: it keeps every worker busy to the end, where files as a
+# whole would leave one of them alone with the last one.
 CELL_BY_CELL = ("tests/ranks/test_grid_parity.py", "tests/ranks/test_parity.py")
 
 
@@ -28,15 +28,36 @@ def run_ranks():
     return _run_ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--matrix=full`: every cell of every parity matrix and all random examples, instead of the choice of each run."""
+    parser.addoption("--matrix", choices=("chosen", "full"), default="chosen", help="cells of parity matrices to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test modules are imported: `tests.matrix` reads it, in this process and in those that it starts."""
+    os.environ["PARALLELRUN_FULL_MATRIX"] = str(int(config.getoption("matrix") == "full"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which files are handed out to workers; without workers it stays as it was asked for."""
+    """The order in which files are handed out to workers; without workers it stays as it was asked for.
+
+    Files of `tests/cli`, which wait for processes, alternate with those of `tests/ranks`, which compute, so that two
+    workers do not wait at the same time. Unit tests follow.
+    """
     if not hasattr(config, "workerinput"):
         return
+    files = list(dict.fromkeys(item.path for item in items))
+    by_folder: dict[str, list[Path]] = {}
+    for file in files:
+        by_folder.setdefault(file.relative_to(config.rootpath).parts[1], []).append(file)
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, float]:
         if item.nodeid.startswith(CELL_BY_CELL):
-            return len(FOLDERS)
-        return next((i for i, folder in enumerate(FOLDERS) if item.nodeid.startswith(folder)), 0)
+            return 2, 0.0
+        folder = item.path.relative_to(config.rootpath).parts[1]
+        if folder not in ("cli", "ranks"):
+            return 1, float(files.index(item.path))
+        return 0, by_folder[folder].index(item.path) / len(by_folder[folder])
 
     items.sort(key=place)
 

@@ -1,12 +1,37 @@
-"""How much of the whole matrix a run of the suite goes through: a choice that fits ten minutes, or all of it."""
+"""How much of the full matrix a run of the suite covers: a choice that takes minutes, or all with `--matrix=full`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import TypeVar
 
-FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"
+FULL = os.environ.get("PARALLELRUN_FULL_MATRIX") == "1"  # set by `tests/conftest.py`; helper processes inherit it
+Cell = TypeVar("Cell")
 
 
 def examples(count: int) -> int:
     """How many random examples a property is tried with, of the `count` that the full matrix takes."""
     return count if FULL else count // 3
+
+
+def pairs(settings: Mapping[str, object]) -> set[tuple[object, object]]:
+    """All pairs of values of two different settings."""
+    return set(combinations(sorted(settings.items(), key=lambda item: item[0]), 2))
+
+
+def covering(
+    cells: Sequence[Cell], settings: Callable[[Cell], Mapping[str, object]], cost: Callable[[Cell], float]
+) -> list[Cell]:
+    """Cheap cells in which every pair of settings that stands in any of `cells` stands at least once.
+
+    Greedy: always the cell with the most new pairs for its cost, the earliest of equals.
+    """
+    missing = set().union(*(pairs(settings(cell)) for cell in cells))
+    chosen: list[Cell] = []
+    while missing:
+        best = max(cells, key=lambda cell: len(missing & pairs(settings(cell))) / cost(cell))
+        missing -= pairs(settings(best))
+        chosen.append(best)
+    return [cell for cell in cells if cell in chosen]

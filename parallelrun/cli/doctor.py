@@ -84,7 +84,7 @@ def _torch() -> list[Check]:
     gloo = dist.is_available() and dist.is_gloo_available()
     nccl = "not built in; only GPUs need it"
     if has_nccl := dist.is_available() and dist.is_nccl_available():
-        number = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        number = torch.cuda.nccl.version()
         nccl = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
     return [
         found,

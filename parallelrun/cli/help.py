@@ -76,7 +76,8 @@ _KEYS = """  degrees     world dp tp pp ep
   run         steps seed dropout recompute compile device name path runs
   resume      resume=latest (the newest run) | auto (this training, or fresh) | DIR
   records     eval.every eval.batches checkpoint.every keep last, tracker profile=[STEPS]
-  plan        ranks=all plot=NAME (cost of combining gradients, as NAME.svg and NAME.csv)
+  plan        detail=ranks|stages|schedule|traffic|data_axis|layouts|all (sections to add, several with commas),
+              tokens=300e9 (days of training), plot=NAME (costs of the data axis, as NAME.svg and NAME.csv)
   explain     plot=NAME (every message, as NAME-data.svg, NAME-tensor.svg, ...)"""
 
 _EXIT_CODES = """Exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 environment or capacity, 4 mismatch or bad

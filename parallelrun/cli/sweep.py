@@ -38,7 +38,7 @@ from parallelrun.errors import (
 )
 from parallelrun.plan.freeze import identity
 from parallelrun.records import append_jsonl, document
-from parallelrun.report import comparison, scaling
+from parallelrun.report import chart, comparison, scaling
 from parallelrun.report import sweep as report
 
 _BASIC = "basic"  # Hydra's default sweeper; it runs every point and ignores objectives
@@ -91,6 +91,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: lis
             report.show(directory)
             for path in (*comparison.write(directory), *scaling.write(directory)):
                 print(f"{path.stem}: {path}", flush=True)
+            if not chart.available():
+                print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)
     if stopped:
         print(f"parallelrun: stopped; continue with sweep.resume={directory}", file=sys.stderr)
         return stopped

@@ -53,7 +53,7 @@ class Prepared:
 def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trust: bool) -> Prepared:
     """Register the schema and the chosen recipes, and write Hydra's argv. Raises ConfigError for a bad recipe."""
     sweeps.check_points(overrides)
-    _register("base_schema", Config)
+    _register_schema()
     files = recipes.find() if flags or any(override.key == "recipe" for override in overrides) else {}
     own_files = presets.user_recipes(flags)
     shown: dict[str, str] = {}
@@ -92,10 +92,16 @@ def prepare(overrides: Sequence[Override], flags: Sequence[str], verb: str, trus
 
 def prepare_completion(words: Sequence[str]) -> Prepared:
     """For Hydra's shell completion: recipes have names, and none is opened."""
-    _register("base_schema", Config)
+    _register_schema()
     for name in recipes.find():
         _register(name, {}, "recipe")
     return Prepared(tuple(words), {}, {})
+
+
+def _register_schema() -> None:
+    """Once per process: it takes a fifth of the time of composing."""
+    if "base_schema.yaml" not in ConfigStore.instance().repo:
+        _register("base_schema", Config)
 
 
 def _register(name: str, node: Any, group: str | None = None) -> None:

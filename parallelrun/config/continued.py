@@ -9,7 +9,7 @@ from typing import Any
 from parallelrun.config.schema import Config
 
 # Keys that are never taken over from the saved run.
-_NOT_SAVED = ("resume", "runs", "verb", "ranks", "plot", "path", "device", "profile", "verify", "bench", "sweep")
+_NOT_SAVED = ("resume", "runs", "verb", "detail", "plot", "path", "device", "profile", "verify", "bench", "sweep")
 _DEGREES = ("dp", "tp", "pp", "ep")
 _SHORTHANDS = (
     "layout",

@@ -18,11 +18,13 @@ PATH_KEYS = {
     "sweep.resume", "sweep.directory",
 }  # fmt: skip
 # Open mappings of the schema: users may add keys of their own below them.
+LIST_TEXTS = {"detail"}  # text keys whose commas separate parts of one value, not the points of a sweep
 MAPPINGS = ("model.roles", "model.arguments", "strategy.demo", "cluster.peak_tflops")
 _OF_PRESETS = ("name", "preset", "description", "verb", "demo", "own_axis", "router")
 
 # The names that other tools use for our keys.
 _ELSEWHERE = {
+    "ranks": "detail",
     "batch_size": "global_batch",
     "micro_batch_size": "micro_batch",
     "gradient_accumulation": "microbatches",

@@ -12,7 +12,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from parallelrun.config import presets, recipes
-from parallelrun.config.keys import GROUPS, MAPPINGS, PATH_KEYS, in_mapping, known_keys, nearest_keys, sections
+from parallelrun.config.keys import (
+    GROUPS,
+    LIST_TEXTS,
+    MAPPINGS,
+    PATH_KEYS,
+    in_mapping,
+    known_keys,
+    nearest_keys,
+    sections,
+)
 from parallelrun.config.values import trap
 from parallelrun.errors import Problem
 
@@ -169,7 +178,7 @@ def _check(override: Override, where: str) -> list[Problem]:
         return [] if in_mapping(key) else [_unknown(override, where, value)]
     if "=" not in text:
         return [Problem(f"{text}: a value is missing", where, f"{key}=...")]
-    if known.kind == "str" and key not in PATH_KEYS and (several := _several(override, where)):
+    if known.kind == "str" and key not in PATH_KEYS | LIST_TEXTS and (several := _several(override, where)):
         return several
     opening = "[" if key in MAPPINGS else "[{"
     if known.kind not in ("list", "dict") and value[:1] and value[0] in opening:

@@ -346,7 +346,9 @@ class Config:
     resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
     runs: str = key("runs", "folder of the run directories")
     path: str | None = key(None, "short for dataset.path")
-    ranks: str = key("few", "plan: rows of the table of ranks", choices=("few", "all"))
+    detail: str | None = key(
+        None, "plan: more sections: ranks | stages | schedule | traffic | data_axis | layouts | all"
+    )
     tokens: float | None = key(None, "plan: predict the days that this many tokens take", above=0)
     plot: str | None = key(None, "plan, explain: draw as NAME.svg (and NAME.csv)")
     profile: list[int] = key(list, "steps that torch.profiler traces, on every rank")

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.data.arrays import np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.definitions import Dataset, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.plan.batch import DEFAULT_GLOBAL_BATCH
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

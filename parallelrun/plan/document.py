@@ -202,8 +202,13 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "cost": asdict(found.cost),
         "training": asdict(found.training) if found.training else None,
         "layouts": asdict(found.layouts) if found.layouts else None,
-        "data_axis": asdict(found.data_axis) if found.data_axis else None,
+        "data_axis": _data_axis(found.data_axis) if found.data_axis else None,
     }
+
+
+def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
+    fields = asdict(data_axis)
+    return {**fields, "ways": fields.pop("strategies")}
 
 
 def link_rows(plan: Plan) -> list[dict[str, int]]:

@@ -12,7 +12,7 @@ from parallelrun.model_spec import BlockSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from parallelrun.plan.expert_axes import FlattenedDims, MeshDims
+    from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
     from parallelrun.plan.messages import Explanation
     from parallelrun.plan.request import Request
     from parallelrun.plan.structure import Collective, Equivalence, Plan

@@ -14,13 +14,13 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import lr_scale
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.precision import TABLE
-from parallelrun.wording import did_you_mean, one_of
+from parallelrun.wording import DETAILS, did_you_mean, one_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LARGEST = 2**40  # of every whole number without a bound of its own: far above what any machine can hold
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
 _PEAK = Key("", "float", optional=True, above=0)  # a rate
-VERBS = {"plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
+VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
 
 
 def too_large(config: Config) -> list[Problem]:
@@ -42,6 +42,8 @@ def check(config: Config) -> list[Problem]:
     problems = out_of_bounds(config) + one_of("optimizer", config.optimizer.name, OPTIMIZERS)
     problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
     problems += _peaks(config.cluster.peak_tflops)
+    for section in config.detail.split(",") if config.detail is not None else ():
+        problems += one_of("detail", section, (*DETAILS, "all"))
     if config.name is not None and not RUN_NAME.fullmatch(config.name):
         what = f"name={config.name[:80]!r} is not a run name: 1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit"
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).lstrip("-._")[:64]

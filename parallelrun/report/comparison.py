@@ -1,14 +1,13 @@
-"""A sweep's one picture: losses and top-1 accuracy of every point against time and against bytes sent.
+"""The picture of a sweep: losses and top-1 accuracy of every point against time and against bytes sent.
 
-From the run directories' files alone, so that it can be drawn again at any time; `comparison.csv` has its numbers. No
-torch.
+It is drawn from the files of the run directories, so it can be drawn again at any time; `comparison.csv` has its
+numbers. Torch-free.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,21 +17,21 @@ from typing import Any
 
 from parallelrun.records import write_text
 from parallelrun.report import chart
-from parallelrun.report.figures import byte_unit, digits
-from parallelrun.report.sweep import read, read_json, varied
+from parallelrun.report.figures import byte_unit, csv_text, digits
+from parallelrun.report.sweep import read, read_json, read_jsonl, varied
 
 PICTURE, NUMBERS = "comparison.svg", "comparison.csv"
 MEASURES = {"loss": "training loss", "val_loss": "validation loss", "val_top1": "top-1 accuracy"}
-CONTROL = "control"  # the purpose of what carries no training
+CONTROL = "control"  # the purpose of traffic that carries no training data
 MOST_LINES = 20
-SPREAD = 30  # above it bytes and losses are drawn in factors
+SPREAD = 30  # largest over smallest number; above it the axis is logarithmic
 MOST_POINTS = 150  # of a line; more are averaged
 
 
 @dataclass(frozen=True)
 class Measured:
     """One row of metrics.jsonl. time_s: since training began, evaluation included. sent_bytes: by all ranks until then,
-    what they must send under bandwidth-optimal algorithms."""
+    with bandwidth-optimal algorithms."""
 
     step: int
     time_s: float
@@ -42,7 +41,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Series:
-    """One point of the sweep. label: how it differs from the others."""
+    """One point of the sweep. label: its overrides that differ from the others'."""
 
     point: int
     label: str
@@ -54,7 +53,7 @@ class Series:
 
 
 def series(directory: Path) -> list[Series]:
-    """Every finished point from a sweep directory's files."""
+    """Return every finished point of a sweep directory."""
     rows = read(directory)
     found = []
     for row, names in zip(rows, varied(rows), strict=True):
@@ -62,96 +61,76 @@ def series(directory: Path) -> list[Series]:
             continue
         measured = _measured(directory / row["directory"])
         if measured:
-            label = _label(_read(names, row)) if len(rows) > 1 else ""
+            label = _label(names, row) if len(rows) > 1 else ""
             label = label or str(row.get("strategy", f"point {row['point']}"))
-            found.append(Series(row["point"], label, (row.get("ranks_per_core") or 0) > 1, tuple(measured)))
+            found.append(Series(row["point"], label, (row.get("ranks_per_core") or 0) > 1, measured))
     return found
 
 
-def _read(names: list[str], row: dict[str, Any]) -> list[str]:
-    """Without the overrides of which the point notes that its strategy does not read them."""
-    notes = row.get("notes", ())
-    return [name for name in names if not any(note.startswith(f"{name} is read by none") for note in notes)]
+def _label(names: list[str], row: dict[str, Any]) -> str:
+    """Return the overrides that the point's strategy reads: `ring` for `strategy=ring`, others with their keys."""
+    unread = tuple(note.partition(" is read by none")[0] for note in row.get("notes", ()))
+    return " ".join(name.removeprefix("strategy=") for name in names if name not in unread)
 
 
-def _label(names: list[str]) -> str:
-    """`ring` for `strategy=ring`, other keys with their names."""
-    return " ".join(name.removeprefix("strategy=") for name in names)
+def _measured(run: Path) -> tuple[Measured, ...]:
+    """Return the rows of metrics.jsonl with at least one measure that is a number."""
+    sent_until = _sent_until(run)
+    measures = [
+        (row, {key: row[key] for key in MEASURES if isinstance(row.get(key), (int, float))})
+        for row in read_jsonl(run / "metrics.jsonl")
+    ]
+    return tuple(Measured(row["step"], row["time_s"], sent_until(row), values) for row, values in measures if values)
 
 
-def _measured(run: Path) -> list[Measured]:
-    """The rows of metrics.jsonl that measure something. A torn line is left out; so is a measure that was no number."""
-    try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    sent = _Sent.of(run)
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        measures = {key: row[key] for key in MEASURES if isinstance(row.get(key), (int, float))}
-        if measures:
-            found.append(Measured(row["step"], row["time_s"], sent.until(row), measures))
-    return found
+def _sent_until(run: Path) -> Callable[[dict[str, Any]], float]:
+    """Return a function from a row of metrics.jsonl to the bytes that all ranks have sent until then.
 
+    It counts samples instead of updates, because an update of an asynchronous worker is only a part of the batch.
+    """
+    by_every: Counter[int] = Counter()  # bytes that are sent in every so many steps, and after the last one
+    for row in read_json(run / "comm.json").get("rows") or []:
+        if row["purpose"] != CONTROL:
+            by_every[row.get("every", 1)] += row["wire_bytes"]
+    summary = read_json(run / "summary.json")
 
-@dataclass(frozen=True)
-class _Sent:
-    """What all ranks send in a step of the whole batch. by_every: bytes of what is sent in every so many steps, and
-    after the last one."""
-
-    by_every: dict[int, int]
-    global_batch: int
-    steps: int
-
-    @classmethod
-    def of(cls, run: Path) -> _Sent:
-        by_every: Counter[int] = Counter()
-        for row in read_json(run / "comm.json").get("rows") or []:
-            if row["purpose"] != CONTROL:
-                by_every[row.get("every", 1)] += row["wire_bytes"]
-        summary = read_json(run / "summary.json")
-        return cls(dict(by_every), summary.get("global_batch") or 1, summary.get("steps") or 0)
-
-    def until(self, row: dict[str, Any]) -> float:
-        """An update of an asynchronous worker is a part of the batch, so samples are counted, not updates."""
-        steps = row["samples"] / self.global_batch
-        return sum(size * self._times(every, steps) for every, size in self.by_every.items())
-
-    def _times(self, every: int, steps: float) -> float:
+    def times(every: int, steps: float) -> float:
         if every == 1:
             return steps
-        return -(-steps // every) if steps == self.steps else steps // every
+        return -(-steps // every) if steps == (summary.get("steps") or 0) else steps // every
+
+    def until(row: dict[str, Any]) -> float:
+        steps = row["samples"] / (summary.get("global_batch") or 1)
+        return sum(size * times(every, steps) for every, size in by_every.items())
+
+    return until
 
 
 def write(directory: Path) -> list[Path]:
-    """comparison.svg and comparison.csv in a sweep directory; nothing where no point was finished."""
+    """Write comparison.csv in a sweep directory with finished points, and comparison.svg if matplotlib is installed."""
     found = series(directory)
     if not found:
         return []
-    write_text(directory / PICTURE, to_svg(found))
     write_text(directory / NUMBERS, to_csv(found))
+    if not chart.available():
+        return [directory / NUMBERS]
+    write_text(directory / PICTURE, to_svg(found))
     return [directory / PICTURE, directory / NUMBERS]
 
 
 def to_csv(found: list[Series]) -> str:
-    """A row per point and measured step."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("point", "label", "crowded", "step", "time_s", "sent_bytes", *MEASURES))
-    for one in found:
-        for at in one.measured:
-            values = (at.measures.get(key, "") for key in MEASURES)
-            place = (one.point, one.label, int(one.crowded), at.step)
-            writer.writerow((*place, round(at.time_s, 3), round(at.sent_bytes), *values))
-    return text.getvalue()
+    """Return a row per point and measured step."""
+    rows = [
+        (one.point, one.label, int(one.crowded), at.step, round(at.time_s, 3), round(at.sent_bytes),
+         *(at.measures.get(key, "") for key in MEASURES))
+        for one in found
+        for at in one.measured
+    ]  # fmt: skip
+    return csv_text([("point", "label", "crowded", "step", "time_s", "sent_bytes", *MEASURES), *rows])
 
 
 def from_csv(text: str) -> list[Series]:
-    """What `to_csv` wrote, so that a picture can be drawn again from its numbers."""
+    """Return the points of a CSV that `to_csv` wrote, so that a picture can be drawn again from its numbers."""
     found: dict[tuple[int, str, bool], list[Measured]] = {}
     for row in csv.DictReader(io.StringIO(text)):
         measures = {key: float(row[key]) for key in MEASURES if row[key]}
@@ -161,51 +140,41 @@ def from_csv(text: str) -> list[Series]:
 
 
 def to_svg(found: list[Series]) -> str:
-    """Loss, and accuracy where there is one, against time and against bytes; at most 20 points, the first ones."""
+    """Draw loss, and accuracy where there is one, against time and against bytes; at most MOST_LINES points."""
     shown = found[:MOST_LINES]
     sent = [total for one in shown if (total := max(at.sent_bytes for at in one.measured)) > 0]
     unit, size = byte_unit(max(sent, default=0))
-    factors = bool(sent) and max(sent) / min(sent) > SPREAD
-    time = chart.Axis("seconds of training", digits, from_zero=True)
-    volume = chart.Axis(f"{unit} sent by all ranks", digits, log=factors, from_zero=True)
-    panels = []
-    for key, name in MEASURES.items():
-        if not any(key in at.measures for one in shown for at in one.measured):
-            continue
-        value = chart.Axis("", "{:.3g}".format, log="loss" in key and _wide(shown, key))
-        panels.append(chart.Panel(f"{name} against time", time, value, _lines(shown, key, lambda at: at.time_s)))
-        panels.append(
-            chart.Panel(
-                f"{name} against bytes sent", volume, value, _lines(shown, key, lambda at: at.sent_bytes / size)
-            )
-        )
-    return chart.draw("comparison of the sweep's points", panels, [one.label for one in shown], _notes(found, shown))
+    measures = {key: name for key, name in MEASURES.items() if any(one.with_measure(key) for one in shown)}
+    names = [f"{name} against {what}" for name in measures.values() for what in ("time", "bytes sent")]
+    drawn, panels = chart.panels("comparison of the sweep's points", names)
+    for index, key in enumerate(measures):
+        over_time, over_bytes = panels[2 * index : 2 * index + 2]
+        for style, one in enumerate(shown):
+            points = [(at, at.measures[key]) for at in one.with_measure(key)]
+            chart.line(over_time, style, _thinned([(at.time_s, value) for at, value in points]))
+            chart.line(over_bytes, style, _thinned([(at.sent_bytes / size, value) for at, value in points]))
+        values = [value for one in shown for at in one.with_measure(key) if (value := at.measures[key]) > 0]
+        for axes in (over_time, over_bytes):
+            chart.scale(axes, "y", "{:.3g}".format, log="loss" in key and _wide(values))
+        chart.scale(over_time, "x", digits, from_zero=True, label="seconds of training")
+        chart.scale(over_bytes, "x", digits, log=_wide(sent), from_zero=True, label=f"{unit} sent by all ranks")
+    return chart.svg(drawn, [one.label for one in shown], _notes(found, shown))
 
 
-def _wide(shown: list[Series], measure: str) -> bool:
-    """Whether the numbers spread over so many factors that even steps would show the largest only."""
-    values = [at.measures[measure] for one in shown for at in one.measured if at.measures.get(measure, 0) > 0]
+def _wide(values: list[float]) -> bool:
+    """Return whether the numbers spread so far that even steps would show the largest only."""
     return bool(values) and max(values) / min(values) > SPREAD
 
 
-def _lines(shown: list[Series], measure: str, along: Callable[[Measured], float]) -> tuple[chart.Line, ...]:
-    return tuple(
-        chart.Line(style, _thinned([(along(at), at.measures[measure]) for at in one.with_measure(measure)]))
-        for style, one in enumerate(shown)
-    )
-
-
-def _thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """At most MOST_POINTS: means of as many neighbours each."""
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most MOST_POINTS points, each the mean of as many neighbours."""
     size = -(-len(points) // MOST_POINTS) or 1
     parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return tuple((fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts)
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
 def _notes(found: list[Series], shown: list[Series]) -> list[str]:
-    notes = [
-        "time: since training began, evaluation included; bytes: what ranks must send, counted in a step; no control"
-    ]
+    notes = ["time: since training began, evaluation included; bytes: counted in one step, without control messages"]
     if any(one.crowded for one in shown):
         notes.append("ranks shared cores: time is no scaling measurement")
     if len(found) > len(shown):

@@ -1,99 +1,103 @@
-"""The data axis under every way: a table and a plot on screen, a picture and the numbers behind it. Torch-free."""
+"""The data-parallel strategies side by side: tables on screen, and a picture with the numbers behind it."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan import data_strategies as kinds
+from parallelrun.plan import data_cost as kinds
 from parallelrun.plan.data_axis import DataAxis, Point, Way
+from parallelrun.plan.data_strategies import RELATIVE, SECONDS
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
-from parallelrun.report import chart, terminal_plot
-from parallelrun.report.figures import bytes_text, degrees_text, digits, seconds_text
+from parallelrun.report import chart
+from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
+from parallelrun.report.screen import table
 from parallelrun.wording import counted
 
-LETTERS = {
-    kinds.RING: "r", kinds.HALVING: "d", kinds.TREES: "t", kinds.BINOMIAL: "b",
-    kinds.HIERARCHICAL: "h", kinds.OWN: "o", kinds.SHARDED: "z",
-    kinds.SCATTERED_AGAIN: "m", kinds.GATHERED_AGAIN: "f", kinds.HSDP: "g", kinds.ONE_SERVER: "1", kinds.SERVERS: "s",
-    kinds.BEST: "b", kinds.COLOCATED: "c", kinds.HELPED: "k",
-}  # fmt: skip
 ALWAYS_DRAWN = (kinds.RING, kinds.HALVING, kinds.HIERARCHICAL, kinds.ONE_SERVER, kinds.SERVERS, kinds.BEST)
-PLOT_ROWS = 11
+MOST_COLUMNS = 6  # numbers of nodes in the table
 CSV_COLUMNS = ("nodes", "way", "chosen", "workers", "servers", "steps", "worker_bytes", "busiest_bytes", "time", "unit",
                "samples_per_s", "samples_per_s_overlapped")  # fmt: skip
 
 
-def panel(found: DataAxis, width: int) -> Group:
-    """The ways on the plan's nodes, the best worker share, and the plot over the number of nodes."""
-    return Group(_head(found), _table(found), *_best(found), Text(), _plot(found, width), Text(_legend(found), "dim"))
+def panel(found: DataAxis) -> Group:
+    """Return the strategies on the plan's nodes, the best share of workers, and times over the number of nodes."""
+    over_nodes = Text("\ntime to combine the gradients over the number of nodes, servers included")
+    legend = Text("\n".join(_legend(found)), "dim")
+    return Group(_head(found), _table(found), *_best(found), over_nodes, _times(found), legend)
 
 
 def _head(found: DataAxis) -> Text:
     nodes = f"{found.nodes} nodes"
     if found.servers:
         nodes += f" ({counted(found.workers, 'worker')}, {counted(found.servers, 'server')})"
-    text = f"D = {bytes_text(found.gradient_bytes)} of gradients a rank, combined over {nodes}; * marks the plan's way"
+    text = f"D = {bytes_text(found.gradient_bytes)} of gradients per rank, combined over {nodes}; * marks the plan's"
     if found.expert_bytes:
-        text += f"\nbeside it {bytes_text(found.expert_bytes)} of experts' gradients over expert_dp, not compared here"
-    if found.fabric.unit == kinds.RELATIVE:
-        text += "\nthe cluster gives no rates of its links: times in D/B, that of sending D once"
+        text += f"\nnot compared: {bytes_text(found.expert_bytes)} of the experts' gradients over expert_dp"
+    if found.fabric.unit == RELATIVE:
+        text += "\nthe cluster gives no link rates: times are in D/B, the time to send D once"
     return Text(text)
 
 
+def _label(strategy: Way) -> str:
+    return ("* " if strategy.chosen else "  ") + strategy.label
+
+
 def _table(found: DataAxis) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    timed = found.compute_s is not None
-    fastest = max(
-        (
-            strategy.here.samples_per_s[1]
-            for strategy in found.strategies
-            if strategy.here and strategy.here.samples_per_s
-        ),
-        default=0.0,
-    )
-    thousands, size = (" k", 1e3) if fastest >= 1e3 else ("", 1.0)
+    rated = [
+        strategy.here.samples_per_s[1] for strategy in found.strategies if strategy.here and strategy.here.samples_per_s
+    ]
+    thousands, size = (" k", 1e3) if max(rated, default=0.0) >= 1e3 else ("", 1.0)
     unit, seconds = _time_unit(found)
-    for column in ("way", ">steps", ">sends", ">busiest", f">time {unit}", *((">samples/s",) if timed else ())):
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+    drawn = table("strategy", ">steps", ">sends", ">busiest", f">time {unit}", *([">samples/s"] if rated else []))
     for strategy in found.strategies:
-        point = strategy.here
-        if point is None:
+        if strategy.here is None:
             continue
-        rates = point.samples_per_s
-        table.add_row(
-            ("* " if strategy.chosen else "  ") + strategy.label,
-            digits(point.exchange.steps),
-            bytes_text(point.exchange.worker_bytes),
-            bytes_text(point.exchange.busiest_bytes),
-            digits(point.exchange.seconds / seconds),
+        exchange, rates = strategy.here.exchange, strategy.here.samples_per_s
+        drawn.add_row(
+            _label(strategy),
+            digits(exchange.steps),
+            bytes_text(exchange.worker_bytes),
+            bytes_text(exchange.busiest_bytes),
+            digits(exchange.seconds / seconds),
             *([f"{digits(rates[0] / size)}..{digits(rates[1] / size)}{thousands}"] if rates else []),
             style="bold" if strategy.chosen else None,
         )
-    return table
+    return drawn
+
+
+def _times(found: DataAxis) -> Table:
+    """Return the time of every drawn strategy on a few numbers of nodes."""
+    known = [n for n in _ticks(found) if n >= 2]
+    step = -(-(len(known) - 1) // (MOST_COLUMNS - 1)) or 1
+    shown = sorted({*known[::-step][:MOST_COLUMNS], found.nodes} & {*known})
+    drawn = table("nodes", *(f">{n:g}" for n in shown))
+    text = _time_text(found)
+    for strategy in drawn_strategies(found):
+        times = {point.nodes: text(point.exchange.seconds) for point in strategy.curve}
+        drawn.add_row(
+            _label(strategy), *(times.get(int(n), "-") for n in shown), style="bold" if strategy.chosen else None
+        )
+    return drawn
 
 
 def _time_unit(found: DataAxis) -> tuple[str, float]:
-    """(name, how many of the fabric's units) in which the column of times is written."""
-    if found.fabric.unit == kinds.RELATIVE:
-        return kinds.RELATIVE, 1.0
+    """Return the unit of the column of times: its name, and how many of the fabric's units it is."""
+    if found.fabric.unit == RELATIVE:
+        return RELATIVE, 1.0
     slowest = max(strategy.here.exchange.seconds for strategy in found.strategies if strategy.here)
     return ("s", 1.0) if slowest >= 1 else ("ms", 1e-3)
 
 
 def _time_text(found: DataAxis) -> Callable[[float], str]:
-    return seconds_text if found.fabric.unit == kinds.SECONDS else lambda value: f"{digits(value)} D/B"
+    return seconds_text if found.fabric.unit == SECONDS else lambda value: f"{digits(value)} D/B"
 
 
 def _best(found: DataAxis) -> list[Text]:
@@ -111,15 +115,15 @@ def _best(found: DataAxis) -> list[Text]:
         if strategy.here and strategy.name != kinds.HELPED
     ]
     rate, fastest = max(equal, key=lambda entry: entry[0])
-    return [Text(text), Text(f"most samples a second on equal nodes, without overlap: {fastest} ({digits(rate)})")]
+    return [Text(text), Text(f"most samples/s on equal nodes, without overlap: {fastest} ({digits(rate)})")]
 
 
 def _split(workers: int, found: DataAxis) -> str:
     return f"{counted(workers, 'worker')} + {counted(found.nodes - workers, 'server')}"
 
 
-def drawn(found: DataAxis) -> list[Way]:
-    """The ways that get a curve: those that differ in shape, and the plan's own."""
+def drawn_strategies(found: DataAxis) -> list[Way]:
+    """Return those with a curve: those whose curves differ in shape, and the plan's own."""
     return [
         strategy
         for strategy in found.strategies
@@ -127,100 +131,82 @@ def drawn(found: DataAxis) -> list[Way]:
     ]
 
 
-def _plot(found: DataAxis, width: int) -> Text:
-    curves = [
-        terminal_plot.Curve(
-            LETTERS[strategy.name],
-            strategy.label,
-            tuple((point.nodes, point.exchange.seconds) for point in strategy.curve),
-            strategy.chosen,
-        )
-        for strategy in drawn(found)
+def _legend(found: DataAxis) -> list[str]:
+    lines = [
+        "closed forms for full-duplex links; not counted: additions, incast, buckets",
+        "steps: consecutive messages; sends: the busiest worker; busiest: the node that sends or receives most",
     ]
-    head = Text("time to combine the gradients over the number of nodes, servers among them\n")
-    return head.append_text(terminal_plot.draw(curves, width, PLOT_ROWS, "{:g}".format, _time_text(found)))
-
-
-def _legend(found: DataAxis) -> str:
-    text = (
-        "closed forms, every node's link full duplex; steps: messages one after the other; sends: the busiest worker; "
-        "busiest: what the node with most to do sends, or receives; not counted: adding, incast, buckets"
-    )
     if found.compute_s is not None:
-        text += (
-            f"; samples/s: nothing overlapped..all of it, computing {seconds_text(found.compute_s)} at the peak rate "
-            f"for each worker's {found.worker_batch} sample{'s' * (found.worker_batch > 1)}"
+        samples = counted(found.worker_batch, "sample")
+        lines.append(
+            f"samples/s: without overlap..with full overlap; computing {samples} per worker takes "
+            f"{seconds_text(found.compute_s)} at the peak rate"
         )
     if found.servers:
-        text += "; ps: pushes, then pulls; shard by shard under each other they take half of the time"
-    return text + "; plot=NAME writes NAME.svg and NAME.csv"
+        lines.append("ps: pushes, then pulls; if shards overlap, it takes half of the time")
+    return [*lines, "plot=NAME draws the curves as NAME.svg, with their numbers in NAME.csv"]
 
 
 def to_csv(found: DataAxis) -> str:
-    """Every way on every number of nodes drawn, a row each; times in `unit`."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for strategy in found.strategies:
-        for point in strategy.curve:
-            exchange, rates = point.exchange, point.samples_per_s or ("", "")
-            writer.writerow(
-                (point.nodes, strategy.label, int(strategy.chosen), point.workers, point.servers, exchange.steps,
-                 exchange.worker_bytes, exchange.busiest_bytes, exchange.seconds, found.fabric.unit, *rates)
-            )  # fmt: skip
-    return text.getvalue()
+    """Return a row per strategy and number of nodes; times are in `unit`."""
+    rows = [
+        (point.nodes, strategy.label, int(strategy.chosen), point.workers, point.servers, point.exchange.steps,
+         point.exchange.worker_bytes, point.exchange.busiest_bytes, point.exchange.seconds, found.fabric.unit,
+         *(point.samples_per_s or ("", "")))
+        for strategy in found.strategies
+        for point in strategy.curve
+    ]  # fmt: skip
+    return csv_text([CSV_COLUMNS, *rows])
 
 
 def to_svg(found: DataAxis, title: str) -> str:
-    """Time and, where the cluster says how fast a device computes, samples a second over the number of nodes."""
-    strategies = drawn(found)
-    nodes = chart.Axis("nodes of the data axis, servers among them", "{:g}".format, log=True, ticks=_ticks(found))
-
-    def plotted(title: str, value: Callable[[Point], float], text: Callable[[float], str]) -> chart.Panel:
-        lines = [
-            chart.Line(style, tuple((point.nodes, value(point)) for point in strategy.curve), strategy.chosen)
-            for style, strategy in enumerate(strategies)
-        ]
-        return chart.Panel(title, nodes, chart.Axis("", text, log=True), tuple(lines))
-
-    panels = [plotted("time to combine the gradients", lambda point: point.exchange.seconds, _time_text(found))]
-    if found.compute_s is not None:
-        panels.append(plotted("samples a second, nothing overlapped", _rate, digits))
-    notes = [
-        f"D = {bytes_text(found.gradient_bytes)} a rank; thick: the plan's way; closed forms, the numbers in the CSV"
+    """Draw time and, where the cluster says how fast a device computes, samples/s over the number of nodes."""
+    curves: list[tuple[str, Callable[[Point], float], Callable[[float], str]]] = [
+        ("time to combine the gradients", lambda point: point.exchange.seconds, _time_text(found))
     ]
-    return chart.draw(title, panels, [strategy.label for strategy in strategies], notes)
+    if found.compute_s is not None:
+        curves.append(("samples/s without overlap", _rate, digits))
+    strategies = drawn_strategies(found)
+    drawn, panels = chart.panels(title, [name for name, _, _ in curves])
+    for axes, (_, value, text) in zip(panels, curves, strict=True):
+        for style, strategy in enumerate(strategies):
+            chart.line(axes, style, [(point.nodes, value(point)) for point in strategy.curve], thick=strategy.chosen)
+        chart.scale(axes, "x", "{:g}".format, log=True, ticks=_ticks(found), label="nodes, servers included")
+        chart.scale(axes, "y", text, log=True)
+    size = bytes_text(found.gradient_bytes)
+    notes = [f"D = {size} per rank; the thick line is the plan's strategy; closed forms, whose numbers are in the CSV"]
+    return chart.svg(drawn, [strategy.label for strategy in strategies], notes)
 
 
 def _rate(point: Point) -> float:
     return point.samples_per_s[0] if point.samples_per_s else 0.0
 
 
-def _ticks(found: DataAxis) -> tuple[float, ...]:
+def _ticks(found: DataAxis) -> list[int]:
+    """Return the powers of two and the plan's own number of nodes."""
     nodes = sorted({point.nodes for strategy in found.strategies for point in strategy.curve})
-    return tuple(n for n in nodes if n & (n - 1) == 0 or n == found.nodes)
+    return [n for n in nodes if n & (n - 1) == 0 or n == found.nodes]
 
 
 def title(plan: Plan, config: Config) -> str:
-    """What the picture is of."""
-    beside = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
-    return f"{plan.spec.name}: {plan.preset} on cluster {config.cluster.name}, {degrees_text(plan.degrees)}{beside}"
+    """Return the picture's title."""
+    servers = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
+    return f"{plan.spec.name}: {plan.preset} on cluster {config.cluster.name}, {degrees_text(plan.degrees)}{servers}"
 
 
-def write(found: DataAxis, title: str, place: str, point: int | None = None) -> list[Path]:
-    """NAME.svg and NAME.csv for `place` NAME (an ending .svg or .csv is left off); NAME-3 for a sweep's point 3.
+def write(found: DataAxis, title: str, name: str, point: int | None = None) -> list[Path]:
+    """Write NAME.svg and NAME.csv (an ending .svg or .csv of `name` is ignored), or NAME-3.* for point 3 of a sweep.
 
-    Files of those names are replaced. Raises EnvironmentProblem."""
-    path = Path(place).expanduser()
-    name = path.stem if path.suffix in (".svg", ".csv") else path.name
-    name += "" if point is None else f"-{point}"
-    picture, numbers = path.with_name(f"{name}.svg"), path.with_name(f"{name}.csv")
+    Existing files are replaced. Raises EnvironmentProblem."""
+    chart.require(f"plot={name}")
+    path = Path(name).expanduser()
+    stem = path.stem if path.suffix in (".svg", ".csv") else path.name
+    stem += "" if point is None else f"-{point}"
+    picture, numbers = path.with_name(f"{stem}.svg"), path.with_name(f"{stem}.csv")
     try:
         write_text(picture, to_svg(found, title))
         write_text(numbers, to_csv(found))
     except OSError as error:
-        what = f"plot={place}: {error.strerror or error}"
-        raise EnvironmentProblem(
-            Problem(what, "plot", "a name in a folder that exists and can be written to")
-        ) from error
+        what = f"plot={name}: {error.strerror or error}"
+        raise EnvironmentProblem(Problem(what, "plot", "a name in a writable folder")) from error
     return [picture, numbers]

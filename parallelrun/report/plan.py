@@ -1,326 +1,251 @@
-"""`parallelrun plan` on screen: what would happen, from the plan's facts. Torch-free; no process, no device."""
+"""`parallelrun plan` on screen: a summary of at most 40 lines, then the sections that `detail` asks for. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
 from parallelrun.plan import cluster_cost, expert_facts, prediction
-from parallelrun.plan.document import (
-    Facts,
-    axis_rows,
-    document,
-    facts,
-    link_rows,
-    rank_row,
-    server_rows,
-    stage_rows,
-    warnings,
-)
+from parallelrun.plan.document import Facts, document, facts, server_rows, warnings
 from parallelrun.plan.hosts import ranks_per_node
+from parallelrun.plan.prediction import Traffic
 from parallelrun.plan.structure import Plan
-from parallelrun.report.data_axis import panel as data_axis_panel
-from parallelrun.report.experts import panel as experts_panel
-from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, flops_text, seconds_text
-from parallelrun.report.layouts import panel as layouts_panel
-from parallelrun.report.screen import WIDEST
-from parallelrun.report.timeline import draw, shown_positions
-from parallelrun.wording import counted, gib
+from parallelrun.report import plan_details
+from parallelrun.report.figures import (
+    byte_unit,
+    bytes_text,
+    count_text,
+    degrees_text,
+    digits,
+    flops_text,
+    seconds_text,
+)
+from parallelrun.report.screen import framed, labelled, show_section, table
+from parallelrun.wording import DETAILS, counted
 
-__all__ = ["document", "show"]
+__all__ = ["document", "facts", "show"]
 
-MOST_RANK_ROWS = 200
-MOST_STAGE_ROWS = 16
-MOST_SERVER_ROWS = 16
+MOST_LINES = 40  # of the summary
+FITS_STYLE = {"yes": "bold green", "no": "bold red"}
+HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); --json prints every fact."
 
 
 def show(plan: Plan, config: Config, console: Console, found: Facts | None = None) -> None:
-    """Print a plan: panels on a terminal, plain lines elsewhere. found: of `facts`, if already computed.
-
-    `config.ranks=all` prints every rank, as lines where a table would be too long.
-    """
+    """Print a plan: panels on a terminal, plain lines elsewhere. found: the plan's facts, if already computed."""
     found = found or facts(plan, config)
-    width = min(console.width, WIDEST)
-    parts: list[tuple[str, RenderableType]] = [
-        ("plan", _head(plan)),
-        ("mesh", _mesh(plan)),
-        ("ranks", _with_host_note(_ranks(plan, config), plan, config)),
-        ("batch", _batch(plan)),
-        ("stages and memory", _stages(plan, config, found)),
-        *([("experts", experts_panel(plan))] if plan.spec.router else []),
-        *([("servers", _servers(plan))] if plan.servers else []),
-        ("schedule", _schedule(plan, found, width - 4)),
-        ("collectives of a step", _traffic(plan, found)),
-        ("cost of a step", _cost(plan, config, found).append(_training(found))),
-    ]
-    if found.data_axis:
-        parts.append(("ways of the data axis", data_axis_panel(found.data_axis, width - 4)))
-    if found.layouts:
-        parts.append(("tensor layouts side by side", layouts_panel(found.layouts)))
+    title = f"plan: {plan.spec.name} · {plan.preset} · {degrees_text(plan.degrees)}"
+    show_section(title, summary(plan, config, found, console), console)
+    for name in config.detail.split(",") if config.detail else ():
+        for one in DETAILS if name == "all" else (name,):
+            plan_details.show(one, plan, config, found, console)
+
+
+def summary(plan: Plan, config: Config, found: Facts, console: Console) -> Group:
+    """Return the summary, with fewer warnings, filled-in values and axes where more than MOST_LINES lines result."""
+    for most in (12, 6, 4, 3, 2, 1):
+        drawn = Group(labelled(_rows(plan, config, found, most)), Text(HINT, "dim"))
+        measured = framed("", drawn, console) if console.is_terminal else drawn
+        lines = len(console.render_lines(measured, pad=False))
+        if lines + (0 if console.is_terminal else 2) <= MOST_LINES:  # two: the title and the blank line at the end
+            break
+    return drawn
+
+
+def _rows(plan: Plan, config: Config, found: Facts, most: int) -> list[tuple[str, RenderableType]]:
+    """most: how many warnings, filled-in values and axes of traffic are shown."""
     texts = warnings(plan, config, found)
-    if texts:
-        parts.append(("warnings", Text("\n".join(f"- {text}" for text in texts), "yellow")))
-    for title, part in parts:
-        if console.is_terminal:
-            console.print(Panel(part, title=title, title_align="left", border_style="dim", width=width))
-        else:
-            console.print(Text(f"{title}:", "bold"), part, "", sep="\n")
+    rows: list[tuple[str, RenderableType]] = [
+        ("warning" if not i else "", Text(text, "yellow")) for i, text in enumerate(texts[:most])
+    ]
+    if len(texts) > most:
+        rows.append(("", Text(f"and {counted(len(texts) - most, 'more warning')}: see --json", "yellow")))
+    return [
+        *rows,
+        ("model", Text(_model(plan))),
+        ("strategy", Text(_strategy(plan))),
+        ("mesh", Text(_mesh(plan, config))),
+        ("batch", Text(_batch(plan))),
+        *([("filled in", Text(_filled(plan, most), "cyan"))] if plan.filled else []),
+        *([("experts", Text(_experts(plan)))] if plan.spec.router else []),
+        ("", ""),
+        ("memory", _memory(found, config)),
+        ("", _memory_by_kind(found)),
+        *([("servers", Text(_servers(plan)))] if plan.servers else []),
+        ("", ""),
+        ("schedule", Text(_schedule(plan, found))),
+        ("traffic", _traffic(plan, found, most)),
+        ("", ""),
+        ("cost", Text(_cost(plan, config, found))),
+        *([("training", Text(_training(found)))] if found.training else []),
+        ("", ""),
+    ]
 
 
-def _table(*columns: str, **options: Any) -> Table:
-    """A table without frames; columns named with a leading `>` are right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **options)
-    for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
-    return table
+def _model(plan: Plan) -> str:
+    return f"{plan.spec.name}: {count_text(plan.spec.num_parameters)} parameters ({plan.spec.num_parameters:,})"
 
 
-def _head(plan: Plan) -> Text:
-    text = Text()
-    strategies = [f"data {plan.data.kind}", f"tensor {plan.tensor.kind}", f"pipeline {plan.pipeline.kind}"]
-    if plan.data.detail:
-        strategies[0] += f" ({plan.data.detail})"
-    if plan.tensor.sequence_parallel:
-        strategies[1] += " with sequence parallel"
+def _strategy(plan: Plan) -> str:
+    data = plan.data.kind + (f" ({plan.data.detail})" if plan.data.detail else "")
+    tensor = plan.tensor.kind + (" with sequence parallelism" if plan.tensor.sequence_parallel else "")
+    pipeline = plan.pipeline.kind + (
+        f" ({plan.pipeline.virtual_stages} stages per rank)" if plan.pipeline.virtual_stages > 1 else ""
+    )
+    text = f"{plan.preset}: data {data}, tensor {tensor}, pipeline {pipeline}"
     if plan.expert:
-        strategies.append(f"expert {plan.expert.kind}")
-    if plan.pipeline.virtual_stages > 1:
-        strategies[2] += f" ({plan.pipeline.virtual_stages} stages per rank)"
-    text.append(f"{plan.spec.name}", "bold")
-    text.append(f", {plan.spec.num_parameters:,} parameters ({count_text(plan.spec.num_parameters)})")
-    text.append(f"\nstrategy {plan.preset}: {', '.join(strategies)}")
-    text.append(f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}")
+        text += f", expert {plan.expert.kind}"
     detail = f" ({plan.equivalence.detail})" if plan.equivalence.detail else ""
-    text.append(f"\nequals one device: {plan.equivalence.kind}{detail}")
-    for sentence in plan.filled:
-        text.append(f"\n{sentence}", "cyan")
-    return text
+    text += f"\n{plan.precision.name}, {plan.optimizer}, recompute {plan.recompute}, on {plan.device}; "
+    return f"{text}equality to one device: {plan.equivalence.kind}{detail}"
 
 
-def _mesh(plan: Plan) -> Group:
+def _mesh(plan: Plan, config: Config) -> str:
     product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.mesh_dims)
-    views = expert_facts.views(plan)
-    table = _table("axis", ">degree", ">groups", "first group", *(["of"] if views else []))
-    for row in axis_rows(plan):
-        members = ranks_text(row["first_group"]) if row["degree"] > 1 else "no communicator"
-        said = [views.get(row["axis"], "")] if views else []
-        table.add_row(row["axis"], str(row["degree"]), f"{row['groups']:,}", members, *said)
-    beside = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
-    return Group(Text(f"{counted(plan.world, 'rank')} = {product}{beside}, slowest axis first"), table)
+    servers = f" + {counted(plan.servers, 'server')}" if plan.servers else ""
+    per_host = ranks_per_node(config.cluster, plan.world)
+    hosts = f"{counted(-(-plan.world // per_host), 'host')}, slowest axis first"
+    return f"{counted(plan.world, 'rank')} = {product}{servers} on {hosts}"
 
 
-def _ranks(plan: Plan, config: Config) -> Table | Group | Text:
-    """All ranks; above 200 the first and the last host, or with ranks=all a plain line per rank."""
-    per_node = ranks_per_node(config.cluster, plan.world)
-    everyone = range(plan.world)
-    if plan.world <= MOST_RANK_ROWS and (config.ranks == "all" or plan.world <= 32):
-        return _rank_table(plan, config, [*everyone])
-    if config.ranks == "all":
-        rows = [rank_row(plan, rank, config.cluster) for rank in everyone]
-        return Text("\n".join(" ".join(f"{key}={'-' if v is None else v}" for key, v in row.items()) for row in rows))
-    shown = min(per_node, 8)
-    first, last = [*everyone[:shown]], [*everyone[-shown:]]
-    left = plan.world - len(first) - len(last)
-    note = f"{left:,} ranks between are left out: ranks=all or --json prints every rank"
-    return Group(_rank_table(plan, config, first), Text(note, "dim"), _rank_table(plan, config, last, header=False))
-
-
-def _with_host_note(part: RenderableType, plan: Plan, config: Config) -> RenderableType:
-    if config.cluster.gpus_per_node or config.cluster.nodes or plan.world == 1:
-        return part
-    return Group(part, Text(f"all on one host: cluster={config.cluster.name} gives no gpus_per_node", "dim"))
-
-
-def _rank_table(plan: Plan, config: Config, ranks: list[int], header: bool = True) -> Table:
-    rows = [rank_row(plan, rank, config.cluster) for rank in ranks]
-    table = _table(show_header=header)
-    for key in rows[0]:
-        table.add_column(key, justify="left" if key == "role" else "right", min_width=len(str(plan.world)))
-    for row in rows:
-        table.add_row(*("-" if value is None else str(value) for value in row.values()))
-    return table
-
-
-def _batch(plan: Plan) -> Text:
-    batch, dp = plan.batch, plan.mesh.size("dp")
-    unit = f" of {plan.spec.seq:,} tokens" if plan.spec.kind == "tokens" and plan.spec.seq else ""
-    if plan.spec.kind == "images":
-        unit = f" of {' x '.join(map(str, plan.spec.sample_shape))}"
-    return Text(
-        f"{counted(batch.global_batch, 'sample')}{unit} = dp {dp} x {counted(batch.microbatches, 'microbatch', 'es')} "
-        f"x {counted(batch.micro_batch, 'sample')}; {counted(batch.replica_batch, 'sample')} a data replica"
+def _batch(plan: Plan) -> str:
+    batch = plan.batch
+    shape = f" of {' x '.join(map(str, plan.spec.sample_shape))}" if plan.spec.kind == "images" else ""
+    unit = f" of {plan.spec.seq:,} tokens" if plan.spec.kind == "tokens" and plan.spec.seq else shape
+    return (
+        f"{counted(batch.global_batch, 'sample')}{unit} = dp {plan.mesh.size('dp')} "
+        f"x {counted(batch.microbatches, 'microbatch', 'es')} x {counted(batch.micro_batch, 'sample')}"
     )
 
 
-def _stages(plan: Plan, config: Config, found: Facts) -> Group:
-    """Per pp rank: its blocks, parameters and the bytes of its rank that holds most."""
-    table = _table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
-    stages = stage_rows(plan)
-    heaviest = found.heaviest_position
-    unit, size_of_unit = byte_unit(found.memories[heaviest].total)
-    pp_ranks = sorted({*shown_positions(plan.mesh.size("pp")), heaviest})
-    for pp_rank in pp_ranks:
-        mine = [stage for stage in stages if stage["position"] == pp_rank]
-        memory = found.memories[pp_rank]
-        state = (memory.weights, memory.gradients, memory.optimizer)
-        sizes = (*state, memory.activations, memory.temporary, memory.total)
-        mark = pp_rank == heaviest and len(found.memories) > 1
-        table.add_row(
-            f"{pp_rank}{' *' if mark else ''}",
-            "; ".join(_block_range(stage["blocks"]) for stage in mine),
-            count_text(sum(stage["parameters"] for stage in mine)),
-            *(digits(size / size_of_unit) for size in sizes),
-            style="bold" if mark else None,
-        )
-    worst = found.memories[heaviest]
-    fits = cluster_cost.fits(worst, config.cluster)
-    verdict = Text.assemble("fits: ", (fits, {"yes": "bold green", "no": "bold red"}.get(fits, "bold yellow")))
-    need = gib(worst.total) if config.cluster.memory_gb else bytes_text(worst.total)
-    verdict.append(f" (the heaviest rank needs {need}; {cluster_cost.why_fits(worst, config.cluster)})")
-    marks = "; * marks the heaviest" if len(found.memories) > 1 else ""
-    notes = [f"weights to total: {unit} of the rank of each pp rank that holds most{marks}"]
-    left_out = len(found.memories) - len(pp_ranks)
-    if left_out:
-        notes.append(f"{left_out} coordinates between are left out (--json has all)")
-    notes.append(f"not counted: {', '.join(worst.leaves_out)}")
-    return Group(table, verdict, Text("\n".join(notes), "dim"))
+def _filled(plan: Plan, most: int) -> str:
+    more = [f"and {len(plan.filled) - most} more: see --json"] if len(plan.filled) > most else []
+    return "\n".join([text.replace("(filled: ", "(") for text in plan.filled[:most]] + more)
 
 
-def _block_range(blocks: list[str]) -> str:
-    """`embedding..layers.3 (5)`."""
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]} ({len(blocks)})"
+def _experts(plan: Plan) -> str:
+    found, router, ep = expert_facts.facts(plan), plan.spec.router, plan.mesh.size("ep")
+    assert found is not None and router is not None
+    layers = found["layers"] if len(found["layers"]) <= 4 else [*found["layers"][:3], "..", found["layers"][-1]]
+    shown = ", ".join(layers)
+    text = f"{counted(found['experts'], 'expert')} in {shown} ({len(found['layers'])} of {plan.spec.num_layers} layers)"
+    text += f"; {router.choice}"
+    text += f"\nrouting group: {counted(router.group_samples, 'sample')} ({found['group_tokens']:,} tokens); "
+    if found["capacity"] is None:
+        text += "no limit on the tokens of an expert"
+    else:
+        text += f"an expert takes at most {found['capacity']:,} of them, {found['eval_capacity']:,} in evaluation"
+    if plan.expert is None:
+        return f"{text}\nevery rank holds all experts"
+    levels = f" in two levels ({plan.expert.group_size} ranks per inner group)" if plan.expert.group_size > 1 else ""
+    chunks = f", in {plan.expert.chunks} consecutive parts" if plan.expert.chunks > 1 else ""
+    held = counted(found["held"], "expert")
+    return f"{text}\nep {ep}: each rank holds {held} of every layer; dispatch: {plan.expert.kind}{levels}{chunks}"
 
 
-def _servers(plan: Plan) -> Group:
-    """What every server owns and holds, above 16 the fullest ones, and how even that is."""
+def _memory(found: Facts, config: Config) -> Text:
+    worst = found.memories[found.heaviest_position]
+    fits, why = cluster_cost.fits(worst, config.cluster), cluster_cost.why_fits(worst, config.cluster)
+    rank = f" (pp={found.heaviest_position})" if len(found.memories) > 1 else ""
+    return Text.assemble(
+        "fits: ",
+        (fits, FITS_STYLE.get(fits, "bold yellow")),
+        f"; the heaviest rank{rank} needs {bytes_text(worst.total)}, {why}",
+    )
+
+
+def _memory_by_kind(found: Facts) -> Table:
+    worst = found.memories[found.heaviest_position]
+    unit, size = byte_unit(worst.total)
+    kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
+    drawn = table(*(f">{kind}" for kind in kinds), "", rule=False, padding=(0, 2, 0, 0))
+    drawn.add_row(*(digits(getattr(worst, kind) / size) for kind in kinds), unit)
+    return drawn
+
+
+def _servers(plan: Plan) -> str:
     rows = server_rows(plan)
-    shown = sorted(rows, key=lambda row: -row["weights"])[:MOST_SERVER_ROWS]
-    table = _table(">server", ">rank", ">shards", ">weights", ">grads", ">optim.", ">total", ">of mean")
-    for row in sorted(shown, key=lambda row: row["server"]):
-        sizes = (bytes_text(row[key]) for key in ("weights", "gradients", "optimizer", "total"))
-        table.add_row(str(row["server"]), str(row["rank"]), str(row["shards"]), *sizes, f"{row['of_mean']:.3f}")
-    note = f"weights of the fullest over the mean: {max(row['of_mean'] for row in rows):.3f}"
-    if len(rows) > len(shown):
-        note += f"; {len(rows) - len(shown)} servers that own less are left out (--json has all)"
-    return Group(table, Text(note, "dim"))
+    most = max(rows, key=lambda row: row["total"])
+    return (
+        f"{counted(plan.servers, 'server')}; the largest holds {bytes_text(most['total'])}; "
+        f"it owns {most['of_mean']:.3f} times the mean of the weights"
+    )
 
 
-def _schedule(plan: Plan, found: Facts, width: int) -> Group | Text:
+def _schedule(plan: Plan, found: Facts) -> str:
     if plan.mesh.size("pp") == 1:
         count = plan.batch.microbatches
-        accumulated = (
-            f"{count} microbatches accumulate gradients one after the other" if count > 1 else "one microbatch"
-        )
-        return Text(f"no pipeline: {accumulated}, no bubble")
+        return "no pipeline, no bubble" + (f"; {count} microbatches accumulate gradients" if count > 1 else "")
     simulation = found.simulation
-    text = Text.assemble(
-        f"{plan.pipeline.kind}: bubble ",
-        (f"{simulation.bubble_of_total:.1%}", "bold"),
-        f" of the step's time, {simulation.bubble_of_ideal:.1%} of ideal time (all coordinates busy)",
+    return (
+        f"{plan.pipeline.kind}: the bubble is {simulation.bubble_of_total:.1%} of the step's time "
+        f"({simulation.bubble_of_ideal:.1%} of the ideal time)"
     )
-    if simulation.num_microbatches < plan.batch.microbatches:
-        text.append(
-            f"\ndrawn with {simulation.num_microbatches} of {plan.batch.microbatches} microbatches; the rest repeats"
-        )
-    text.append("\nby the stages' own FLOPs, so uneven stages idle too; messages take no time\n")
-    chunk_of_stage = [sum(1 for s in plan.stages_of(stage.pp_rank) if s.index < stage.index) for stage in plan.stages]
-    return Group(text, draw(simulation, width, chunk_of_stage))
 
 
-def _traffic(plan: Plan, found: Facts) -> Table | Group | Text:
-    if not found.traffic:
+def _traffic(plan: Plan, found: Facts, most: int) -> Table | Text:
+    """Return a row per axis: what it carries, and the mean bytes of a step."""
+    by_axis: dict[tuple[str, int], list[Traffic]] = {}
+    for row in found.traffic:
+        if row.purpose != prediction.CONTROL and row.operation != "recv":
+            by_axis.setdefault((row.axis, row.group_size), []).append(row)
+    if not by_axis:
         return Text("none: one rank")
-    table = _table("axis", "operation", "purpose", ">calls", ">payload", ">must send", ">all send")
-    rows = [row for row in found.traffic if row.purpose != prediction.CONTROL and row.operation != "recv"]
-    for row in rows:
-        table.add_row(
-            f"{row.axis} ({row.group_size})",
-            row.operation,
-            row.purpose if row.every == 1 else f"{row.purpose} (every {row.every} steps)",
-            f"{row.calls:,}",
-            bytes_text(row.payload_bytes) + (f" (<= {bytes_text(row.most_bytes)})" if row.most_bytes else ""),
-            bytes_text(row.wire_bytes),
-            bytes_text(row.total_wire_bytes),
+    rows = [
+        (
+            f"{axis} ({size})",
+            ", ".join(dict.fromkeys(row.purpose for row in alike)),
+            sum(row.wire_bytes / row.every for row in alike),
+            sum(row.total_wire_bytes / row.every for row in alike),
         )
-    total = (
-        round(sum(row.wire_bytes / row.every for row in rows)),
-        round(sum(row.total_wire_bytes / row.every for row in rows)),
-    )
-    mean = "mean of a step" if any(row.every > 1 for row in rows) else "sum"
-    table.add_row(mean, "", "", "", "", bytes_text(total[0]), bytes_text(total[1]), style="bold")
-    control = [
-        row for row in found.traffic if row.purpose == prediction.CONTROL and row.operation != "recv" and row.calls
+        for (axis, size), alike in by_axis.items()
     ]
-    if plan.role(found.busiest_rank) == "server":
-        where = "a server, in a step of every worker"
-    else:
-        coordinate = plan.mesh.coordinate(found.busiest_rank)
-        where = " ".join(f"{axis}={coordinate.get(axis, 0)}" for axis in ("pp", "dp", "tp"))
-    sent = " and ".join(f"{'one' if row.calls == 1 else row.calls} {row.operation}" for row in control)
-    note = (
-        f"calls, payload and must send: the busiest rank, {found.busiest_rank} ({where}), under bandwidth-optimal "
-        f"algorithms; all send: all ranks together; apart from that, {sent} of "
-        f"{sum(row.payload_bytes for row in control)} bytes of control a step"
-        + ("; <=: the most, where bytes depend on the data" if any(row.most_bytes for row in rows) else "")
+    if len(rows) > most:
+        rows.sort(key=lambda row: -row[3])
+        rest = rows[most:]
+        others = (f"{len(rest)} other axes", "", sum(row[2] for row in rest), sum(row[3] for row in rest))
+        rows = [*rows[:most], others]
+    drawn = table(
+        "axis", "sent per step", f">rank {found.busiest_rank} (busiest)", ">all ranks", rule=False, padding=(0, 2, 0, 0)
     )
-    return Group(table, Text(note, "dim"), *_links(plan))
+    for axis, purposes, mine, everyone in rows:
+        drawn.add_row(axis, purposes, bytes_text(round(mine)), bytes_text(round(everyone)))
+    if len(rows) > 1:
+        mine, everyone = sum(row[2] for row in rows), sum(row[3] for row in rows)
+        drawn.add_row("sum", "", bytes_text(round(mine)), bytes_text(round(everyone)), style="bold")
+    return drawn
 
 
-def _links(plan: Plan) -> list[Text]:
-    """Who sends gradients to whom, where the data strategy itself decides it."""
-    rows = link_rows(plan)
-    if not rows:
-        return []
-    busiest = max(rows, key=lambda row: row["bytes"])
-    most = f"{bytes_text(busiest['bytes'])} over one (rank {busiest['from']} to {busiest['to']})"
-    return [Text(f"{len(rows)} links of dp, at most {most}; --json lists them", "dim")]
-
-
-def _cost(plan: Plan, config: Config, found: Facts) -> Text:
-    cost = found.cost
-    text = Text(f"{flops_text(cost.model_flops)} by the model (72-form: forward, and twice that backward)")
+def _cost(plan: Plan, config: Config, found: Facts) -> str:
+    cost, name = found.cost, plan.precision.name
+    text = f"{flops_text(cost.model_flops)} per step"
     if cost.hardware_flops > cost.model_flops:
-        text.append(f", {flops_text(cost.hardware_flops)} with what recompute={plan.recompute} repeats")
-    name = plan.precision.name
+        text += f", {flops_text(cost.hardware_flops)} with recompute={plan.recompute}"
     if cost.compute_s is None:
         given = f"no peak rate of {name} (cluster.peak_tflops.{name})" if config.cluster.peak_tflops else "no rates"
-        return text.append(f"\ntime: unknown, the cluster gives {given}; try cluster=a100_80gb")
+        return f"{text}\ntime: unknown, because the cluster gives {given}; try cluster=a100_80gb"
     peak = f"{(cluster_cost.peak_flops(config.cluster, name) or 0) / 1e12:g} TFLOP/s"
-    text.append(f"\ncompute {seconds_text(cost.compute_s)} at the peak rate of {name}, {peak}, bubble included")
-    if cost.communication_s is None:
-        return text.append("; communication: unknown, the cluster gives no link rates")
-    high, low = cost.step_s or (0.0, 0.0)
-    text.append(f"; communication {seconds_text(cost.communication_s)} of the busiest rank at the links' rates")
-    return text.append(
-        f"\na step takes {seconds_text(low)} (all of it overlapped) to {seconds_text(high)} (none), "
-        f"{digits(plan.batch.global_batch / high)}..{digits(plan.batch.global_batch / low)} samples/s, or longer: no "
-        "kernel reaches the peak rate"
+    text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
+    if cost.step_s is None or cost.communication_s is None:
+        return f"{text}\ncommunication: unknown, because the cluster gives no link rates"
+    high, low = cost.step_s
+    return (
+        f"{text}\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
+        f"\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) or "
+        f"longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
     )
 
 
 def _training(found: Facts) -> str:
-    """Days for the tokens of the training, where they are given."""
+    """Return how many days the given number of tokens takes."""
     training = found.training
-    if training is None:
-        return ""
-    text = f"\n{count_text(training.tokens)} tokens are {training.steps:,} steps: "
+    assert training is not None
+    text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
     if training.sustained is None:
-        return text + "days unknown, the cluster gives no rates"
+        return f"{text}days unknown, because the cluster gives no rates"
     if training.at_peak is not None:
         longest, shortest = (digits(days) for days in training.at_peak)
-        text += f"{shortest} (all of it overlapped) to {longest} days (none) at the peak rate, "
-    return text + (
-        f"{digits(training.sustained)} days at {cluster_cost.SUSTAINED:.1%} of it, the median of SC21's trainings"
-    )
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """`0 8 16 .. 504`."""
-    shown = ranks if len(ranks) <= 8 else [*ranks[:3], "..", ranks[-1]]
-    return " ".join(map(str, shown))
+        text += f"{shortest} days (communication overlapped) to {longest} days (not overlapped) at the peak rate, "
+    share = f"{cluster_cost.SUSTAINED:.1%} of it, the median of the trainings in SC21"
+    return f"{text}{digits(training.sustained)} days at {share}"

@@ -1,6 +1,6 @@
 """The load of every expert over the steps of a run, as a heat map: on the terminal, and as routing.svg.
 
-Drawn from routing.jsonl alone, which is read in one pass: of a long run only the bins of the map are kept. Torch-free.
+Both are drawn from routing.jsonl, which is read line by line: of a long run only the map's cells are kept. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.color_triplet import ColorTriplet
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -20,31 +21,60 @@ from rich.text import Text
 from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
-from parallelrun.report.screen import WIDEST
+from parallelrun.report.screen import LABEL, WIDEST
 from parallelrun.routing_log import FILE
 
 PICTURE = "routing.svg"
 MOST_LAYERS, MOST_ROWS = 4, 16
+LEAST_WIDTH, MOST_WIDTH, MOST_BESIDE = 24, 64, 40  # columns of a map on the terminal; the last: of two side by side
 SHADES = " .:-=+*#%@"  # of loads from 0 to MOST_LOAD, where there is no colour
-MOST_LOAD = 2.0  # of the mean load: more looks alike
-_STEP = re.compile(r'\{"schema": \d+, "step": (\d+), "layers": \[\{')  # of a line, without parsing all of it
-LEAST_WIDTH = 24  # of a map on the terminal, without its labels
+MOST_LOAD = 2.0  # of the mean load: higher loads look the same
+_STEP = re.compile(r'\{"schema": \d+, "step": (\d+), "layers": \[\{')  # reads the step without parsing the line
 
 
-@dataclass(frozen=True)
 class LayerMap:
-    """One layer over a run. cells[row][column]: load over the mean load, 1.0 where balanced, averaged over the experts
-    of a row and the steps of a column; None where no step was written. max_vio: per column."""
+    """The load of one layer's experts over the mean load, averaged over the experts of a row and steps of a column."""
 
-    layer: str
-    experts: int
-    cells: tuple[tuple[float | None, ...], ...]
-    max_vio: tuple[float | None, ...]
+    def __init__(self, layer: str, experts: int, columns: int):
+        self.layer, self.experts = layer, experts
+        self._bounds = [
+            *pairwise(row * experts // min(experts, MOST_ROWS) for row in range(min(experts, MOST_ROWS) + 1))
+        ]
+        self._sums = [[0.0] * columns for _ in self._bounds]
+        self._vio = [0.0] * columns
+        self._steps = [0] * columns
+
+    def add(self, column: int, layer: dict[str, Any]) -> None:
+        """Add one step's record of this layer."""
+        load = layer["load"]
+        mean = sum(load) / len(load) or 1.0
+        for sums, (start, stop) in zip(self._sums, self._bounds):
+            sums[column] += sum(load[start:stop]) / (stop - start) / mean
+        self._vio[column] += layer["max_vio"]
+        self._steps[column] += 1
+
+    @property
+    def cells(self) -> tuple[tuple[float | None, ...], ...]:
+        """By row and column; 1.0 where the load is balanced, None where no step was written."""
+        return tuple(self._means(row) for row in self._sums)
+
+    @property
+    def max_vio(self) -> tuple[float | None, ...]:
+        """MaxVio by column."""
+        return self._means(self._vio)
+
+    @property
+    def row_labels(self) -> list[str]:
+        """The experts of each row, such as `3` or `0-7`."""
+        return [f"{a}" if b - a == 1 else f"{a}-{b - 1}" for a, b in self._bounds]
+
+    def _means(self, sums: list[float]) -> tuple[float | None, ...]:
+        return tuple(total / count if count else None for total, count in zip(sums, self._steps))
 
 
 @dataclass(frozen=True)
 class Maps:
-    """Those of the layers that are shown, of `num_layers`; columns are equal parts of [first, last] in steps."""
+    """The layers that are shown, of `num_layers`; their columns are equal parts of the steps first to last."""
 
     layers: tuple[LayerMap, ...]
     num_layers: int
@@ -52,74 +82,40 @@ class Maps:
     last: int
 
     def step_of(self, column: int, columns: int) -> float:
-        """The middle of a column."""
+        """Return the middle step of a column."""
         return self.first + (column + 0.5) * (self.last + 1 - self.first) / columns - 0.5
 
 
 def read(directory: Path, columns: int) -> Maps | None:
-    """The maps of a run with at most `columns` columns; None without routing.jsonl or with nothing in it.
+    """Return the maps of a run with at most `columns` columns; None without a step in routing.jsonl.
 
     Of more than four layers four are taken, evenly over the depth; experts share 16 rows where there are more.
     """
-    steps = [int(found[1]) for line in _lines(directory) if (found := _STEP.match(line))]
+    steps = {int(found[1]) for line in _lines(directory) if (found := _STEP.match(line))}
     if not steps:
         return None
     first, last = min(steps), max(steps)
-    columns = min(columns, len(set(steps)))
-    bins: list[_Bins] = []
-    num_layers = 0
-    for row in _rows(directory):
-        layers = row["layers"]
-        num_layers = len(layers)
-        chosen = evenly(num_layers, MOST_LAYERS)
-        bins = bins or [_Bins(layers[i]["layer"], len(layers[i]["load"]), columns) for i in chosen]
-        column = (row["step"] - first) * columns // (last + 1 - first)
-        for index, one in zip(chosen, bins, strict=True):
-            one.add(column, layers[index])
-    return Maps(tuple(one.map() for one in bins), num_layers, first, last)
-
-
-class _Bins:
-    """Sums of one layer's load, by row and column."""
-
-    def __init__(self, layer: str, experts: int, columns: int):
-        self._layer, self._experts = layer, experts
-        self._rows = min(experts, MOST_ROWS)
-        self._sums = [[0.0] * columns for _ in range(self._rows)]
-        self._vio = [0.0] * columns
-        self._steps = [0] * columns
-
-    def add(self, column: int, layer: dict[str, Any]) -> None:
-        load = layer["load"]
-        mean = sum(load) / len(load) or 1.0
-        for row in range(self._rows):
-            start, stop = (bound * self._experts // self._rows for bound in (row, row + 1))
-            self._sums[row][column] += sum(load[start:stop]) / (stop - start) / mean
-        self._vio[column] += layer["max_vio"]
-        self._steps[column] += 1
-
-    def map(self) -> LayerMap:
-        cells = tuple(self._means(row) for row in self._sums)
-        return LayerMap(self._layer, self._experts, cells, self._means(self._vio))
-
-    def _means(self, sums: list[float]) -> tuple[float | None, ...]:
-        return tuple(total / count if count else None for total, count in zip(sums, self._steps))
+    columns = min(columns, len(steps))
+    maps: list[LayerMap] = []
+    for line in _lines(directory):
+        if not _STEP.match(line):
+            continue
+        row = json.loads(line)
+        layers, column = row["layers"], (row["step"] - first) * columns // (last + 1 - first)
+        shown = [layers[index] for index in evenly(len(layers), MOST_LAYERS)]
+        maps = maps or [LayerMap(layer["layer"], len(layer["load"]), columns) for layer in shown]
+        for one, layer in zip(maps, shown, strict=True):
+            one.add(column, layer)
+    return Maps(tuple(maps), len(layers), first, last)
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of `count` indices, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
-
-
-def _rows(directory: Path) -> Iterator[dict[str, Any]]:
-    """The steps that were written, one at a time."""
-    return (json.loads(line) for line in _lines(directory) if _STEP.match(line))
+    """Return at most `most` of `count` indices, the first and the last included."""
+    return list(range(count)) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
 def _lines(directory: Path) -> Iterator[str]:
-    """Whole lines: the last one of a run that was killed may be torn."""
+    """The complete lines: the last one of a run that was killed may be torn."""
     try:
         with (directory / FILE).open(encoding="utf-8") as file:
             yield from (line for line in file if line.endswith("}\n"))
@@ -127,90 +123,84 @@ def _lines(directory: Path) -> Iterator[str]:
         return
 
 
-# --- terminal ---------------------------------------------------------------------------------------------------------
-
-
 def panel(directory: Path, summary: dict[str, Any], console: Console) -> Group | None:
-    """The heat maps of a finished run, side by side where there is room, under MaxVio from first to last."""
+    """Return the heat maps of a finished run, side by side where there is room, below MaxVio from first to last."""
     screen = min(console.width, WIDEST)
-    side_by_side = screen >= 2 * (LEAST_WIDTH + 16)
-    width = (screen - 8) // (2 if side_by_side else 1) - 10
-    width = max(LEAST_WIDTH, min(40 if side_by_side else 64, width))
+    per_row = 2 if screen >= 2 * (LEAST_WIDTH + 16) else 1
+    width = max(LEAST_WIDTH, min(MOST_BESIDE if per_row == 2 else MOST_WIDTH, (screen - 8) // per_row - 10))
     maps = read(directory, width)
     if maps is None:
         return None
     in_colour = console.color_system is not None and not console.no_color
-    grid = Table.grid(padding=(0, 3))
     wide = max(1, min(3, width // len(maps.layers[0].cells[0])))  # characters of a column: few steps are drawn wider
     drawn = [_map_text(one, maps, wide, in_colour) for one in maps.layers]
-    per_row = 2 if side_by_side else 1
+    grid = Table.grid(padding=(0, 3))
     for start in range(0, len(drawn), per_row):
         grid.add_row(*drawn[start : start + per_row])
-    return Group(_headline(summary, maps), grid, _key(maps, in_colour))
+    return Group(_headline(summary, maps), grid, _key(in_colour))
 
 
 def _headline(summary: dict[str, Any], maps: Maps) -> Text:
-    text = Text.assemble(("experts   ", "bold"))
+    text = Text.assemble(("experts".ljust(LABEL), "bold"))
     if summary.get("first_max_vio") is not None:
         dropped = f"{summary['drop_rate']:.1%} of assignments dropped" if summary["drop_rate"] else "nothing dropped"
-        text.append(
-            f"MaxVio {summary['first_max_vio']:.2f} -> {summary['max_vio']:.2f}, {dropped}, "
-            f"load entropy {summary['load_entropy']:.3f}"
-        )
+        text.append(f"MaxVio {summary['first_max_vio']:.2f} -> {summary['max_vio']:.2f}, {dropped}, ")
+        text.append(f"load entropy {summary['load_entropy']:.3f}")
     if maps.num_layers > len(maps.layers):
         text.append(f"; {len(maps.layers)} of {maps.num_layers} layers")
     return text
 
 
 def _map_text(one: LayerMap, maps: Maps, wide: int, in_colour: bool) -> Text:
-    labels = _row_labels(one)
-    margin = max(map(len, labels))
-    text = Text(no_wrap=True)
-    text.append(f"{one.layer}\n", "bold")
-    for label, row in zip(labels, one.cells):
+    margin = max(map(len, one.row_labels))
+    text = Text(no_wrap=True).append(f"{one.layer}\n", "bold")
+    for label, row in zip(one.row_labels, one.cells):
         text.append(f"{label:>{margin}} ", "dim")
         for cell in row:
-            if cell is None:
-                text.append(wide * " ")
-            elif in_colour:
-                text.append(wide * " ", f"on {chart.heat_colour(cell, MOST_LOAD)}")
-            else:
-                text.append(wide * shade(cell))
+            _append_cell(text, cell, wide, in_colour)
         text.append("\n")
-    width = wide * len(one.cells[0])
-    last = str(maps.last)
-    text.append(f"{'':>{margin}} {maps.first}{last:>{max(width - len(str(maps.first)), len(last) + 1)}}", "dim")
-    return text
+    first, last, width = str(maps.first), str(maps.last), wide * len(one.cells[0])
+    return text.append(f"{'':>{margin}} {first}{last:>{max(width - len(first), len(last) + 1)}}", "dim")
+
+
+def _append_cell(text: Text, load: float | None, wide: int, in_colour: bool) -> None:
+    if load is None:
+        text.append(wide * " ")
+    elif in_colour:
+        text.append(wide * " ", f"on {heat_colour(load)}")
+    else:
+        text.append(wide * shade(load))
 
 
 def shade(load: float) -> str:
-    """The character of a load over the mean load."""
+    """Return the character of a load over the mean load."""
     return SHADES[max(0, min(len(SHADES) - 1, int(load / MOST_LOAD * len(SHADES))))]
 
 
-def _row_labels(one: LayerMap) -> list[str]:
-    rows = len(one.cells)
-    bounds = [row * one.experts // rows for row in range(rows + 1)]
-    return [f"{a}" if b - a == 1 else f"{a}-{b - 1}" for a, b in pairwise(bounds)]
+def heat_colour(load: float) -> str:
+    """Return `#rrggbb` of a load over the mean load, in 16 shades below and above 1."""
+    share = 1.0 - load if load < 1.0 else (load - 1.0) / (MOST_LOAD - 1.0)
+    share = round(min(max(share, 0.0), 1.0) * 16) / 16
+    pairs = zip(_rgb(chart.EVEN), _rgb(chart.COLD if load < 1.0 else chart.HOT))
+    return ColorTriplet(*(round(even + share * (far - even)) for even, far in pairs)).hex
 
 
-def _key(maps: Maps, in_colour: bool) -> Text:
-    text = Text("load of each expert (rows) over steps, by its mean: ", "dim")
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
+def _key(in_colour: bool) -> Text:
+    text = Text("load of each expert (rows) over the mean load, by step: ", "dim")
     for value in (0.0, 0.5, 1.0, 1.5, MOST_LOAD):
-        if in_colour:
-            text.append("  ", f"on {chart.heat_colour(value, MOST_LOAD)}")
-        else:
-            text.append(f"'{shade(value)}'")
-        text.append(f" {value:g}{' or more' if value == MOST_LOAD else ''}  ", "dim")
+        text.append("" if in_colour else "'")
+        _append_cell(text, value, 2 if in_colour else 1, in_colour)
+        text.append(f"{'' if in_colour else chr(39)} {value:g}{' or more' if value == MOST_LOAD else ''}  ", "dim")
     return text
 
 
-# --- picture ----------------------------------------------------------------------------------------------------------
-
-
 def write(directory: Path) -> Path | None:
-    """routing.svg in a run directory: a heat map per layer and MaxVio over steps; nothing where there is no routing."""
-    maps = read(directory, columns=60)
+    """Write routing.svg in a run directory with routing.jsonl, where matplotlib is installed."""
+    maps = read(directory, columns=60) if chart.available() else None
     if maps is None:
         return None
     write_text(directory / PICTURE, to_svg(maps))
@@ -218,29 +208,19 @@ def write(directory: Path) -> Path | None:
 
 
 def to_svg(maps: Maps) -> str:
-    """The picture."""
-    step = chart.Axis("step", digits)
-    panels: list[chart.Panel | chart.HeatMap] = [
-        chart.HeatMap(
-            one.layer,
-            one.cells,
-            tuple(_row_labels(one)),
-            "expert",
-            chart.Axis("step", digits),
-            (maps.first, maps.last),
-            MOST_LOAD,
-        )
-        for one in maps.layers
-    ]
-    lines = []
-    for style, one in enumerate(maps.layers):
-        points = [(maps.step_of(i, len(one.max_vio)), v) for i, v in enumerate(one.max_vio) if v is not None]
-        lines.append(chart.Line(style, tuple(points)))
-    panels.append(
-        chart.Panel("MaxVio: largest load over mean load, less 1", step, chart.Axis("", digits, from_zero=True),
-                    tuple(lines))
-    )  # fmt: skip
+    """Draw a heat map per layer, and MaxVio over the steps."""
+    names = [*(one.layer for one in maps.layers), "MaxVio: largest load over mean load, less 1"]
+    drawn, panels = chart.panels("load of experts over the run", names)
+    for style, (axes, one) in enumerate(zip(panels, maps.layers)):
+        chart.heat_map(axes, one.cells, one.row_labels, (maps.first, maps.last), MOST_LOAD)
+        chart.scale(axes, "x", digits, label="step")
+        axes.set_ylabel("expert")
+        values = one.max_vio
+        points = [(maps.step_of(i, len(values)), value) for i, value in enumerate(values) if value is not None]
+        chart.line(panels[-1], style, points)
+    chart.scale(panels[-1], "x", digits, label="step")
+    chart.scale(panels[-1], "y", digits, from_zero=True)
     notes = ["colour: load of an expert over the mean load of its layer, before any token is dropped; 1 is balanced"]
     if maps.num_layers > len(maps.layers):
         notes.append(f"{len(maps.layers)} of {maps.num_layers} layers with experts; {FILE} has all")
-    return chart.draw("load of experts over the run", panels, [one.layer for one in maps.layers], notes)
+    return chart.svg(drawn, [one.layer for one in maps.layers], notes)

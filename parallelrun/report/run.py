@@ -1,24 +1,23 @@
-"""The final panel of a run: how the loss went, how fast, what was sent, and where everything lies. Reads the files."""
+"""The final panel of a run, drawn from its files: losses, speed, what was sent, and the paths of the files."""
 
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from parallelrun.plan.prediction import matches_prediction as matches_prediction
+from parallelrun.plan.prediction import matches_prediction
 from parallelrun.report import routing
 from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
-from parallelrun.report.screen import WIDEST, open_console
+from parallelrun.report.screen import FRAME, LABEL, WIDEST, labelled, open_console, table
 from parallelrun.wording import counted
 
 BARS = "▁▂▃▄▅▆▇█"
-LABEL, FRAME = 9, 4  # columns of the labels, and of the panel's frame
 FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "routing.jsonl", "routing.svg", "comm.json", "summary.json",
     "servers.json", "logs",
@@ -27,14 +26,14 @@ _SUMMED = ("calls", "predicted_calls", "payload_bytes", "predicted_payload_bytes
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
-    """The values as bars, lowest to highest, averaged into at most `width` columns. Non-finite values are gaps."""
+    """Return bars from lowest to highest, the values averaged into at most `width`; gaps where none is finite."""
     if not values:
         return ""
     width = min(width, len(values))
     cells = []
     for column in range(width):
         part = values[column * len(values) // width : (column + 1) * len(values) // width]
-        good = [value for value in part if value is not None and value == value and abs(value) != float("inf")]
+        good = [value for value in part if value is not None and isfinite(value)]
         cells.append(sum(good) / len(good) if good else None)
     shown = [cell for cell in cells if cell is not None]
     low, span = min(shown, default=0.0), (max(shown, default=0.0) - min(shown, default=0.0)) or 1.0
@@ -49,13 +48,13 @@ def show(directory: Path, console: Console | None = None) -> None:
     communication = json.loads((directory / "comm.json").read_text())["rows"]
     width = min(console.width, WIDEST)
     rows = [*_losses(metrics, summary, width - FRAME), ("", Text("")), *_speed(summary)]
-    parts: list[Any] = [_labelled(rows)]
+    parts: list[Any] = [labelled(rows)]
     experts = routing.panel(directory, summary, console)
     if experts:
         parts += [Text(""), experts]
     if communication:
         parts += [Text(""), communication_table(communication)]
-    parts += [Text(""), _labelled(_files(directory))]
+    parts += [Text(""), labelled(_files(directory))]
     degrees = degrees_text({axis: summary.get(axis, 1) for axis in ("dp", "tp", "pp", "ep")})
     title = f"{summary['model']} · {summary['strategy']} · {degrees} · {summary['state']}"
     if console.is_terminal:
@@ -64,23 +63,13 @@ def show(directory: Path, console: Console | None = None) -> None:
         console.print(Text(title, "bold"), *parts, sep="\n")
 
 
-def _labelled(rows: list[tuple[str, Text]]) -> Table:
-    """Texts beside their labels; a text that needs several lines stays in its column."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(style="bold", no_wrap=True, min_width=LABEL)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, text)
-    return table
-
-
 def _losses(metrics: list[dict[str, Any]], summary: dict[str, Any], width: int) -> list[tuple[str, Text]]:
     rows = []
     for name, form, style in (("loss", ".4f", "green"), ("val_loss", ".4f", "cyan"), ("val_top1", ".1%", "cyan")):
         values = [row[name] for row in metrics if name in row]
         if values:
             first, last = f"{values[0]:{form}} ", f" {values[-1]:{form}}" if len(values) > 1 else ""
-            bars = sparkline(values, min(60, width - LABEL - 1 - len(first) - len(last))) if len(values) > 1 else ""
+            bars = sparkline(values, min(60, width - LABEL - len(first) - len(last))) if len(values) > 1 else ""
             rows.append((name, Text.assemble(first, (bars, style), last)))
     steps, samples = counted(summary["steps"], "step"), counted(summary["global_batch"], "sample")
     return [*rows, ("", Text(f"{steps} of {samples}, {summary['parameters']:,} parameters"))]
@@ -104,7 +93,7 @@ def _speed(summary: dict[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _staleness(summary: dict[str, Any]) -> str:
-    """How many updates others made between a worker's read and its own, and how far workers were apart."""
+    """Return how many updates of others came between a worker's read and its own, and the workers' distance."""
     most, gap = counted(summary["staleness_max"], "update"), counted(summary["clock_gap_max"], "step")
     text = f"{summary['staleness_mean']:.2f} updates on average, at most {most}; workers at most {gap} apart"
     bound = summary.get("staleness_bound")
@@ -113,13 +102,13 @@ def _staleness(summary: dict[str, Any]) -> str:
 
 
 def _rate(summary: dict[str, Any]) -> str:
-    """Tokens a second; samples where each has one target."""
+    """Return tokens/s, or samples/s where each sample has one target."""
     tokens, samples = summary["tokens_per_s"], summary.get("samples_per_s")
     return f"{samples:,.0f} samples/s" if samples == tokens else f"{tokens:,.0f} tokens/s"
 
 
 def _parts_of_a_step(summary: dict[str, Any]) -> str:
-    """Where the time of a step goes, mean over ranks: nothing where waits were not timed, nor for one rank."""
+    """Return the parts of a step's time, averaged over ranks; empty where waits were not timed, and for one rank."""
     names = {"compute_s": "computing", "comm_exposed_s": "waiting to communicate", "data_s": "data"}
     if summary.get("bubble_measured") is None or summary["world"] == 1:
         return ""
@@ -127,10 +116,8 @@ def _parts_of_a_step(summary: dict[str, Any]) -> str:
 
 
 def communication_table(rows: list[dict[str, Any]]) -> Group:
-    """One row per axis, operation and purpose, summed over ranks: measured beside predicted, for one step.
-
-    Receives are left out: their bytes are counted at the sender.
-    """
+    """Return a row per axis, operation and purpose, summed over ranks, for one step; below it the prediction, if it
+    differs. Receives are left out: their bytes are counted at the sender."""
     rows = [row for row in rows if row["operation"] != "recv"]
     merged: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -139,25 +126,16 @@ def communication_table(rows: list[dict[str, Any]]) -> Group:
     bounded = any(row.get("predicted_most_bytes") is not None for row in rows)
     right = "within the predicted bounds" if bounded else "as predicted, to the byte"
     title = f"sent in one step, over all ranks: {right if exact else 'NOT as predicted'}"
-    table = Table(box=None)
-    for heading in ("axis", "operation", "purpose", "calls", "payload", "wire"):
-        number = heading in ("calls", "payload", "wire")
-        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    drawn = table("axis", "operation", "purpose", ">calls", ">payload", ">wire", rule=False, padding=(0, 2, 0, 0))
     for (axis, operation, purpose), alike in sorted(merged.items()):
         total = {name: sum(row[name] for row in alike) for name in _SUMMED}
-        every = alike[0].get("every", 1)
-        table.add_row(
-            axis,
-            operation,
-            purpose + (f" (every {every} steps)" if every > 1 else ""),
-            f"{total['calls']:,}",
-            bytes_text(total["payload_bytes"]),
-            bytes_text(total["wire_bytes"]),
-        )
+        often = f" (every {alike[0]['every']} steps)" if alike[0].get("every", 1) > 1 else ""
+        sizes = bytes_text(total["payload_bytes"]), bytes_text(total["wire_bytes"])
+        drawn.add_row(axis, operation, purpose + often, f"{total['calls']:,}", *sizes)
         if not all(matches_prediction(row) for row in alike):
-            said = f"[red]{total['predicted_calls']:,}[/]", f"[red]{bytes_text(total['predicted_payload_bytes'])}[/]"
-            table.add_row("", "", "[red]predicted[/]", *said, "")
-    return Group(Text(title, style="green" if exact else "red"), table)  # a table's own title wraps at its width
+            predicted = f"{total['predicted_calls']:,}", bytes_text(total["predicted_payload_bytes"])
+            drawn.add_row("", "", "predicted", *predicted, "", style="red")
+    return Group(Text(title, style="green" if exact else "red"), drawn)
 
 
 def _files(directory: Path) -> list[tuple[str, Text]]:

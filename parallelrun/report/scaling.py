@@ -1,7 +1,7 @@
-"""Scaling over ranks in a sweep: points that differ only in world and degrees, against the ideal line. No torch.
+"""Scaling over ranks in a sweep: points that differ only in world and degrees, against the ideal line. Torch-free.
 
-Strong scaling keeps the global batch, weak scaling the batch of a data replica (`local_batch`). Either way the ideal is
-that every rank adds as many samples a second as one rank of the smallest point gives.
+Strong scaling keeps the global batch, weak scaling the batch of a data replica (`local_batch`). In the ideal, every
+rank adds as many samples/s as one rank of the smallest point has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHAPING = {*DEGREES, "grid", "depth"}  # keys in which the points of one group 
 
 @dataclass(frozen=True)
 class Scaled:
-    """One point of a group. efficiency: its samples a second over the ideal."""
+    """One point of a group. efficiency: its samples/s over the ideal."""
 
     point: int
     world: int
@@ -42,7 +42,7 @@ class Group:
 
 
 def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
-    """The groups among a sweep's rows that have points of at least two worlds."""
+    """Return the groups among a sweep's rows that have points of at least two worlds."""
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     labels: dict[tuple[str, ...], str] = {}
     for row, names in zip(rows, varied(rows), strict=True):
@@ -64,44 +64,36 @@ def _group(label: str, rows: list[dict[str, Any]]) -> Group:
 
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
-    """(strong | weak, efficiency) of every point that is in a group, by its number."""
+    """Return (strong | weak, efficiency) of every point that is in a group, by its number."""
     return {one.point: (group.kind, one.efficiency) for group in groups(rows) for one in group.points}
 
 
 def write(directory: Path) -> list[Path]:
-    """scaling.svg in a sweep directory; nothing where no points differ only in world and degrees."""
+    """Write scaling.svg in a sweep directory where points differ only in world and degrees, and matplotlib is there."""
     found = groups(read(directory))
-    if not found:
+    if not found or not chart.available():
         return []
     write_text(directory / PICTURE, to_svg(found))
     return [directory / PICTURE]
 
 
 def to_svg(found: Sequence[Group]) -> str:
-    """Samples a second and efficiency over the number of ranks, with the ideal line of every group."""
+    """Draw samples/s and efficiency over the number of ranks, with the ideal line of every group."""
     worlds = sorted({one.world for group in found for one in group.points})
-    ranks = chart.Axis("ranks, servers among them", "{:g}".format, log=True, ticks=tuple(map(float, worlds)))
-    ideal = len(found)
-    rates, shares = [], []
+    drawn, (rates, shares) = chart.panels("scaling of the sweep's points", ["samples/s", "efficiency"])
+    ideal = len(found)  # the style of the last text of the legend
     for style, group in enumerate(found):
-        best = _fastest(group)
+        best = list({one.world: one for one in reversed(group.points)}.values())[::-1]  # per world the fastest, first
         first, last = best[0], best[-1]
-        rates.append(chart.Line(style, tuple((one.world, one.rate) for one in best)))
-        ideals = ((first.world, first.rate), (last.world, first.rate * last.world / first.world))
-        rates.append(chart.Line(ideal, ideals))
-        shares.append(chart.Line(style, tuple((one.world, one.efficiency) for one in best)))
-    shares.append(chart.Line(ideal, ((worlds[0], 1.0), (worlds[-1], 1.0))))
-    panels = [
-        chart.Panel("samples a second", ranks, chart.Axis("", digits, log=True), tuple(rates)),
-        chart.Panel("efficiency", ranks, chart.Axis("of the ideal", "{:.0%}".format, from_zero=True), tuple(shares)),
-    ]
-    notes = ["ideal: every rank adds what a rank of the smallest point gives; of several degrees the fastest is drawn"]
+        chart.line(rates, style, [(one.world, one.rate) for one in best])
+        chart.line(rates, ideal, [(first.world, first.rate), (last.world, first.rate * last.world / first.world)])
+        chart.line(shares, style, [(one.world, one.efficiency) for one in best])
+    chart.line(shares, ideal, [(worlds[0], 1.0), (worlds[-1], 1.0)])
+    for axes in (rates, shares):
+        chart.scale(axes, "x", "{:g}".format, log=True, ticks=worlds, label="ranks, servers included")
+    chart.scale(rates, "y", digits, log=True)
+    chart.scale(shares, "y", "{:.0%}".format, from_zero=True, label="of the ideal")
+    notes = ["ideal: each rank adds as much as a rank of the smallest point; of several degrees the fastest is drawn"]
     if any(group.crowded for group in found):
-        notes.append("ranks shared cores: time is no scaling measurement")
-    legend = [*(f"{group.label}: {group.kind} scaling" for group in found), "ideal"]
-    return chart.draw("scaling of the sweep's points", panels, legend, notes)
-
-
-def _fastest(group: Group) -> list[Scaled]:
-    """One point a world: the fastest, which comes first."""
-    return list({one.world: one for one in reversed(group.points)}.values())[::-1]
+        notes.append("ranks shared cores: step time is no scaling measurement")
+    return chart.svg(drawn, [*(f"{group.label}: {group.kind} scaling" for group in found), "ideal"], notes)

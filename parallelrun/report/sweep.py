@@ -1,21 +1,20 @@
-"""The table of a sweep, from its directory's files (`results.jsonl`, written by `cli.sweep`). No torch."""
+"""The table of a sweep, from the files of its directory (`results.jsonl`, written by `cli.sweep`). Torch-free."""
 
 from __future__ import annotations
 
-import csv
-import io
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from parallelrun.records import write_text
-from parallelrun.report.figures import bytes_text, degrees_text, seconds_text
+from parallelrun.report.figures import bytes_text, csv_text, degrees_text, seconds_text
+from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.wording import counted
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
@@ -45,18 +44,10 @@ _MAX_ROWS = 200
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The rows of a sweep, by point: of every configuration those of the last invocation that had it, so that a point
-    that was run again counts once, and a repeated point of one invocation is listed. A torn last line is left out."""
+    """Return the rows of a sweep, by point. Of a configuration that several invocations have run, only the last
+    invocation's rows count; points that repeat within one invocation are all listed. A torn last line is ignored."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    try:
-        lines = (directory / RESULTS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in read_jsonl(directory / RESULTS):
         alike = found.setdefault(row.get("config_sha256") or f"point {row.get('point')}", {})
         if any(old.get("invocation") != row.get("invocation") for old in alike.values()):
             alike.clear()
@@ -65,17 +56,26 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row.get("point", 0))
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file's lines, without torn lines; [] if there is no such file."""
+    rows = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object, or {} when there is none."""
-    try:
+    """Return a JSON file's object, or {} if it has none."""
+    with contextlib.suppress(OSError, json.JSONDecodeError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def summary(directory: Path, verb: str) -> dict[str, Any]:
-    """One flat row of a run directory: its summary.json, bench.json or verify.json; nested values dotted."""
+    """Return a run directory's summary.json, bench.json or verify.json as one flat row; nested keys are dotted."""
     flat: dict[str, Any] = {}
     for key, value in read_json(directory / _RECORD[verb]).items():
         if isinstance(value, dict):
@@ -86,21 +86,18 @@ def summary(directory: Path, verb: str) -> dict[str, Any]:
 
 
 def write_csv(directory: Path) -> None:
-    """results.csv: the rows of results.jsonl, one line each; every column that any row has, every override's key."""
+    """Write results.csv: the rows of results.jsonl, with a column for every override's key and every field."""
     found = with_efficiency(read(directory))
-    rows = [{**overridden(row), **{key: _cell(value) for key, value in row.items()}} for row in found]
+    rows = [{**overridden(row), **{k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}}
+            for row in found]  # fmt: skip
     keys = [key for row in found for key in overridden(row)]
     columns = dict.fromkeys([*_FIRST, *keys, *DEGREES, *(key for row in rows for key in row)])
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [column for column in columns if column not in _NOT_IN_CSV],
-                            extrasaction="ignore", lineterminator="\n")  # fmt: skip
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(directory / "results.csv", text.getvalue())
+    shown = [column for column in columns if column not in _NOT_IN_CSV]
+    write_text(directory / "results.csv", csv_text([shown, *([row.get(name, "") for name in shown] for row in rows)]))
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, with `scaling` (strong | weak) and `efficiency` where points differ only in world and degrees."""
+    """Return the rows, with `scaling` and `efficiency` where points differ only in world and degrees."""
     from parallelrun.report.scaling import efficiencies
 
     known = efficiencies(rows)
@@ -109,88 +106,66 @@ def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def overridden(row: dict[str, Any]) -> dict[str, str]:
-    """The overrides of a point by key."""
+    """Return the overrides of a point by key."""
     return dict(text.split("=", 1) for text in row.get("overrides", ()))
 
 
-def _cell(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, list) else value
-
-
 def varied(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Per row, the overrides that are not common to all rows."""
+    """Return, per row, the overrides that are not common to all rows."""
     common = set.intersection(*(set(row.get("overrides", ())) for row in rows)) if len(rows) > 1 else set()
     return [[text for text in row.get("overrides", ()) if text not in common] for row in rows]
 
 
 def show(directory: Path) -> None:
-    """Print the table of a sweep and where its files are."""
-    from parallelrun.report.screen import open_console
-
+    """Print the table of a sweep and the path of its results."""
     console = open_console()
     show_table(read(directory), console)
-    console.print(f"results: {directory / 'results.csv'}", soft_wrap=True, highlight=False)
+    console.print(f"results: {directory / 'results.csv'}", soft_wrap=True)
 
 
 def show_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print one table with a line per point, and the reasons below it."""
+    """Print one table with a line per point, and the reasons and notes of the points below it."""
     rows = with_efficiency(rows)
-    present = [(key, title) for key, title in _COLUMNS if any(row.get(key) is not None for row in rows)]
-    columns = [(key, title) for i, (key, title) in enumerate(present) if title not in [t for _, t in present[:i]]]
+    columns = {title: key for key, title in reversed(_COLUMNS) if any(row.get(key) is not None for row in rows)}
+    columns = dict(reversed(columns.items()))  # of keys with one title, the first that any row has
     left_out = []
-    while _width(table := _table(rows, columns)) > console.width and columns:
-        dropped = next((title for title in _DROPPED_FIRST if title in [t for _, t in columns]), columns[-1][1])
-        columns = [(key, title) for key, title in columns if title != dropped]
-        left_out.append(dropped)
-    console.print(table)
-    if left_out:
-        console.print(f"no room for: {', '.join(left_out)}", highlight=False)
-    names = varied(rows)
-    for row, name in list(zip(rows, names))[:_MAX_ROWS]:
+    while Console(width=NO_LIMIT).measure(drawn := _table(rows, columns)).maximum > console.width and columns:
+        left_out.append(next((title for title in _DROPPED_FIRST if title in columns), [*columns][-1]))
+        del columns[left_out[-1]]
+    console.print(drawn)
+    lines = [f"left out, because the terminal is narrow: {', '.join(left_out)}"] if left_out else []
+    for row, names in list(zip(rows, varied(rows)))[:_MAX_ROWS]:
         if row.get("reason"):
-            place = f" ({row['directory']})" if row.get("directory") else ""
-            point = " ".join((f"# {row['point']}", *name))
-            text = f"{point}: {row['state']}: {row['reason']}{place}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        for note in row.get("notes", ()):
-            console.print(f"# {row['point']} note: {note}", markup=False, highlight=False, soft_wrap=True)
-    kinds = sorted({row["scaling"] for row in rows if "scaling" in row})
-    if kinds:
-        said = " and ".join(kinds)
-        note = f"efficiency: {said} scaling, samples a second of a rank against the smallest world's"
-        crowded = any((row.get("ranks_per_core") or 0) > 1 for row in rows if "scaling" in row)
-        console.print(note + ("; ranks shared cores: no scaling measurement" if crowded else ""), soft_wrap=True)
+            directory = f" ({row['directory']})" if row.get("directory") else ""
+            lines.append(f"# {' '.join((str(row['point']), *names))}: {row['state']}: {row['reason']}{directory}")
+        lines += [f"# {row['point']} note: {note}" for note in row.get("notes", ())]
+    scaled = [row for row in rows if "scaling" in row]
+    if scaled:
+        kinds = " and ".join(sorted({row["scaling"] for row in scaled}))
+        crowded = any((row.get("ranks_per_core") or 0) > 1 for row in scaled)
+        lines.append(f"efficiency: {kinds} scaling, samples/s of a rank over those of a rank of the smallest world")
+        lines[-1] += "; ranks shared cores: no scaling measurement" if crowded else ""
     if len(rows) > _MAX_ROWS:
-        console.print(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
+        lines.append(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _width(table: Table) -> int:
-    from rich.console import Console
-
-    return Console(width=10_000).measure(table).maximum
-
-
-def _table(rows: list[dict[str, Any]], columns: Sequence[tuple[str, str]]) -> Table:
-    from rich.table import Table
-
-    title = f"sweep of {counted(len(rows), 'point')}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("#", justify="right", no_wrap=True)
+def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
+    """columns: title -> key."""
     names = varied(rows)
     swept = [key for key in dict.fromkeys(text.partition("=")[0] for name in names for text in name) if key != "world"]
-    for key in swept:
-        table.add_column(key, no_wrap=len(swept) < 4, overflow="fold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("world", justify="right", no_wrap=True)
-    table.add_column("degrees", no_wrap=True)
-    for _, title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = [">#", *swept, "state", ">world", "degrees", *(f">{title}" for title in columns)]
+    title = f"sweep of {counted(len(rows), 'point')}"
+    drawn = table(*titles, rule=False, title=title, title_justify="left", padding=(0, 2, 0, 0))
+    for column in drawn.columns:
+        column.no_wrap = column.no_wrap or column.header not in swept or len(swept) < 4
     for row, name in list(zip(rows, names))[:_MAX_ROWS]:
         given = overridden({"overrides": name})
         cells = [str(row["point"]), *(given.get(key, "") for key in swept), _state(row)]
         cells += [str(row.get("world", given.get("world", ""))), _degrees(row)]
-        table.add_row(*cells, *(_cell_text(key, row.get(key)) for key, _ in columns))
-    return table
+        drawn.add_row(*cells, *(_cell_text(key, row.get(key)) for key in columns.values()))
+    return drawn
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from parallelrun.report.figures import degrees_text
-from parallelrun.report.screen import open_console
+from parallelrun.report.screen import open_console, table
 from parallelrun.wording import counted
 
 MEANING = {
@@ -27,23 +25,20 @@ def show(document: dict[str, Any], enabled: bool = True) -> None:
         return
     console = open_console()
     degrees = degrees_text(document["degrees"])
-    table = Table(title=f"{document['preset']} {degrees} against {document['against']} ({document['precision']})")
-    for heading in ("compared", "largest error", "bound", "where", ""):
-        table.add_column(
-            heading, justify="right" if heading in ("largest error", "bound") else "left", no_wrap=heading != "where"
-        )
+    title = f"{document['preset']} {degrees} against {document['against']} ({document['precision']})"
+    drawn = table("compared", ">largest error", ">bound", "where", "", title=title, padding=(0, 2, 0, 0))
     for kind, error in document["max_error"].items():
         good = error is not None and error <= document["tolerance"]
         shown = "not finite" if error is None else f"{error:.1e}"
         mark = "[green]equal[/]" if good else "[yellow]differs[/]" if document["reports_only"] else "[red]DIFFERS[/]"
-        table.add_row(MEANING[kind], shown, f"{document['tolerance']:.0e}", document["worst"][kind], mark)
-    console.print(table)
+        drawn.add_row(MEANING[kind], shown, f"{document['tolerance']:.0e}", document["worst"][kind], mark)
+    console.print(drawn)
     for name in document["copies_that_disagree"]:
         console.print(f"[red]copies of {name} differ between ranks[/]")
     if document["routing_held"]:
         console.print(
-            "Both trainings take the routing decisions of the plan, because rounding may move scores that nearly tie. "
-            "The scores themselves are compared."
+            "Both trainings use the plan's routing decisions, because rounding may reorder nearly equal scores. The "
+            "scores themselves are compared."
         )
     count, steps = counted(document["parameters_compared"], "parameter"), counted(document["steps"], "step")
     verdict = "[green]verified[/]" if document["passed"] else "[red]NOT EQUAL[/]"

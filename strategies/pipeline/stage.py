@@ -21,7 +21,8 @@ from .plan import boundary_shape
 
 def compute_dtype(plan: Plan) -> torch.dtype:
     """The dtype of activations and of their gradients."""
-    return getattr(torch, plan.precision.compute)
+    dtype: torch.dtype = getattr(torch, plan.precision.compute)
+    return dtype
 
 
 def input_example(plan: Plan, stage: int) -> Tensor:
@@ -57,11 +58,11 @@ class _Plain(nn.Module):
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.part(x, self.sample_ids)
+        output: Tensor = self.part(x, self.sample_ids)
         if not self.is_last:
             return output
         assert self.targets is not None, "the last stage needs targets"
-        loss = self.part.loss(output, self.targets)
+        loss: Tensor = self.part.loss(output, self.targets)
         self.losses.append(loss.detach())
         return loss * self.scale
 
@@ -155,7 +156,7 @@ class Stage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         if self.is_last:
             return output
-        stand_in = _WithoutStorage.apply(output)
+        stand_in = _WithoutStorage.apply(output)  # type: ignore[no-untyped-call]
         self.fwd_cache[fwd_chunk_id] = ((stand_in,), self.fwd_cache[fwd_chunk_id][1])
         if self.stage_index_to_group_rank[self.stage_index + 1] == self.group_rank:
             return output  # the turn of a V: torch hands it to the next stage

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -127,6 +128,15 @@ def run_program(folder: Path, words: list[str], environ: dict[str, str], world: 
     return Launched(folder, world, runs)
 
 
+def run_to_end(*words: str, cwd: Path, timeout: float = 120.0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`parallelrun <words>`, typed in `cwd`, in a warm process: a call that need not prove that the program starts."""
+    with tempfile.TemporaryDirectory(prefix="parallelrun-call-") as folder:
+        _send("tests.cli.launcher:program_in", Path(folder), {"words": words, "cwd": str(cwd)}, environ)
+        code = wait_for(lambda: read(Path(folder) / "code"), f"end of {' '.join(words)}", timeout)
+        output = [read(Path(folder) / name) for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(words, int(code), *output)
+
+
 def _send(function: str, folder: Path, argument: Any, environ: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     request = {"function": function, "folder": str(folder), "argument": argument, "environ": environ}
@@ -136,14 +146,14 @@ def _send(function: str, folder: Path, argument: Any, environ: dict[str, str]) -
     helper.stdin.flush()
 
 
-def wait_for(look: Callable[[], Any], what: str) -> Any:
+def wait_for(look: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
     """Poll until `look()` is true; its value."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         if value := look():
             return value
         time.sleep(0.01)
-    raise AssertionError(f"waited {PATIENCE_S:g} s for {what}")
+    raise AssertionError(f"waited {patience_s:g} s for {what}")
 
 
 def read(path: Path) -> str:
@@ -237,6 +247,12 @@ def program(words: list[str]) -> int:
     from parallelrun.cli.main import main
 
     return main(words)
+
+
+def program_in(call: dict[str, Any]) -> int:
+    """`parallelrun <words>` in a folder."""
+    os.chdir(call["cwd"])
+    return program(list(call["words"]))
 
 
 def launch(wanted: dict[str, Any]) -> int:

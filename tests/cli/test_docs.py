@@ -41,13 +41,13 @@ def printed_lines() -> list[str]:
 
 
 def as_the_shell_splits(lines: list[str]) -> list[list[str]]:
-    """The words of each call of parallelrun, read by bash itself: quotes, braces, patterns, comments."""
+    """The words of each different call of parallelrun, read by bash itself: quotes, braces, patterns, comments."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told"
         script = f"{PROGRAMS}exec 3>{shlex.quote(str(told))}\n" + "\n".join(lines)
         subprocess.run(["bash", "-e", "-c", script], cwd=folder, check=True, timeout=60, capture_output=True)
         records = told.read_bytes().decode().split("\n\0")
-    return [record.split("\0")[:-1] for record in records if record]
+    return [list(words) for words in dict.fromkeys(tuple(record.split("\0")[:-1]) for record in records if record)]
 
 
 NEEDS_A_RUN = "resume=latest"  # tests/cli/test_resume.py types this one beside a run

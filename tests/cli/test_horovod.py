@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.test_program import TINY, run
+from tests.cli.launcher import run_to_end
+from tests.cli.test_program import TINY
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_more_processes_than_slots_and_hosts_elsewhere_start_nothing(tmp_path):
-    done = run("-np", "5", "-H", "localhost:4", *TINY, cwd=tmp_path)
+    done = run_to_end("-np", "5", "-H", "localhost:4", *TINY, cwd=tmp_path)
     assert done.returncode == 2
     assert "Requested more processes (5) than there are available slots (4)" in done.stderr
-    done = run("-np", "2", "-H", "elsewhere:2", "strategy=horovod", *TINY, cwd=tmp_path)
+    done = run_to_end("-np", "2", "-H", "elsewhere:2", "strategy=horovod", *TINY, cwd=tmp_path)
     assert done.returncode == 3 and "elsewhere" in done.stderr  # tests/cli/test_hosts_over_ssh.py has hosts that answer
     assert list(tmp_path.iterdir()) == []
 
@@ -23,7 +24,7 @@ def test_a_run_with_everything_leaves_a_timeline_and_counts_what_it_sent(tmp_pat
     words = ["strategy=horovod", "dp=2", "strategy.data.timeline=true", "strategy.data.compression=fp16"]
     words += ["strategy.data.worker_batches=[3,2]", "optimizer.lr_scale=linear", *TINY, "steps=3"]
     words.remove("steps=1")
-    done = run(*words, cwd=tmp_path)
+    done = run_to_end(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     directory = next(Path(tmp_path).glob("runs/*/*/timeline.json")).parent
     events = [event["name"] for event in json.loads((directory / "timeline.json").read_text())]
@@ -36,7 +37,7 @@ def test_a_run_with_everything_leaves_a_timeline_and_counts_what_it_sent(tmp_pat
 
 def test_verify_holds_compressed_gradients_against_their_own_rule(tmp_path):
     words = ["verify", "strategy=horovod", "dp=2", "strategy.data.compression=powersgd", *TINY]
-    done = run(*words, cwd=tmp_path)
+    done = run_to_end(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (verdict,) = Path(tmp_path).glob("runs/*/*/verify.json")
     document = json.loads(verdict.read_text())

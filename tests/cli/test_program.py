@@ -83,7 +83,7 @@ def _processor_seconds(command: list[str], cwd: Path) -> float:
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
-    command = f"{sys.executable} -m parallelrun plan --json recipe=gpt3_oneflow_3072 ranks=all | head -c 10"
+    command = f"{sys.executable} -m parallelrun plan --json recipe=gpt3_oneflow_3072 | head -c 10"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and len(done.stdout) == 10
 

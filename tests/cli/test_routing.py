@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 
 from parallelrun.cli import main as program
 from parallelrun.report.progress import Progress
+from tests.cli.launcher import run_to_end
 
 STEPS = 12
 COMMAND = [
@@ -25,14 +23,7 @@ COMMAND = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Dropless experts: what is sent depends on the data."""
     folder = tmp_path_factory.mktemp("experts")
-    done = subprocess.run(
-        [sys.executable, "-m", "parallelrun", *COMMAND],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_to_end(*COMMAND, cwd=folder, COLUMNS="120")
     assert done.returncode == 0, done.stderr
     (directory,) = folder.glob("runs/moe_gpt-aux_free-dp2ep2/*")
     return done.stdout, directory

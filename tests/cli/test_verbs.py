@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.cli.launcher import run_launcher
+from tests.cli.launcher import run_launcher, run_to_end
 from tests.cli.test_program import TINY, run
 
 
@@ -19,7 +19,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_the_owners_command_runs_32_ranks_on_whatever_there_is(tmp_path: Path) -> None:
-    done = run("model=gpt", "strategy=ptdp", "tp=8", "pp=4", "steps=2", "eval.batches=1", cwd=tmp_path, timeout=300)
+    small = ["model.hidden=32", "model.seq=16", "global_batch=16", "microbatches=4", "steps=2", "eval.batches=1"]
+    done = run("model=gpt", "strategy=ptdp", "tp=8", "pp=4", *small, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "as predicted, to the byte" in done.stdout and "32 ranks on" in done.stdout + done.stderr
     directory = only_run(tmp_path)
@@ -30,7 +31,7 @@ def test_the_owners_command_runs_32_ranks_on_whatever_there_is(tmp_path: Path) -
 
 
 def test_verify_proves_a_plan_and_writes_its_verdict(tmp_path: Path) -> None:
-    done = run("verify", "strategy=ptdp", "tp=2", *TINY, cwd=tmp_path)
+    done = run_to_end("verify", "strategy=ptdp", "tp=2", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "verified: exact" in done.stdout
     verdict = read(only_run(tmp_path) / "verify.json")
@@ -47,7 +48,7 @@ def test_a_difference_ends_with_4_and_is_shown(tmp_path: Path) -> None:
 
 
 def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
-    done = run("bench", "strategy=ddp", "dp=2", "bench.steps=4", "bench.warmup=1", *TINY, cwd=tmp_path)
+    done = run_to_end("bench", "strategy=ddp", "dp=2", "bench.steps=4", "bench.warmup=1", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     figures = read(only_run(tmp_path) / "bench.json")
     assert len(figures["step_times_s"]) == 4

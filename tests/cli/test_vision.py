@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from parallelrun.config.overrides import read
 from parallelrun.config.schema import Config
 from parallelrun.report import run as report
 from parallelrun.report.progress import Progress
+from tests.cli.launcher import run_to_end
 from tests.plans import tiny_plan
 from tests.vision import ALEXNET
 
@@ -65,10 +64,7 @@ def test_a_sweep_gives_each_model_its_own(capsys: pytest.CaptureFixture[str]) ->
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("digits")
-    command = [sys.executable, "-m", "parallelrun", "model=resnet", "strategy=ddp", "dp=2", "steps=40", "tracker=none"]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60
-    )
+    done = run_to_end("model=resnet", "strategy=ddp", "dp=2", "steps=40", "tracker=none", cwd=folder)
     (directory,) = folder.glob("runs/resnet-ddp-dp2/*")
     return done, directory
 

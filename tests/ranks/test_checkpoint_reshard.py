@@ -88,9 +88,10 @@ def load_and_save(root, folder, names):
 
 
 def sources(name):
-    """The plans whose checkpoints plan `name` loads: its own, two others of its model, those of `BETWEEN_LAYOUTS`."""
+    """The plans whose checkpoints plan `name` loads: two others of its model, those of `BETWEEN_LAYOUTS`, and its own,
+    which other tests resume too, in the full matrix only."""
     names = list(DENSE if name in DENSE else SPREAD)
-    near = [names[(names.index(name) + ahead) % len(names)] for ahead in (0, 1, 5)]
+    near = [names[(names.index(name) + ahead) % len(names)] for ahead in ((0, 1, 5) if FULL else (1, 5))]
     return [*dict.fromkeys((*near, *BETWEEN_LAYOUTS.get(name, ())))]
 
 

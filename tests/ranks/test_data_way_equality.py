@@ -27,13 +27,14 @@ REDUCED_ONCE = {"strategy.data.reduce_each_microbatch": False}
 GATHERED = {**FSDP, "strategy.data.reshard_after_forward": False}
 SMALL_BUCKETS = {"strategy.data.bucket_mb": 0.01}
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
+PIPELINE = {"pp": 2, "microbatches": 4}
 # eps far above a gradient of pure noise (a key's bias), which Adagrad would else make as large as any other
 ADAGRAD = {"optimizer.name": "adagrad", "optimizer.eps": 1e-2}
 # What `test_parity.py` does not run: its cells have one bucket, two microbatches, even shards and a tied weight.
 CELLS: dict[str, dict[str, Any]] = {
     "ddp, accumulation": {"dp": 2, "microbatches": 4},
     "ddp, many buckets": {"dp": 4, "microbatches": 1, **SMALL_BUCKETS},
-    "ddp x pp: a tied weight in two stages": {"dp": 2, "pp": 2},
+    "ddp x pp: a tied weight in two stages": {"dp": 2, **PIPELINE},
     "zero1, accumulation": {"dp": 2, "microbatches": 2, **ZERO1, **SMALL_BUCKETS},
     "zero1, an empty chunk": {"dp": 3, "model.hidden": 4, "model.heads": 2, "global_batch": 12, **ZERO1},
     "zero1 x tp, sequence parallel": {"dp": 2, "tp": 2, "microbatches": 2, **ZERO1, **SEQUENCE},
@@ -44,7 +45,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "zero2, recomputed": {"dp": 2, "microbatches": 2, "recompute": "full", **ZERO2, **SMALL_BUCKETS},
     "zero2, two stages a rank in many buckets": {
         "dp": 2,
-        "pp": 2,
+        **PIPELINE,
         "strategy.pipeline.kind": "interleaved",
         "model.layers": 4,
         **ZERO2,
@@ -52,23 +53,23 @@ CELLS: dict[str, dict[str, Any]] = {
     },
     "fsdp, accumulation": {"dp": 4, "microbatches": 2, **FSDP},
     "fsdp, gathered once": {"dp": 2, "microbatches": 2, **GATHERED},
-    "fsdp x pp, adagrad": {"dp": 2, "pp": 2, **FSDP, **ADAGRAD},
+    "fsdp x pp, adagrad": {"dp": 2, **PIPELINE, **FSDP, **ADAGRAD},
     "fsdp, untied": {"dp": 2, "microbatches": 2, "model.tied_embeddings": False, **FSDP},
     "fsdp, an empty chunk": {"dp": 3, "model.hidden": 4, "model.heads": 2, "global_batch": 12, **FSDP},
     "fsdp x tp, sequence parallel": {"dp": 2, "tp": 2, "microbatches": 2, **FSDP, **SEQUENCE},
     "fsdp, reduced once a step": {"dp": 2, "microbatches": 4, **FSDP, **REDUCED_ONCE},
-    "fsdp x pp, reduced once a step": {"dp": 2, "pp": 2, **FSDP, **REDUCED_ONCE},
+    "fsdp x pp, reduced once a step": {"dp": 2, **PIPELINE, **FSDP, **REDUCED_ONCE},
     "fsdp x pp, two stages a rank": {
         "dp": 2,
-        "pp": 2,
+        **PIPELINE,
         "strategy.pipeline.kind": "interleaved",
         "model.layers": 4,
         **FSDP,
     },
-    "fsdp x pp, let go between passes": {"dp": 2, "pp": 2, **FSDP, "strategy.data.reshard_after_forward": True},
+    "fsdp x pp, let go between passes": {"dp": 2, **PIPELINE, **FSDP, "strategy.data.reshard_after_forward": True},
     "fsdp under zbv: one weight in two stages of a rank": {
         "dp": 2,
-        "pp": 2,
+        **PIPELINE,
         "strategy.pipeline.kind": "zbv",
         "model.layers": 4,
         **FSDP,
@@ -76,7 +77,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "fsdp, recomputed": {"dp": 2, "microbatches": 2, "recompute": "full", **FSDP},
     "hsdp, accumulation": {"dp": 4, "microbatches": 2, **HSDP},
     "hsdp, reduced once a step": {"dp": 4, "microbatches": 2, **HSDP, **REDUCED_ONCE},
-    "hsdp x pp, a tied weight in two stages": {"dp": 4, "pp": 2, "global_batch": 16, **HSDP},
+    "hsdp x pp, a tied weight in two stages": {"dp": 4, **PIPELINE, "global_batch": 16, **HSDP},
 }
 PLACEMENT = ("dp", "tp", "pp", "microbatches", "recompute")
 

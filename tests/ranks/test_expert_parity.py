@@ -18,8 +18,8 @@ SHARED = {"model.shared_experts": 1}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 
 
-def pipeline(kind: str, micro_batch: int = 1) -> dict[str, Any]:
-    return {"pp": 2, "global_batch": 16, "micro_batch": micro_batch, "strategy.pipeline.kind": kind}
+def pipeline(kind: str) -> dict[str, Any]:
+    return {"pp": 2, "model.layers": 4, "global_batch": 16, "micro_batch": 2, "strategy.pipeline.kind": kind}
 
 
 def router(kind: str, **settings: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ CELLS = {
     "dropless, tp, sequence": {**EP2, "tp": 2, **DROPLESS, "strategy.tensor.sequence_parallel": True},
     "capacity, 1f1b": {**EP2, **pipeline("1f1b"), **CAPACITY},
     "dropless, interleaved": {**EP2, **pipeline("interleaved"), **DROPLESS},
-    "capacity, zero bubble": {**EP2, **pipeline("zero_bubble", 2), **CAPACITY, **CHUNKS, **SHARED},
+    "capacity, zero bubble": {**EP2, **pipeline("zero_bubble"), **CAPACITY, **CHUNKS, **SHARED},
     "dropless, zero bubble, recomputed": {**EP2, **pipeline("zero_bubble"), **DROPLESS, **FULL, **SHARED},
     "dropless, zero bubble, tp": {**EP2, "tp": 2, **pipeline("zero_bubble"), **DROPLESS},
     "capacity, recomputed, dropout": {**EP2, **CAPACITY, **FULL, **SHARED, "dropout": 0.1},

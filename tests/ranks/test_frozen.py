@@ -51,7 +51,7 @@ CELLS = {
 
 
 FROZEN = {"bottom": BOTTOM, "top": TOP, "scattered": SCATTERED}
-# what every run of the suite proves; PARALLELRUN_FULL_MATRIX=1 proves each cell with everything frozen that may be
+# what every run of the suite proves; `pytest --matrix=full` proves each cell with everything frozen that may be
 ALWAYS = {
     "bottom": ("fsdp_reshard", "hsdp", "tp", "1f1b", "zero_bubble", "zero1_tp_pp"),
     "top": ("zero1", "gpipe", "zbv"),

@@ -1,6 +1,6 @@
 """2D, 2.5D and 3D tensor parallelism equal one device, alone and composed, and send what the plan predicts.
 
-Every cell has an uneven vocabulary (37) and label smoothing. PARALLELRUN_FULL_MATRIX=1 runs FULL_CELLS too.
+Every cell has an uneven vocabulary (37) and label smoothing. `pytest --matrix=full` runs FULL_CELLS too.
 """
 
 from __future__ import annotations

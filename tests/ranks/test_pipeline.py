@@ -16,7 +16,7 @@ from tests.ranks import pipeline_body as body
 from tests.unit.strategies.pipeline.test_orders import peak_in_flight
 
 BOUND = 1e-10  # fp64
-SETTING = {"precision.name": "fp64", "model.layers": 8, "model.init_std": 0.2}
+SETTING = {"precision.name": "fp64", "model.layers": 4, "model.init_std": 0.2}
 SPLIT = ("zero_bubble", "zbv")
 
 CASES = [
@@ -40,8 +40,13 @@ CASES = [
 ]
 
 
+def layers(pp: int, virtual_stages: int) -> dict[str, int]:
+    """One layer a stage, and at least the four of `SETTING`."""
+    return {"model.layers": max(4, pp * virtual_stages)}
+
+
 def sizes(kind: str, pp: int, m: int, virtual_stages: int) -> dict:
-    given = {**SETTING, "pp": pp, "microbatches": m}
+    given = {**SETTING, **layers(pp, virtual_stages), "pp": pp, "microbatches": m}
     if kind != "none":
         given["schedule"] = kind
     if virtual_stages > 1:
@@ -83,7 +88,7 @@ def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 def test_equals_one_device_and_sends_what_is_planned(kind, pp, m, virtual_stages):
     overrides = sizes(kind, pp, m, virtual_stages)
     plan = tiny_plan(overrides)
-    wanted = reference(tuple(SETTING.items()))
+    wanted = reference(tuple({**SETTING, **layers(pp, virtual_stages)}.items()))
     outcomes = run(overrides)
     assert sum(outcome.loss for outcome in outcomes) == pytest.approx(wanted.loss, rel=BOUND)
     assert sum(outcome.val_loss for outcome in outcomes) == pytest.approx(wanted.val_loss, rel=BOUND)

@@ -342,7 +342,11 @@ tracker=wandb
 tracker=null
 timeout_s=0
 timeout_s=soon
-ranks=many
+plan detail=rank
+plan detail=ranks,all,many
+detail=ranks
+plan detail=
+plan ranks=all
 plan plot=/nonexistent/x
 plot=x
 plan strategy=single plot=x

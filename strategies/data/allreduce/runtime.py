@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
 from .jobs import Queue
@@ -26,10 +26,6 @@ from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, pie
 # A thread or a stream belongs to its process group, and goes with it; callers only know the group.
 _lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
-
-
-class Waitable(Protocol):
-    def wait(self) -> object: ...
 
 
 def all_reduce(

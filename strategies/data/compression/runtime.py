@@ -7,24 +7,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.comm import Waitable
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
 
 from . import powersgd
 from .settings import Compression, is_factored, matrix_shape, num_columns
-
-
-class Waitable(Protocol):
-    """A started exchange, such as `dist.Work`."""
-
-    def wait(self) -> object: ...
-
 
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into the bucket's buffer

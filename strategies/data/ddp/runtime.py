@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import comm
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
 from ..bucketed import Bucket, Reducer, Slot
 from ..buckets import is_summed, partition
-from ..compression.runtime import Part, Waitable, compress
+from ..compression.runtime import Part, compress
 from ..compression.settings import CompressedStrategy, Compression
 
 

@@ -70,9 +70,9 @@ class FSDP(DataStrategy):
 
     @property
     def detail(self) -> str:
-        kept = "let go after forward" if self.reshard_after_forward else "kept between microbatches"
+        kept = "freed after forward" if self.reshard_after_forward else "kept between microbatches"
         often = "in every backward pass" if self.reduce_each_microbatch else "once a step"
-        return f"copies shared by {self.shard} ranks, gathered weights {kept}, gradients reduced {often}"
+        return f"sharded over {self.shard} ranks, gathered weights {kept}, gradients reduced {often}"
 
     def mesh_dims(self, dp: int) -> tuple[MeshDims, FlattenedDims]:
         if self.shard >= dp:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import torch_private
+from parallelrun.comm import Waitable
 from parallelrun.context import WorkerContext
 from parallelrun.layout import Layout
 from parallelrun.mesh import Group, Mesh
@@ -24,7 +25,7 @@ from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 from ..allreduce.runtime import all_reduce
 from ..allreduce.settings import over
 from ..buckets import fill, reduce_bytes
-from ..compression.runtime import Part, Waitable
+from ..compression.runtime import Part
 from ..ddp.runtime import DDPRuntime
 from .adasum import all_combine
 from .broadcast import broadcast_optimizer, broadcast_weights

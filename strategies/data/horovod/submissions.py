@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..compression.runtime import Waitable
-
 if TYPE_CHECKING:
     from .timeline import Timeline
 

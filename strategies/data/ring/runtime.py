@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
 from ..allreduce.runtime import all_reduce
 from ..allreduce.settings import over
-from ..compression.runtime import Waitable
 from ..ddp.runtime import DDPRuntime
 from .plan import Ring
 

@@ -29,11 +29,14 @@ class CapacitySlots:
 
     def permute(self, x: Tensor) -> Tensor:
         """x (T, hidden) -> (s, hidden); zeros in empty slots."""
-        return _FillSlots.apply(x, self.sources, self.taken, self.kept, self.starts)
+        filled: Tensor = _FillSlots.apply(x, self.sources, self.taken, self.kept, self.starts)  # type: ignore[no-untyped-call]
+        return filled
 
     def combine(self, rows: Tensor) -> Tensor:
         """rows (s, hidden) -> (T, hidden), a new tensor: weighted sums; 0 where nothing was kept."""
-        return _CombineSlots.apply(rows, self.weights.to(rows.dtype), self.sources, self.taken, self.kept, self.starts)
+        inputs = rows, self.weights.to(rows.dtype), self.sources, self.taken, self.kept, self.starts
+        combined: Tensor = _CombineSlots.apply(*inputs)  # type: ignore[no-untyped-call]
+        return combined
 
 
 def assign_slots(routing: Routing, slots: Tensor, chunks: int) -> list[CapacitySlots]:

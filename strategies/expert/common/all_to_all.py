@@ -107,13 +107,15 @@ class _Finish(torch.autograd.Function):
 
 
 def start(rows: Tensor, all_to_all: AllToAll) -> Tensor:
-    """Send `rows`; nobody but `finish` may read what is returned. Evaluation is not countered."""
-    return _Start.apply(rows, all_to_all, torch.is_grad_enabled())
+    """Send `rows`; only `finish` may read the returned tensor. Evaluation is not counted."""
+    arriving: Tensor = _Start.apply(rows, all_to_all, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return arriving
 
 
 def finish(arriving: Tensor, all_to_all: AllToAll) -> Tensor:
     """Return the rows that have arrived, ordered by source rank."""
-    return _Finish.apply(arriving, all_to_all)
+    arrived: Tensor = _Finish.apply(arriving, all_to_all)  # type: ignore[no-untyped-call]
+    return arrived
 
 
 def exchange_counts(counts: Tensor, group: Group, counter: ByteCounter) -> Tensor:

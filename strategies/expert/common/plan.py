@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 from parallelrun.errors import Problem
 from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.models.moe.spec import inside_dim
-from parallelrun.plan.expert_axes import FlattenedDims, MeshDims
+from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
 from parallelrun.plan.request import Request

@@ -45,7 +45,8 @@ class BlockTranspose:
 
 def _transposed(rows: Tensor, first: int, second: int) -> Tensor:
     block = rows.size(0) // (first * second)
-    return rows.unflatten(0, (first, second, block)).transpose(0, 1).flatten(0, 2)
+    blocks: Tensor = rows.unflatten(0, (first, second, block))
+    return blocks.transpose(0, 1).flatten(0, 2)
 
 
 class _Permute(torch.autograd.Function):
@@ -62,6 +63,11 @@ class _Permute(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
+def _permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    permuted: Tensor = _Permute.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return permuted
+
+
 @dataclass(frozen=True)
 class RowPermutation:
     """Row n becomes row inverse[n]; row index[n] becomes row n."""
@@ -70,10 +76,10 @@ class RowPermutation:
     inverse: Tensor
 
     def apply(self, rows: Tensor) -> Tensor:
-        return _Permute.apply(rows, self.index, self.inverse)
+        return _permute(rows, self.index, self.inverse)
 
     def invert(self, rows: Tensor) -> Tensor:
-        return _Permute.apply(rows, self.inverse, self.index)
+        return _permute(rows, self.inverse, self.index)
 
 
 def sort_segments(lengths: Tensor, keys: Tensor, num_rows: int) -> RowPermutation:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from parallelrun.config.schema import Config
-from parallelrun.definitions import Dataset, DatasetDefinition
+from parallelrun.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.model_spec import ModelSpec
 
 CLASSES = 4
 
 
-class RampSplit:
+class RampSplit(Split):
     """Sample `index` depends on its index and the split only."""
 
     def __init__(self, stream: int, size: int, num_features: int):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -46,11 +46,12 @@ def blocks_of(stderr: str) -> list[Said]:
 
 
 class Shell:
-    """Answers command lines in this process; the same line is answered once."""
+    """Answers command lines in this process; the same line is answered once for all tests."""
+
+    _answers: ClassVar[dict[tuple[str, ...], tuple[int, list[Said]]]] = {}
 
     def __init__(self, capsys: Any):
         self._capsys = capsys
-        self._answers: dict[tuple[str, ...], tuple[int, list[Said]]] = {}
 
     def __call__(self, words: list[str]) -> tuple[int, list[Said]]:
         key = tuple(words)

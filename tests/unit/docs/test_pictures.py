@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from parallelrun.report import chart
 
 ROOT = Path(__file__).parents[3]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-SVG = "{http://www.w3.org/2000/svg}"
-CHARACTER = 0.56  # of the font's size: the mean width of a sans-serif character, measured on DejaVu Sans
-DRAWN = sorted(path for folder in (DOCS, RESULTS) for path in folder.rglob("*.svg") if path.name != "run.svg")
 
 
 def docs_module(name: str) -> ModuleType:
@@ -27,61 +30,86 @@ def docs_module(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["picture", "data_axis"])
-def test_a_picture_of_the_docs_is_what_its_files_give_today(name):
-    module = docs_module(name)
-    assert module.PICTURE.read_text() == module.draw(), f"run `python docs/{name}.py`"
-
-
-def test_the_picture_of_the_crossover_is_what_its_numbers_give_today():
+def crossover(path: Path) -> str:
     from benchmarks import crossover
 
-    for numbers in RESULTS.glob("*-crossover.csv"):
-        facts = json.loads(numbers.with_suffix(".json").read_text())["environment"]
-        drawn = crossover.picture(crossover.read_back(numbers), facts)
-        assert numbers.with_suffix(".svg").read_text() == drawn, numbers
+    facts = json.loads(path.with_suffix(".json").read_text())["environment"]
+    return crossover.picture(crossover.read_back(path.with_suffix(".csv")), facts)
 
 
-def test_the_picture_of_routing_is_what_its_numbers_give_today():
+def routing_balance(path: Path) -> str:
     from benchmarks import routing_balance
 
-    for numbers in RESULTS.glob("*-routing_balance.json"):
-        document = json.loads(numbers.read_text())
-        drawn = routing_balance.picture(document["rows"], document["environment"])
-        assert numbers.with_suffix(".svg").read_text() == drawn, numbers
+    document = json.loads(path.with_suffix(".json").read_text())
+    return routing_balance.picture(document["rows"], document["environment"])
 
 
-def boxes(root: ElementTree.Element) -> list[tuple[float, float, float, str]]:
-    """(baseline, left, right, text) of every text, by the mean width of characters."""
-    found = []
-    for node in root.iter(f"{SVG}text"):
-        text = "".join(node.itertext())
-        size = float(node.get("font-size") or root.get("font-size") or 12)
-        width = len(text) * size * CHARACTER
-        start = {"middle": width / 2, "end": width}.get(node.get("text-anchor") or "", 0.0)
-        left = float(node.get("x") or 0) - start
-        found.append((float(node.get("y") or 0), left, left + width, text))
-    return found
+def drawn_by(path: Path) -> Callable[[], str]:
+    """How a picture of the repository is drawn today."""
+    if path.parent == RESULTS:
+        return lambda: (crossover if path.stem.endswith("crossover") else routing_balance)(path)
+    if path.parent.name == "layouts":
+        module = docs_module("layouts")
+        return lambda: module.draw(next(one for one in module.PICTURES if one.name == path.stem))
+    return docs_module({"run": "picture"}.get(path.stem, path.stem)).draw
 
 
-@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
-def test_no_text_of_a_picture_is_cut_or_covered(path):
-    root = ElementTree.fromstring(path.read_text())
-    width = float(root.get("width") or 0)
-    found = boxes(root)
-    for _, left, right, text in found:
-        assert left >= -2 and right <= width + 2, f"{text!r} leaves the picture"
-    covers = [
-        (float(node.get("x") or 0), float(node.get("y") or 0), float(node.get("width") or 0))
-        for node in root.iter(f"{SVG}rect")
-        if node.get("height") in ("10", "14")  # the squares of legends
-    ]
-    for baseline, left, right, text in found:
-        for x, y, side in covers:
-            assert not (y - 2 < baseline - 4 < y + 16 and left < x + side and x < right), f"{text!r} is covered"
-        beside = [other for other in found if other[0] == baseline and other[1:] != (left, right, text)]
-        assert all(right <= other[1] + 2 or other[2] <= left + 2 for other in beside), f"{text!r} overlaps another"
+PICTURES = sorted(path for folder in (DOCS, RESULTS) for path in folder.rglob("*.svg"))
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)
+def test_a_picture_is_what_its_files_give_today_and_no_text_is_cut_or_covered(path, monkeypatch):
+    figures: list[Figure] = []
+    real = chart.svg
+    monkeypatch.setattr(chart, "svg", lambda figure, *rest: (figures.append(figure), real(figure, *rest))[1])
+    assert path.read_text() == drawn_by(path)(), f"{path.name} is older than the code or the numbers that draw it"
+    assert len(figures) == (path.name != "run.svg"), "rich draws the screen of a run, matplotlib everything else"
+    for figure in figures:
+        assert_texts_are_legible(figure)
+
+
+def assert_texts_are_legible(figure: Figure) -> None:
+    """Every text is inside the figure, and no two overlap."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts(figure)]
+    assert len(boxes) > 3
+    for words, box in boxes:
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert inside, f"{words!r} leaves the picture"
+    for (one, a), (other, b) in combinations(boxes, 2):
+        apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
+        assert apart, f"{one!r} overlaps {other!r}"
+
+
+def texts(figure: Figure) -> Iterator[Text]:
+    """The texts that are drawn: not those of ticks outside the limits of their axis."""
+    hidden = set()
+    for axes in figure.axes:
+        for axis, (low, high) in ((axes.xaxis, sorted(axes.get_xlim())), (axes.yaxis, sorted(axes.get_ylim()))):
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                if not low - 1e-9 <= tick.get_loc() <= high + 1e-9 or not axes.axison:
+                    hidden |= {tick.label1, tick.label2}
+        if not axes.axison:
+            hidden |= {axes.xaxis.label, axes.yaxis.label}
+    for text in figure.findobj(Text):
+        if text.get_visible() and text.get_text().strip() and text not in hidden:
+            yield text
+
+
+def test_an_overlap_and_a_cut_text_are_noticed():
+    figure, (axes,) = chart.panels("title", ["panel"])
+    chart.line(axes, 0, [(1, 1), (2, 2)])
+    assert_texts_are_legible(figure)
+    added = axes.text(1.5, 1.5, "one text")
+    axes.text(1.5, 1.5, "another text")
+    with pytest.raises(AssertionError, match="overlaps"):
+        assert_texts_are_legible(figure)
+    added.set_position((1.99, 1.2))
+    added.set_text("long " * 30)
+    with pytest.raises(AssertionError, match="leaves the picture"):
+        assert_texts_are_legible(figure)
 
 
 def test_every_picture_is_checked():
-    assert {"25d.svg", "data_axis.svg", "2026-11-21-crossover.svg"} <= {path.name for path in DRAWN}
+    assert {"25d.svg", "data_axis.svg", "run.svg", "2026-11-21-crossover.svg"} <= {path.name for path in PICTURES}

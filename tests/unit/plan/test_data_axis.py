@@ -255,7 +255,7 @@ SHOWN = [
 
 def shown(axis: DataAxis, width: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(panel(axis, width))
+    Console(file=file, width=width).print(panel(axis))
     return file.getvalue()
 
 
@@ -266,6 +266,8 @@ def test_on_screen_a_line_per_way_and_none_is_too_wide(overrides, width):
     lines = shown(axis, width).splitlines()
     assert max(map(len, lines)) <= width
     table = lines[: next(index for index, line in enumerate(lines) if line.startswith("time to combine"))]
+    rows = table.index(next(line for line in table if line.startswith("strategy")))
+    table = table[rows + 1 :]
     for one in axis.strategies:
         if one.here:
             assert sum(line[2:].split("  ")[0] == one.label for line in table) == 1
@@ -273,14 +275,23 @@ def test_on_screen_a_line_per_way_and_none_is_too_wide(overrides, width):
     assert ("best worker share" in "\n".join(lines)) == (axis.best is not None)
 
 
-def test_the_plot_rises_for_one_server_and_stays_flat_for_a_ring():
-    """Letters by column: `1` climbs with the nodes, `r` keeps below twice D/B."""
-    lines = [
-        line.partition("|")[2] for line in shown(found({"dp": 8}), 100).splitlines() if "D/B |" in line or " |" in line
-    ]
-    top = {letter: next(i for i, line in enumerate(lines) if letter in line) for letter in "r1"}
-    heights = [next(i for i, line in enumerate(lines) if line.rstrip().endswith("1")), len(lines) - 1]
-    assert top["1"] == heights[0] == 0 and top["r"] > len(lines) // 2
+def test_the_time_of_one_server_grows_with_the_nodes_and_that_of_a_ring_stays_flat():
+    lines = shown(found({"dp": 8}), 100).splitlines()
+    below = lines[next(index for index, line in enumerate(lines) if line.startswith("nodes")) :]
+    assert [int(word) for word in below[0].split()[1:]] == [2, 4, 8, 16]
+    times = {
+        name: [float(word) for line in below if line[2:].startswith(name) for word in re.findall(r"([\d.]+) D/B", line)]
+        for name in ("ring all-reduce", "ps, 1 server")
+    }
+    assert times == {"ring all-reduce": [1.0, 1.5, 1.75, 1.88], "ps, 1 server": [2.0, 6.0, 14.0, 30.0]}
+
+
+def test_without_matplotlib_a_picture_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for verb in ("plan", "explain"):
+        assert program.main([verb, "model=gpt", "strategy=ddp", "dp=2", "plot=x"]) == 3
+        assert "pip install 'parallelrun[plots]'" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("overrides", SHOWN, ids=str)
@@ -325,8 +336,8 @@ def test_a_plan_has_one_rate_of_samples(overrides):
     assert own == pytest.approx([samples / step[0], samples / step[1]])
     screen = Console(width=200, file=io.StringIO())
     show(plan, config, screen)
-    (said,) = re.findall(r"(\S+\.\.\S+) samples/s", screen.file.getvalue())
-    assert said == f"{digits(samples / step[0])}..{digits(samples / step[1])}"
+    (said,) = re.findall(r"(\S+ to \S+) samples/s", screen.file.getvalue())
+    assert said == f"{digits(samples / step[0])} to {digits(samples / step[1])}"
 
 
 def test_another_way_keeps_what_other_axes_send():
@@ -384,7 +395,7 @@ def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys
     ("line", "code", "text"),
     [
         ("plan model=gpt strategy=single plot=x", 2, "one rank has none to combine"),
-        ("plan model=gpt strategy=ddp dp=2 plot=missing/x", 3, "a folder that exists"),
+        ("plan model=gpt strategy=ddp dp=2 plot=missing/x", 3, "a writable folder"),
         ("model=gpt strategy=ddp dp=2 plot=x", 2, "read by plan and explain only"),
     ],
 )
@@ -396,7 +407,8 @@ def test_a_plot_that_cannot_be_is_refused(line, code, text, tmp_path, monkeypatc
 
 def test_the_classic_question_of_the_issue_is_answered(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert program.main(["plan", "model=vgg16", "strategy=ps", "dp=6", "servers=2", "cluster=ethernet_25g"]) == 0
+    line = "plan model=vgg16 strategy=ps dp=6 servers=2 cluster=ethernet_25g detail=data_axis"
+    assert program.main(line.split()) == 0
     out = capsys.readouterr().out
     assert "8 nodes (6 workers, 2 servers)" in out and "* ps, 2 servers" in out
     assert "best worker share e* = 0.50 without overlap: 4 workers + 4 servers" in out  # VGG's weights: all traffic

@@ -467,12 +467,15 @@ class TestSeen:
         assert experts["group_tokens"] == 8 and experts["capacity"] == 4 and experts["way"]["kind"] == "capacity"
 
     def test_the_screen_says_it_too(self):
-        config, file = tiny_config({**LIMITED, "dp": 4, "ep": 2, "tp": 2}), io.StringIO()
+        config, file = (
+            tiny_config({**LIMITED, "dp": 4, "ep": 2, "tp": 2, "verb": "plan", "detail": "ranks"}),
+            io.StringIO(),
+        )
         show(resolve(config), config, Console(file=file, width=80))
         text = file.getvalue()
         assert max(map(len, text.splitlines())) <= 80
-        assert "8 experts, top-2 (gshard), in layers.1, layers.3 (2 of 4)" in text
-        assert "ep 2: 4 experts of every layer a rank, rows travel by capacity" in text
+        assert "8 experts in layers.1, layers.3 (2 of 4 layers); top-2 (gshard)" in text
+        assert "ep 2: each rank holds 4 experts of every layer; dispatch: capacity" in text
         assert "copies of the same experts" in text and "8 experts, 4 each" in text
 
     def test_an_ep_across_hosts_is_a_hint(self):

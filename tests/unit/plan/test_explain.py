@@ -18,7 +18,6 @@ from parallelrun.strategies.data.allreduce import explain as allreduce
 from parallelrun.strategies.data.allreduce.settings import Algorithm
 from tests.plans import tiny_plan
 
-SVG = "{http://www.w3.org/2000/svg}"
 RING = {"strategy.data.kind": "ring", "strategy.data.bucket_mb": 0.005}
 EXPERTS = {"model.experts": 4, "model.router.kind": "top_k", "model.router.top_k": 2}
 PLANS: dict[str, dict[str, Any]] = {
@@ -160,7 +159,7 @@ def test_the_screen_says_what_is_sent_and_folds_what_is_alike() -> None:
 
 def test_long_exchanges_are_cut_on_the_screen_and_whole_in_json() -> None:
     explanations = explain(tiny_plan(dp=16, global_batch=16, strategy__data__kind="ring"))
-    assert "lines more: --json has them all" in report.text(explanations)
+    assert "more lines; --json has all of them" in report.text(explanations)
     (one,) = report.document(explanations)["explanations"]
     assert sum(len(part["messages"]) for part in one["exchanges"][0]["rounds"]) == 2 * 15 * 16
 
@@ -168,11 +167,17 @@ def test_long_exchanges_are_cut_on_the_screen_and_whole_in_json() -> None:
 def test_the_picture_has_an_arrow_for_every_message_and_a_bar_for_every_collective() -> None:
     data, tensor = explain(tiny_plan(dp=2, tp=2, strategy__data__kind="ring"))[::-1]
     messages = sum(len(part.messages) for exchange in data.exchanges for part in exchange.rounds)
-    drawn = ElementTree.fromstring(report.picture(data))
-    arrows = [line for line in drawn.iter(f"{SVG}line") if line.get("marker-end")]
-    assert len(arrows) == messages > 0
+    assert drawn_parts(data, "message") == messages > 0 and drawn_parts(data, "collective") == 0
     calls = sum(len(part.calls) for exchange in tensor.exchanges for part in exchange.rounds)
-    bars = [
-        line for line in ElementTree.fromstring(report.picture(tensor)).iter(f"{SVG}line") if line.get("stroke-width")
-    ]
-    assert len(bars) == calls > 0
+    assert drawn_parts(tensor, "collective") == calls > 0 and drawn_parts(tensor, "message") == 0
+
+
+def drawn_parts(explanation: Explanation, kind: str) -> int:
+    return sum(node.get("id") == kind for node in ElementTree.fromstring(report.picture(explanation)).iter())
+
+
+def test_a_long_picture_says_how_much_is_left_out() -> None:
+    (one,) = explain(tiny_plan(dp=16, global_batch=16, strategy__data__kind="ring"))
+    assert drawn_parts(one, "message") <= report.MOST_DRAWN
+    left_out = 2 * 15 * 16 - drawn_parts(one, "message")
+    assert f"{left_out} more are not drawn; --json lists them" in report.picture(one)

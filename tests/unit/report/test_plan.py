@@ -6,6 +6,8 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from rich.console import Console
 
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.figures import bytes_text, count_text, flops_text, seconds_text
-from parallelrun.report.plan import document, ranks_text, show
+from parallelrun.report.plan import document, facts, show
+from parallelrun.report.plan_details import ranks_text
 from tests.plans import tiny_config
+from tests.unit.config.test_presets import composed
 
 ROOT = Path(__file__).parents[3]
 LARGE = {
@@ -33,38 +37,118 @@ LARGE = {
 }
 
 
+PRESETS = (
+    "model=gpt",
+    "model=gpt strategy=single",
+    "model=gpt strategy=ptdp tp=2 pp=2",
+    "model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6",
+    "model=gpt3_175b strategy=ptdp tp=8 pp=64 dp=6 cluster=a100_40gb tokens=300e9",
+    "recipe=sc21_1t",
+    "model=vgg16 strategy=ps dp=6 servers=2 cluster=ethernet_25g",
+    "model=gpt strategy=ps dp=3 servers=2 consistency=ssp staleness=1",
+    "model=resnet50 strategy=horovod dp=8",
+    "model=moe_gpt strategy=gshard dp=4 ep=2 tp=2 pp=2",
+    "model=gshard_600b dp=2048 ep=2048",
+    "model=deepseek_v3 dp=128 ep=64 pp=16 strategy=aux_free",
+    "model=mixtral_8x7b strategy=dropless dp=16 ep=8 tp=4 pp=4",
+    "model=llama3_70b strategy=hsdp dp=16 strategy.data.shard=8 cluster=h100_dgx",
+    "model=mt_nlg_530b strategy=tp25d tp=64 strategy.tensor.depth=4",
+    "model=gpt_1t strategy=tp3d tp=64",
+)
+
+
 def shown(overrides, width=100, **console):
-    config = tiny_config(overrides)
+    config = tiny_config({"verb": "plan", **overrides})
     file = io.StringIO()
     show(resolve(config), config, Console(file=file, width=width, **console))
     return file.getvalue()
+
+
+@pytest.mark.parametrize("line", PRESETS)
+def test_the_summary_has_at_most_40_lines_warnings_first(line):
+    found = composed(*line.split())
+    plan = resolve(found.config, given=found.given)
+    computed = facts(plan, found.config)
+    for width, terminal in product((80, 120), (False, True)):
+        file = io.StringIO()
+        console = Console(file=file, width=width, force_terminal=terminal, no_color=True, color_system=None)
+        show(plan, found.config, console, computed)
+        lines = file.getvalue().splitlines()
+        assert len(lines) <= 40 and max(map(len, lines)) <= width and not any("…" in text for text in lines)
+        labels = [word for text in lines if (word := text.lstrip("│ ").split(" ")[0]) in LABELS]
+        assert labels == [label for label in LABELS if label in labels] and set(labels) >= set(LABELS[-7:])
+        assert ("warning" in labels) == bool(document(plan, found.config, computed)["warnings"])
+        hint = " ".join(text.strip("│ ") for text in lines[-4:])
+        assert "More: detail=ranks|stages|schedule|traffic|data_axis|layouts|all" in hint
+
+
+LABELS = ("warning", "model", "strategy", "mesh", "batch", "memory", "schedule", "traffic", "cost")
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("overrides", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"pp": 4, "schedule": "gpipe"}, LARGE], ids=len)
 def test_no_line_is_wider_than_the_console(overrides, width, terminal):
-    text = shown(overrides, width, force_terminal=terminal, no_color=True, color_system=None)
+    text = shown({**overrides, "detail": "all"}, width, force_terminal=terminal, no_color=True, color_system=None)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "\x1b" not in text
 
 
-def test_every_part_is_there():
+def test_the_summary_tells_what_the_plan_does():
     text = shown({"dp": 2, "tp": 2, "pp": 2})
-    for part in ("plan", "mesh", "ranks", "batch", "stages and memory", "schedule", "collectives of a step", "cost"):
-        assert part in text
-    assert "8 ranks = pp 2 x dp 2 x tp 2" in text
-    assert "fits: unknown" in text and "not counted:" in text
-    assert "8 samples of 8 tokens = dp 2 x 4 microbatches x 1 sample;" in text
-    assert "equals one device: exact" in text and "bubble" in text and "FLOP" in text
+    assert "8 ranks = pp 2 x dp 2 x tp 2 on 1 host" in text
+    assert "fits: unknown" in text and "weights" in text and "GFLOP" in text.replace("MFLOP", "GFLOP")
+    assert "8 samples of 8 tokens = dp 2 x 4 microbatches x 1 sample" in text
+    assert "equality to one device: exact" in text and "1f1b: the bubble is" in text
+    for axis in ("dp (2)", "tp (2)", "pp (2)", "sum"):
+        assert axis in text
+
+
+def test_the_traffic_of_the_summary_adds_up_to_that_of_the_document():
+    config = tiny_config({"dp": 2, "tp": 2, "pp": 2})
+    plan = resolve(config)
+    rows = [row for row in document(plan, config)["communication"]["rows"] if row["operation"] != "recv"]
+    (line,) = [line for line in shown({"dp": 2, "tp": 2, "pp": 2}).splitlines() if line.split()[:1] == ["sum"]]
+    assert line.split("sum")[1].split() == [
+        word for name in ("wire_bytes", "total_wire_bytes")
+        for word in bytes_text(sum(row[name] for row in rows)).split()
+    ]  # fmt: skip
+
+
+def test_many_warnings_do_not_push_the_summary_off_the_page():
+    config = tiny_config(LARGE)
+    warned = replace(resolve(config), warnings=tuple(f"warning {i}: " + "words " * 20 for i in range(30)))
+    for terminal in (True, False):
+        file = io.StringIO()
+        show(warned, config, Console(file=file, width=80, force_terminal=terminal, no_color=True, color_system=None))
+        assert len(file.getvalue().splitlines()) <= 40 and "more warnings: see --json" in file.getvalue()
+
+
+def test_details_are_shown_when_asked_for():
+    parts = {
+        "ranks": "mesh and ranks", "stages": "stages and memory", "schedule": "blank idle",
+        "data_axis": "data-parallel strategies side by side",
+        "traffic": "collectives of a step", "layouts": "tensor layouts side by side",
+    }  # fmt: skip
+    every = {"dp": 2, "tp": 4, "pp": 2, "model.heads": 4}
+    for detail, sections in (
+        ("", ()),
+        ("ranks", ("ranks",)),
+        ("stages,traffic", ("stages", "traffic")),
+        ("all", parts),
+    ):
+        text = shown({**every, "detail": detail or None})
+        assert {name for name, title in parts.items() if title in text} == set(sections)
 
 
 def test_panels_on_a_terminal_and_plain_lines_elsewhere():
-    assert "╭" in shown({}, force_terminal=True) and "╭" not in shown({}, force_terminal=False)
+    assert "╭" in shown({"detail": "all"}, force_terminal=True)
+    text = shown({"detail": "all"}, width=10_000, force_terminal=False)
+    assert "╭" not in text and not any(line.endswith(" ") for line in text.splitlines())
 
 
 def test_the_gantt_shows_the_microbatches_of_every_coordinate():
-    text = shown({"pp": 2, "microbatches": 4, "global_batch": 8, "model.tied_embeddings": False})
+    text = shown({"pp": 2, "microbatches": 4, "global_batch": 8, "model.tied_embeddings": False, "detail": "schedule"})
     (first,), (second,) = ([line for line in text.splitlines() if line.startswith(f"pp {p} ")] for p in (0, 1))
     assert [mark for mark in first if mark.isdigit()][1:] == list("01021323")
     assert [mark for mark in second if mark.isdigit()][1:] == list("00112233")
@@ -72,21 +156,21 @@ def test_the_gantt_shows_the_microbatches_of_every_coordinate():
 
 
 def test_colour_tells_the_kinds_apart_on_a_terminal():
-    coloured = shown({"pp": 2}, force_terminal=True, color_system="truecolor", no_color=False)
-    assert "\x1b[" in coloured
+    coloured = shown({"pp": 2, "detail": "schedule"}, force_terminal=True, color_system="truecolor", no_color=False)
+    assert "\x1b[" in coloured and ";44m" in coloured
 
 
-def test_a_large_plan_lists_the_first_and_the_last_host():
-    text = shown(LARGE)
+def test_the_ranks_are_all_shown_up_to_200_rows():
+    lines = shown({"dp": 200, "global_batch": None, "detail": "ranks"}).splitlines()
+    assert sum(" worker " in line for line in lines) == 200 and "left out" not in "".join(lines)
+
+
+def test_above_200_ranks_the_screen_says_how_many_are_left_out():
+    text = shown({**LARGE, "detail": "ranks"})
     lines = text.splitlines()
-    assert sum(" worker " in line for line in lines) == 16
+    assert sum(" worker " in line for line in lines) == 200
     assert any(line.split()[:3] == ["3071", "383", "7"] for line in lines)
-    assert "3,056 ranks between are left out" in text
-
-
-def test_ranks_all_prints_every_rank_as_plain_lines():
-    text = shown({**LARGE, "ranks": "all"}, width=120)
-    assert sum("role=worker" in line for line in text.splitlines()) == 3072
+    assert "2,872 ranks between them are left out; --json has all 3,072" in text
 
 
 def test_what_does_not_fit_is_a_warning():

@@ -62,7 +62,7 @@ def test_table_csv_and_picture_show_the_efficiency(tmp_path, capsys):
         ]  # fmt: skip
     (picture,) = scaling.write(tmp_path)
     found = [node.text for node in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"ddp: strong scaling", "ideal", "samples a second", "efficiency", "2", "4", "100%"} <= set(found)
+    assert {"ddp: strong scaling", "ideal", "samples/s", "efficiency", "2", "4", "100%"} <= set(found)
     assert any("no scaling measurement" in (text or "") for text in found)
 
 

@@ -36,4 +36,4 @@ def test_a_narrow_terminal_gets_fewer_columns_and_is_told_which_are_left_out(dir
     monkeypatch.setenv("TERM", "xterm")
     sweep.show(directory)
     text = capsys.readouterr().out
-    assert "…" not in text and "no room for: loss" in text and "4.097" in text
+    assert "…" not in text and "terminal is narrow: loss" in text and "4.097" in text
