@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Protocol
 
 from parallelrun.checkpoint.files import remove_tree
 from parallelrun.checkpoint.index import INDEX_FILE, Index, missing_files
@@ -25,10 +24,6 @@ _REPLACED = re.compile(r"\.step_(\d+)\.old-[0-9a-f]+")
 _LEFT_OVER = re.compile(r"\.step_\d+\.(tmp|old|gone)-[0-9a-f]+")
 _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".distcp"}
 _log = logging.getLogger(__name__)
-
-
-class HasRank(Protocol):
-    rank: int
 
 
 def step_name(step: int) -> str:
@@ -85,13 +80,13 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(complete_steps(directory).values()), None)
 
 
-def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:
+def keep_last(directory: Path, keep: int, rank: int) -> None:
     """Delete all but the newest `keep` complete checkpoints, and the remains of crashed saves.
 
     Only rank 0 deletes, after a save has succeeded on all ranks. keep < 1 keeps all. A checkpoint gets a hidden name
     before its files are deleted, so that a visible one is always complete.
     """
-    if mesh.rank != 0:
+    if rank != 0:
         return
     steps = complete_steps(directory)
     kept = set(list(steps.values())[-keep:]) if keep > 0 else set(steps.values())

@@ -160,12 +160,6 @@ class Chosen:
     index: Index
 
 
-def check_resume(config: Config, plan: Plan) -> Path | None:
-    """Return the path of the checkpoint that `choose` returns."""
-    chosen = choose(config, plan)
-    return chosen.path if chosen else None
-
-
 def choose(config: Config, plan: Plan) -> Chosen | None:
     """Return the checkpoint that `config.resume` means, before any process is started. Raises CheckpointError.
 

@@ -122,9 +122,10 @@ def _plan(value: Any) -> dict[str, Any]:
         "precision": printable_name,
     }
     plan = as_object(value, "plan")
-    return {
-        printable_name(key, "a field of plan"): checks.get(key, word)(item, f"plan.{key}") for key, item in plan.items()
-    }
+    for key, item in plan.items():
+        check: Check[Any] = checks.get(printable_name(key, "a field of plan"), word)
+        check(item, f"plan.{key}")
+    return plan
 
 
 def _extra(value: Any, step: int) -> dict[str, Any]:

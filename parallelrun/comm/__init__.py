@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,17 @@ from parallelrun import torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import WORLD
 
-_LABEL: ContextVar[tuple[str, str, str, str] | None] = ContextVar("parallelrun_comm_label", default=None)
+
+class Label(NamedTuple):
+    """See `label`."""
+
+    axis: str
+    purpose: str
+    reduction: str
+    operation: str
+
+
+_LABEL: ContextVar[Label | None] = ContextVar("parallelrun_comm_label", default=None)
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +53,7 @@ def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> 
     reduction: `sum` or `max`, which cannot be read from torch's call. operation: the operation that the calls implement
     together, if it is not the one that is issued.
     """
-    token = _LABEL.set((axis, purpose, reduction, operation))
+    token = _LABEL.set(Label(axis, purpose, reduction, operation))
     try:
         yield
     finally:
@@ -60,22 +70,9 @@ def _call(
         yield
 
 
-def current_label() -> tuple[str, str] | None:
-    """Return (axis, purpose) of the innermost `label`."""
-    found = _LABEL.get()
-    return found[:2] if found else None
-
-
-def current_reduction() -> str:
-    """Return the reduction of the innermost `label`: `sum`, `max`, or empty if it is unknown."""
-    found = _LABEL.get()
-    return found[2] if found else ""
-
-
-def current_operation() -> str:
-    """Return the operation of the innermost `label`; empty: the one that is issued."""
-    found = _LABEL.get()
-    return found[3] if found else ""
+def current_label() -> Label | None:
+    """Return the innermost `label` of this thread."""
+    return _LABEL.get()
 
 
 def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", async_op: bool = False) -> dist.Work | None:
@@ -128,9 +125,10 @@ def reduce_scatter_into(
     """
     if dist.get_backend(group.process_group) == "gloo":
         exchange = _ExchangeAndSum(output, tensor, group, purpose)
-        if not async_op:
-            exchange.wait()
-        return exchange if async_op else None
+        if async_op:
+            return exchange
+        exchange.wait()
+        return None
     with _call(group, purpose, "sum", blocks=not async_op):
         work: dist.Work | None = _reduce_into(output, tensor, group=group.process_group, async_op=async_op)
         return work
@@ -283,5 +281,5 @@ def _join(parts: Tensor, dim: int) -> Tensor:
 
 def _cut(tensor: Tensor, dim: int, size: int) -> Tensor:
     """(..., size * n, ...) -> contiguous (size, ..., n, ...)."""
-    parts: Tensor = tensor.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()  # type: ignore[no-untyped-call]
+    parts: Tensor = tensor.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     return parts

@@ -101,8 +101,9 @@ class _CollectiveMode(TorchDispatchMode):
         name = name.partition(".")[0]
         if namespace != "c10d" or name not in _COUNTED:
             return func(*args, **(kwargs or {}))
-        operation = comm.current_operation() or _COUNTED[name][0]
-        axis, purpose = comm.current_label() or (self._axis(_group(args)), _purpose(operation, args))
+        label = comm.current_label()
+        operation = (label and label.operation) or _COUNTED[name][0]
+        axis, purpose = label[:2] if label else (self._axis(_group(args)), _purpose(operation, args))
         with self._seen(name, (axis, operation, purpose), args):
             return func(*args, **(kwargs or {}))
 
@@ -156,7 +157,8 @@ class CommunicationCounter(_CollectiveMode):
             pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
             return Lane(axis, pair, purpose), f"a message of {_tensor_text(args[0])}, {purpose}"
         same = operation not in ("all_to_all", "reduce", "gather", "scatter") and buffer is not None
-        reduction = f" ({reduced})" if (reduced := comm.current_reduction()) else ""
+        label = comm.current_label()
+        reduction = f" ({label.reduction})" if label and label.reduction else ""
         of = f" of {_tensor_text(args[buffer])}" if same and buffer is not None else ""
         return Lane(axis, ranks), f"{operation}{reduction}{of}, {purpose}"
 

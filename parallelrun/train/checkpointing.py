@@ -93,7 +93,7 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
     directory = run_directory / FOLDER
     kept = training.data.kept
     store.save(directory, step, training.held, training.optimizer, extra, plan, training.mesh, kept)
-    keep_last(directory, config.checkpoint.keep, training.mesh)
+    keep_last(directory, config.checkpoint.keep, training.mesh.rank)
 
 
 def load(training: Training, scaler: LossScaler) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, records. Reads top to bottom; everything else is elsewhere."""
+"""The training loop: steps, evaluation, checkpoints, records."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         )  # fmt: skip
         try:
             checkpoints.after_step(step, result.stop)
-        except SaveFailed:  # on all ranks alike; what was trained is told all the same
+        except SaveFailed:  # on all ranks alike; the records are complete all the same
             recorder.finish(first_steps.counted, "failed", checkpoints.facts())
             raise
         if result.stop:
@@ -56,7 +56,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
 
 
 def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluation | None:
-    """Validation loss and accuracy where it is due: every `eval.every` steps and after the last."""
+    """Evaluate every `eval.every` steps and after the last step; return None after other steps."""
     config = training.config
     if step != config.steps and (config.eval.every == 0 or step % config.eval.every):
         return None
@@ -65,7 +65,7 @@ def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluati
 
 
 def check_finite(training: Training, result: StepResult, scaler: LossScaler, step: int, skips: int) -> int:
-    """Return the number of skipped steps in a row. Raises NumericsError if a lower loss scale cannot help."""
+    """Return the number of steps skipped in a row. Raises NumericsError unless a lower loss scale can help."""
     if result.applied:
         return 0
     skips += 1

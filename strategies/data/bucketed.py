@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import torch_private
+from parallelrun.comm import Waitable
 from parallelrun.plan.structure import Plan
-
-from .compression.runtime import Waitable
 
 
 @dataclass(eq=False)

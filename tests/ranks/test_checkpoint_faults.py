@@ -47,7 +47,7 @@ class DieAt:
 def save(folder, step, plan, mesh, keep=2):
     parameters, optimizer = parts_of(plan, mesh, step)
     store.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
-    keep_last(folder, keep, mesh)
+    keep_last(folder, keep, mesh.rank)
 
 
 def points(names, most_writes=8):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .timeline import Timeline
 
+from parallelrun.comm import Waitable
+
 
 class Submissions:
     """One rank's exchanges of the current step, in their order, which is the same on all ranks.

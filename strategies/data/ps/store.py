@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -104,7 +103,7 @@ class ShardStore:
         parts = [part for one in self._held for part in parts_to_save(one, self.optimizer, self._as_part)]
         folder = directory / FOLDER
         write_parts(folder, step, parts, extra, plan, self._server, alone=group is None, group=group)
-        keep_last(folder, config.checkpoint.keep, SimpleNamespace(rank=self._server))
+        keep_last(folder, config.checkpoint.keep, self._server)
 
     def load(self) -> dict[int, int]:
         """Load `config.resume`, if given; return the clock from which each worker goes on. Raises CheckpointError.

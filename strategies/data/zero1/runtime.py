@@ -83,6 +83,7 @@ class ZeRO1Runtime(DataRuntime):
                 chunk.cut.own(chunk.regions[group.index].view(-1)).copy_(chunk.cut.mine)
             works.append(comm.all_gather_into(bucket.buffer, row, group, "parameters", async_op=True))
         for work, chunks in zip(works, self._chunks):
+            assert work is not None
             work.wait()
             for chunk in chunks:
                 for region, part in chunk.pieces(chunk.cut.weight.detach()):

@@ -57,6 +57,7 @@ class Bucket:
             weight.grad = None
         total = self.gradients if first else torch.empty_like(self.gradients)
         work = comm.reduce_scatter_into(total, buffer, self._group, "gradients", async_op=True)
+        assert work is not None
 
         def finish() -> None:
             work.wait()
@@ -72,6 +73,7 @@ class Bucket:
             place.copy_(one.mine)
         buffer = row.new_empty(self._group.size * row.numel())
         work = comm.all_gather_into(buffer, row, self._group, "parameters", async_op=True)
+        assert work is not None
 
         def finish() -> None:
             work.wait()

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -24,7 +24,7 @@ from parallelrun.checkpoint.index import (
     reshard_note,
     verify_file,
 )
-from parallelrun.checkpoint.resume import check_resume, resolve_resume
+from parallelrun.checkpoint.resume import choose, resolve_resume
 from parallelrun.checkpoint.schema import decode, read_index
 from parallelrun.errors import CheckpointError
 from tests.checkpoints import written
@@ -32,11 +32,6 @@ from tests.plans import tiny_config, tiny_plan
 
 FILES = ("rank_00000.safetensors", "rank_00001.safetensors")
 TENSOR = StoredTensor("float32", (4, 2), (StoredPart((0, 0), (3, 2), FILES[0]), StoredPart((3, 0), (1, 2), FILES[1])))
-
-
-@dataclass(frozen=True)
-class Rank:
-    rank: int
 
 
 def make(folder, step, content=b"numbers", hidden=""):
@@ -291,10 +286,11 @@ class TestBeforeTheStart:
 
     def check(self, saved, **changes):
         changes = {"resume": str(saved), **changes}
-        return check_resume(tiny_config(**changes), tiny_plan(**changes))
+        chosen = choose(tiny_config(**changes), tiny_plan(**changes))
+        return chosen and chosen.path
 
     def test_nothing_to_resume_is_fine(self):
-        assert check_resume(tiny_config(), tiny_plan()) is None
+        assert choose(tiny_config(), tiny_plan()) is None
 
     def test_other_degrees_are_fine(self, saved):
         assert self.check(saved, tp=2, dp=2) == self.check(saved.parents[1]) == saved
@@ -314,17 +310,17 @@ class TestKeeping:
         return list(complete_steps(run))
 
     def test_the_newest_stay(self, run):
-        keep_last(run / "checkpoints", 2, Rank(0))
+        keep_last(run / "checkpoints", 2, 0)
         assert self.steps(run) == [4, 10] and len(os.listdir(run / "checkpoints")) == 2
 
     def test_only_rank_0_deletes_and_below_one_keeps_all(self, run):
-        keep_last(run / "checkpoints", 1, Rank(1))
-        keep_last(run / "checkpoints", 0, Rank(0))
+        keep_last(run / "checkpoints", 1, 1)
+        keep_last(run / "checkpoints", 0, 0)
         assert self.steps(run) == [2, 4, 10]
 
     def test_an_incomplete_one_does_not_count(self, run):
         (run / "checkpoints" / "step_10" / INDEX_FILE).unlink()
-        keep_last(run / "checkpoints", 2, Rank(0))
+        keep_last(run / "checkpoints", 2, 0)
         assert self.steps(run) == [2, 4]
 
     def test_what_a_crash_left_behind_goes(self, run):
@@ -332,13 +328,13 @@ class TestKeeping:
         make(folder, 12, hidden=".step_12.tmp-0a1b2c3d")
         make(folder, 4, hidden=".step_4.old-0a1b2c3d")
         (folder / "notes.txt").touch()
-        keep_last(folder, 3, Rank(0))
+        keep_last(folder, 3, 0)
         assert sorted(os.listdir(folder)) == ["notes.txt", "step_10", "step_2", "step_4"]
 
     def test_a_replaced_step_whose_replacement_never_came_gets_its_name_back(self, run):
         folder = run / "checkpoints"
         os.rename(folder / "step_10", folder / ".step_10.old-0a1b2c3d")
-        keep_last(folder, 2, Rank(0))
+        keep_last(folder, 2, 0)
         assert sorted(os.listdir(folder)) == ["step_10", "step_4"]
 
 
