@@ -159,12 +159,12 @@ def ours(case: Case) -> Side:
     )
     weight = nn.Parameter(part.of(torch.empty(OUT, IN), "weight"))
     bias = nn.Parameter(part.of(torch.empty(OUT), "bias"))
-    span = matmul.Span(torch.float32, torch.float32)
+    options = matmul.MatmulOptions(torch.float32, torch.float32)
 
     def forward(x: Tensor) -> Tensor:
         if case.mode == "1d":
-            return operators.columns(x, [(weight, bias)], mesh.group("tp"), False, True)[0]
-        return matmul.multiply(x, [(weight, bias)], product, mesh, span)[0]
+            return operators.column_parallel_linear(x, [(weight, bias)], mesh.group("tp"), False, True)[0]
+        return matmul.multiply(x, [(weight, bias)], product, mesh, options)[0]
 
     return Side(part, weight, bias, forward, lambda: _sum_bias(bias, product, mesh))
 

@@ -35,8 +35,8 @@ from parallelrun.plan.data_cost import Link, parameter_server, ring
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.sequences import Lane
-from parallelrun.strategies.data.allreduce.runtime import all_reduce
-from parallelrun.strategies.data.allreduce.steps import segments
+from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
+from parallelrun.strategies.data.common.allreduce.steps import segments
 from tests.plans import tiny_plan
 
 SIZES = (2**10, 2**14, 2**18, 2**24)  # bytes of gradients

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
 from parallelrun.mesh import Group
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.allreduce.runtime import all_reduce
+from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step

@@ -235,16 +235,26 @@ def _largest(length: int, axes: tuple[str, ...], sizes: Sizes) -> int:
     return length
 
 
-def column_1d(axis: str = "tp") -> Product:
-    """Megatron's column-parallel layer: X replicated, W split by outputs; backward sums dX."""
-    x, y = ActivationLayout(), ActivationLayout((), (axis,))
-    return Product("column", x, y, Layout(((axis,), ())), sum_x=axis)
+def column_1d(axis: str = "tp", sequence_parallel: bool = False) -> Product:
+    """Megatron's column-parallel layer: X replicated, W split by outputs; backward sums dX.
+
+    sequence_parallel: X is split by rows, so that it is gathered and dX is scattered instead.
+    """
+    y, weight = ActivationLayout((), (axis,)), Layout(((axis,), ()))
+    if sequence_parallel:
+        return Product("column", ActivationLayout((axis,)), y, weight, gather_x=Move("rows", axis))
+    return Product("column", ActivationLayout(), y, weight, sum_x=axis)
 
 
-def row_1d(axis: str = "tp") -> Product:
-    """Megatron's row-parallel layer: X split by features, W split by inputs; forward sums Y."""
-    x, y = ActivationLayout((), (axis,)), ActivationLayout()
-    return Product("row", x, y, Layout(((), (axis,))), sum_y=axis)
+def row_1d(axis: str = "tp", sequence_parallel: bool = False, lookup: bool = False) -> Product:
+    """Megatron's row-parallel layer: X split by features, W split by inputs; forward sums Y.
+
+    sequence_parallel: Y is split by rows, so that it is scattered instead. lookup: X is one-hot (an embedding).
+    """
+    x, weight = ActivationLayout((), (axis,)), Layout(((), (axis,)))
+    if sequence_parallel:
+        return Product("row", x, ActivationLayout((axis,)), weight, scatter_y=Move("rows", axis), lookup=lookup)
+    return Product("row", x, ActivationLayout(), weight, sum_y=axis, lookup=lookup)
 
 
 def stationary_y(x: ActivationLayout) -> Product:

@@ -18,9 +18,9 @@ from parallelrun.product import Move, Product
 
 def _partial_without(*axes: str, role: str = "") -> None:
     """Gradients of parameters of a role (any: empty) are not summed over those axes."""
-    from parallelrun.strategies.tensor.grid import layouts
+    from parallelrun.strategies.tensor.grid import products
 
-    right = layouts.layout
+    right = products.parameter_layout
 
     def wrong(parameter: ParameterSpec, plan: Plan) -> Layout:
         layout = right(parameter, plan)
@@ -28,7 +28,7 @@ def _partial_without(*axes: str, role: str = "") -> None:
             return layout
         return Layout(layout.dims, tuple(axis for axis in layout.partial if axis not in axes))
 
-    layouts.layout = wrong
+    products.parameter_layout = wrong
 
 
 def depth_not_summed() -> None:
@@ -47,9 +47,9 @@ def positions_not_summed() -> None:
 
 def wrong_scatter_axis() -> None:
     """3D: partial sums are summed over the axis that splits the samples."""
-    from parallelrun.strategies.tensor.grid import place
+    from parallelrun.strategies.tensor.grid import runtime
 
-    right = place.product_of
+    right = runtime.product_of
 
     def wrong(layer: Any, plan: Plan) -> Product | None:
         product = right(layer, plan)
@@ -58,7 +58,7 @@ def wrong_scatter_axis() -> None:
         assert product.scatter_y is not None
         return replace(product, scatter_y=Move("rows", product.weight.dims[0][1]))
 
-    place.product_of = wrong
+    runtime.product_of = wrong
 
 
 def norm_of_own_features() -> None:
@@ -95,10 +95,10 @@ def loss_of_every_column_counted() -> None:
 
 
 def _part(name: str, wrong: Any) -> None:
-    from parallelrun.strategies.tensor.grid import place
+    from parallelrun.strategies.tensor.grid import runtime
 
-    right = getattr(place, name)
-    setattr(place, name, lambda *arguments: wrong(right(*arguments)))
+    right = getattr(runtime, name)
+    setattr(runtime, name, lambda *arguments: wrong(right(*arguments)))
 
 
 def targets_of_the_first_samples() -> None:
@@ -115,26 +115,26 @@ def tokens_of_the_first_samples() -> None:
     """Every row of the grid embeds the first row's samples."""
     from parallelrun.strategies.tensor.grid import layers
 
-    right = layers.Embedding.forward
+    right = layers.GridTokenEmbedding.forward
 
-    def wrong(self: layers.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+    def wrong(self: layers.GridTokenEmbedding, tokens: torch.Tensor) -> torch.Tensor:
         self.rows = replace(self.rows, index=0)
         return right(self, tokens)
 
-    layers.Embedding.forward = wrong
+    layers.GridTokenEmbedding.forward = wrong
 
 
 def masks_of_the_first_samples() -> None:
     """Every row of the grid drops what the first row drops."""
     from parallelrun.models import layers
 
-    right = layers._Masked.sample_ids
+    right = layers._HashMasked.sample_ids
 
-    def wrong(self: layers._Masked, num_samples: int) -> torch.Tensor:
+    def wrong(self: layers._HashMasked, num_samples: int) -> torch.Tensor:
         self.sample_part = (0, self.sample_part[1])
         return right(self, num_samples)
 
-    layers._Masked.sample_ids = wrong
+    layers._HashMasked.sample_ids = wrong
 
 
 def masks_of_the_first_heads() -> None:
@@ -142,32 +142,32 @@ def masks_of_the_first_heads() -> None:
     from parallelrun.models import layers as single_device
     from parallelrun.strategies.tensor.grid import layers
 
-    def wrong(self: layers.AttentionProduct, *heads: torch.Tensor) -> torch.Tensor:
-        rows, _ = self.trail.parts
+    def wrong(self: layers.GridAttentionProduct, *heads: torch.Tensor) -> torch.Tensor:
+        rows, _ = self.tracker.slices
         self.sample_part = (rows.index, rows.count)
         return single_device.AttentionProduct.forward(self, *heads)
 
-    layers.AttentionProduct.forward = wrong
+    layers.GridAttentionProduct.forward = wrong
 
 
 def inside_taken_for_outside() -> None:
     """What stands inside a pair is taken to lie as between blocks: the axes have changed roles there."""
     from parallelrun.strategies.tensor.grid import layers
 
-    right = layers.Trail.parts.fget
+    right = layers.LayoutTracker.slices.fget
 
-    def wrong(self: layers.Trail) -> Any:
+    def wrong(self: layers.LayoutTracker) -> Any:
         self.restart()
         return right(self)
 
-    layers.Trail.parts = property(wrong)
+    layers.LayoutTracker.slices = property(wrong)
 
 
 def padding_taken_for_tokens() -> None:
     """Rows of the table that pad a part are multiplied too: logits of tokens that do not exist."""
-    from parallelrun.strategies.tensor.grid import place
+    from parallelrun.strategies.tensor.grid import runtime
 
-    right = place._loss
+    right = runtime._loss
 
     def wrong(loss: Any, plan: Plan, mesh: Any) -> Any:
         found = right(loss, plan, mesh)
@@ -180,18 +180,18 @@ def padding_taken_for_tokens() -> None:
         found.forward = padded
         return found
 
-    place._loss = wrong
+    runtime._loss = wrong
 
 
 def vocabulary_cut_by_rows_first() -> None:
     """Each rank takes its logits for those of the tokens that its own part of the table holds."""
-    from parallelrun.strategies.tensor.grid import place
+    from parallelrun.strategies.tensor.grid import runtime
 
-    right = place._loss
+    right = runtime._loss
 
     def wrong(loss: Any, plan: Plan, mesh: Any) -> Any:
         found = right(loss, plan, mesh)
         found.start = mesh.coordinate["row"] * plan.spec.vocab // 2
         return found
 
-    place._loss = wrong
+    runtime._loss = wrong

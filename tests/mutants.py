@@ -39,7 +39,7 @@ def dropped_gradient_reduce() -> None:
     """Every replica keeps its own gradient."""
     from parallelrun.strategies.data.ddp import runtime
 
-    runtime.DDPRuntime._start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
+    runtime.DDPRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
 
 
 def doubled_gradient_reduce() -> None:
@@ -104,11 +104,11 @@ def bias_added_by_every_rank() -> None:
     from parallelrun.models import layers as single_device
     from parallelrun.strategies.tensor.megatron import layers, operators
 
-    def wrong(self: layers.Row, x: torch.Tensor) -> torch.Tensor:
+    def wrong(self: layers.RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
-        return operators.leave(partial, self.span.group, self.span.sequence_parallel)
+        return operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
 
-    layers.Row.forward = wrong
+    layers.RowParallelLinear.forward = wrong
 
 
 def norm_counts_replicas() -> None:
@@ -120,7 +120,7 @@ def norm_counts_replicas() -> None:
 
 def label_smoothing_by_shard() -> None:
     """Smoothing spreads over the local vocabulary (Megatron-LM, until today)."""
-    from parallelrun.strategies.tensor import cross_entropy
+    from parallelrun.strategies.tensor.common import cross_entropy
 
     right = cross_entropy.VocabParallelLoss.forward
 
@@ -162,9 +162,7 @@ def stale_weights() -> None:
     """ZeRO-1 without the gather: a rank sees only its own shard's update."""
     from parallelrun.strategies.data.zero1 import runtime
 
-    for value in vars(runtime).values():
-        if isinstance(value, type) and "finish_update" in vars(value):
-            value.finish_update = lambda self: None
+    runtime.ZeRO1Runtime.finish_update = lambda self: None
 
 
 def local_count() -> None:
@@ -236,18 +234,17 @@ def ring_over_the_wrong_group() -> None:
 
 def expert_gradients_summed_over_dp() -> None:
     """Experts are taken for what all of dp has copies of: gradients of different experts are added."""
-    from parallelrun.strategies.data import buckets
+    from parallelrun.strategies.data.common import buckets
 
     buckets.sum_axis = lambda held, plan: "dp"
 
 
 def expert_gradients_not_summed() -> None:
     """Experts are taken for what has no copies."""
-    from parallelrun.strategies.data import buckets
-    from parallelrun.strategies.data.ddp import runtime
+    from parallelrun.strategies.data.common import buckets
 
     right = buckets.is_summed
-    buckets.is_summed = runtime.is_summed = lambda held, plan: "ep" not in held.layout.axes and right(held, plan)
+    buckets.is_summed = lambda held, plan: "ep" not in held.layout.axes and right(held, plan)
 
 
 def expert_gradients_ep_times_too_large() -> None:
@@ -283,10 +280,10 @@ def norm_of_own_experts() -> None:
 
 def chunks_of_experts_in_a_row() -> None:
     """Chunks inside of every expert are taken as if they lay one after the other, as chunks of dim 0 do."""
-    from parallelrun.strategies.data.chunks import Cut
+    from parallelrun.strategies.data.common.zero_runtime import ChunkedWeight
 
-    right = Cut.pieces
-    Cut.pieces = lambda self, regions, whole: (
+    right = ChunkedWeight.pieces
+    ChunkedWeight.pieces = lambda self, regions, whole: (
         [(regions, whole.reshape(regions.shape))] if self.dim else right(self, regions, whole)
     )
 
@@ -299,10 +296,10 @@ def own_chunk_of_experts_stays_old() -> None:
 
     def wrong(self: ZeRO1Runtime) -> None:
         places = [
-            one.cut.weight.detach().chunk(group.size, one.cut.dim)[group.index]
-            for group, chunks in zip(self._groups, self._chunks)
-            for one in chunks
-            if one.cut.dim
+            one.weight.detach().chunk(chunks.group.size, one.dim)[chunks.group.index]
+            for chunks in self._chunks
+            for one in chunks.weights
+            if one.dim
         ]
         old = [place.clone() for place in places]
         right(self)

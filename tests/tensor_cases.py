@@ -25,7 +25,7 @@ from parallelrun.models.network import Network, compile_blocks
 from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.tensor.megatron.place import parallelize
+from parallelrun.strategies.tensor.megatron.runtime import parallelize
 from parallelrun.verify.measure import tensor_errors
 from tests.live_bytes import saving
 from tests.plans import tiny_config

@@ -1,7 +1,7 @@
 """The tensor layouts side by side: what one layer and one microbatch of a plan would cost in each. Torch-free, pure.
 
-Every layout is asked through its way, by the code that predicts a run, with the plan's own batch, precision and
-recomputation. Volumes are bytes that a rank receives, forward and backward, under bandwidth-optimal algorithms.
+The tensor strategy of each layout predicts it, as for a run, with the plan's own batch, precision and recomputation.
+Volumes are bytes that a rank receives, forward and backward, under bandwidth-optimal algorithms.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:
     spec = replace(plan.spec, blocks=tuple(ends.values()))
     narrow = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
     case = _Case(replace(plan, spec=spec), config, block, narrow)
-    resolved = _settled(ONE_DIMENSIONAL, case, spec, plan.batch)
+    resolved = _resolved(ONE_DIMENSIONAL, case, spec, plan.batch)
     return case if isinstance(resolved, str) else replace(case, slope_1d=_line(resolved, block)[0])
 
 
@@ -85,7 +85,7 @@ def _rows(plan: Plan) -> int:
 
 
 def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Request:
-    """The question whether and how this layout would do, everything else as in the plan."""
+    """Return the request for this layout with everything else as in the plan."""
     plan, strategy = case.plan, case.config.strategy
     tensor = replace(layout.config, overlap=plan.tensor.overlap)
     pipeline = replace(strategy.pipeline, kind=plan.pipeline.kind)
@@ -96,17 +96,17 @@ def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
     return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.virtual_stages, batch)
 
 
-def _settled(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:
-    """The plan in another layout, on its tensor axes alone; or why it is not legal."""
+def _resolved(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:
+    """Return the plan in another layout, on its tensor axes alone; or why it is not legal."""
     strategy = tensor_strategy(layout.config.kind)
     request = _request(layout, case, spec, batch, tp)
     problems = strategy.check(request) + case.plan.data.check(request)
     if problems:
         return "; ".join(dict.fromkeys(problem.what for problem in problems))
-    return _placed(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)
+    return _with_layout(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)
 
 
-def _placed(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec, batch: Batch) -> Plan:
+def _with_layout(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec, batch: Batch) -> Plan:
     mesh_dims, flattened = axes
     mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
     return replace(plan, mesh=mesh, tensor=tensor, spec=spec, batch=batch)
@@ -114,7 +114,7 @@ def _placed(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec,
 
 def _row(layout: LayoutChoice, case: _Case) -> Row:
     plan = case.plan
-    resolved = _settled(layout, case, plan.spec, plan.batch)
+    resolved = _resolved(layout, case, plan.spec, plan.batch)
     if isinstance(resolved, str):
         return Row(layout.name, layout.config.kind, False, reason=resolved)
     return Row(
@@ -139,7 +139,7 @@ def _own_row(case: _Case) -> Row:
 
 
 def _is_plan(resolved: Plan, plan: Plan) -> bool:
-    """Is this layout the plan's own? The plan may have settled forms for layers that are not compared."""
+    """Return whether this layout is the plan's own. The plan may have chosen forms for layers that are not compared."""
     forms = tuple(form for form in plan.tensor.forms if form in resolved.tensor.forms)
     return resolved.tensor == replace(plan.tensor, forms=forms) and _axes(resolved) == _axes(plan)
 
@@ -199,7 +199,7 @@ def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | No
             break
         best = crossing
         rows = _divisible(LARGE if best == inf else best, case)
-        again = _settled(layout, case, case.narrow, Batch(rows, rows, 1))
+        again = _resolved(layout, case, case.narrow, Batch(rows, rows, 1))
         if isinstance(again, str) or again.tensor == resolved.tensor:
             break
         resolved = again
@@ -224,7 +224,7 @@ def _inside_node(case: _Case) -> InsideNode | None:
     """1D at the largest tp inside a node that receives less than the plan, the other tensor ranks as data replicas; if
     there is none, at the largest legal one.
 
-    Against 2.5D at most as many as a slice of its depth has: what lies in depth are copies, as data replicas are.
+    Against 2.5D at most as many as a slice of its depth has: slices along the depth hold copies, as data replicas do.
     """
     plan, node = case.plan, case.config.cluster.gpus_per_node or NODE
     tp = plan.mesh.size("tp")
@@ -241,7 +241,7 @@ def _inside_node(case: _Case) -> InsideNode | None:
 def _smaller(smaller: int, node: int, ours: Figures, case: _Case) -> InsideNode | None:
     """1D at tp = `smaller`; None where that is not legal."""
     plan = case.plan
-    resolved = _settled(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
+    resolved = _resolved(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
     if isinstance(resolved, str):
         return None
     theirs = _figures(resolved, case.block)

@@ -1,4 +1,4 @@
-"""What `compare` finds about the tensor layouts of one plan: plain data. Torch-free."""
+"""The comparison of tensor layouts for one plan: plain data. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What combining the gradients would cost a plan under every way to run its data axis. Torch-free, closed form.
+"""What combining the gradients of a plan would cost under every data-parallel strategy. Torch-free, closed form.
 
 On equal nodes: where a parameter server has 6 workers and 2 servers, a ring has 8 workers. One node of the data axis is
-one rank with its own links, as `cluster` gives them per device. What the plan's own way really sends, to the byte, is
-`account`'s to say; here ways are compared, and buckets, padding and uneven shards are left out.
+one rank with its own links, as `cluster` gives them per device. `prediction` says what the plan's own strategy sends,
+to the byte; here strategies are compared, without buckets, padding and uneven shards.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parallelrun.config.schema import ClusterConfig
+from parallelrun.plan import data_candidates, prediction
 from parallelrun.plan import data_cost as forms
-from parallelrun.plan import data_strategies, prediction
 from parallelrun.plan.cluster_cost import Cost
+from parallelrun.plan.data_candidates import RELATIVE, SECONDS, Candidate, Case, Fabric
 from parallelrun.plan.data_cost import Exchange, Link
-from parallelrun.plan.data_strategies import RELATIVE, SECONDS, Candidate, Case, Fabric
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-EVERYWHERE = 2**30  # ranks of a host, where the cluster does not say that there are several hosts
+EVERYWHERE = 2**30  # ranks of a host, where the cluster does not name several hosts
 ALL_DRAWN, FEWEST_DRAWN = 64, 8  # above the former only powers of two are drawn
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way on `nodes` nodes of the data axis. samples_per_s: with nothing overlapped and with all of it, each worker
-    keeping its samples, where the cluster says how fast a device computes."""
+    """One strategy on `nodes` nodes of the data axis.
+
+    samples_per_s: with no communication overlapped and with all of it, at the same samples per worker; None where the
+    cluster does not give the speed of a device.
+    """
 
     nodes: int
     workers: int
@@ -37,9 +40,9 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to combine the gradients. here: on the plan's own nodes, None where it is not possible on them.
-    chosen: the plan's. curve: over the number of nodes."""
+class StrategyCost:
+    """The cost of one strategy. here: on the plan's own nodes, None where it is impossible there. chosen: it is the
+    plan's. curve: over the number of nodes."""
 
     name: str
     label: str
@@ -50,8 +53,10 @@ class Way:
 
 @dataclass(frozen=True)
 class BestShare:
-    """How many of the nodes should work, the others serving, for most samples a second, and that in whole nodes; with
-    nothing overlapped and with all of it. ratio: 2D / (B x compute) (`data_cost.best_worker_share`)."""
+    """The share of nodes that should be workers, the others servers, for most samples a second; also in whole nodes.
+
+    Each with no communication overlapped and with all of it. ratio: 2D / (B x compute) (`best_worker_share`).
+    """
 
     ratio: float
     share: float
@@ -62,9 +67,12 @@ class BestShare:
 
 @dataclass(frozen=True)
 class DataAxis:
-    """gradient_bytes: D, of the rank that holds most. nodes: ranks of a data group and servers. compute_s: of a worker
-    in a step, at the peak rate. worker_batch: its samples. best: None where the rates are not known. expert_bytes: of
-    experts that ep spreads, whose gradients are combined over `expert_dp` beside these, which is not compared."""
+    """The comparison of all strategies.
+
+    gradient_bytes: D, of the rank that holds most. nodes: ranks of a data group and servers. compute_s: of a worker
+    in a step, at the peak rate. worker_batch: its samples. best: None where the rates are not known. expert_bytes:
+    gradients of distributed experts, which are combined over `expert_dp` and not compared.
+    """
 
     gradient_bytes: int
     nodes: int
@@ -73,20 +81,20 @@ class DataAxis:
     fabric: Fabric
     compute_s: float | None
     worker_batch: int
-    strategies: tuple[Way, ...]
+    strategies: tuple[StrategyCost, ...]
     best: BestShare | None
     expert_bytes: int = 0
 
     @property
-    def chosen(self) -> Way | None:
-        """The plan's own way; None for one that is not known here."""
+    def chosen(self) -> StrategyCost | None:
+        """The plan's own strategy; None for one without a closed form."""
         return next((strategy for strategy in self.strategies if strategy.chosen), None)
 
 
 def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
-    """The data axis of `plan` under every way; None where there is nothing to combine.
+    """The data axis of `plan` under every strategy; None where there is nothing to combine.
 
-    cost: of a step. Every way takes its time beside what other axes send (`agreed` says so of the plan's own way).
+    cost: of a step. A strategy's time is added to that of the other axes (`agreed` does so for the plan's own).
     """
     workers = plan.mesh.size("dp")
     nodes, size = workers + plan.servers, gradient_bytes(plan)
@@ -95,8 +103,8 @@ def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
     fabric = _fabric(plan, cluster, nodes, size)
     compute = cost.compute_s if fabric.unit == SECONDS else None
     case = Case(plan, size, nodes, fabric, compute)
-    own = data_strategies.chosen(case)
-    strategies = [_way(candidate, case, own, cost) for candidate in data_strategies.candidates(case)]
+    own = data_candidates.chosen(case)
+    strategies = [_strategy_cost(candidate, case, own, cost) for candidate in data_candidates.candidates(case)]
     return DataAxis(
         size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch,
         tuple(strategy for strategy in strategies if strategy.here or strategy.curve), _best(case),
@@ -105,8 +113,7 @@ def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
 
 
 def agreed(cost: Cost, known: DataAxis | None) -> Cost:
-    """The cost of a step with the plan's own way of the data axis as it is compared with the others: closed form, all
-    messages one after the other (a server's pushes and pulls too), so that a screen shows one rate."""
+    """The cost of a step in which the plan's own strategy has its closed form, so that a screen shows one rate."""
     own = known.chosen if known and known.fabric.unit == SECONDS else None
     if own is None or own.here is None or cost.communication_s is None:
         return cost
@@ -117,7 +124,7 @@ def agreed(cost: Cost, known: DataAxis | None) -> Cost:
 def gradient_bytes(plan: Plan, axis: str = "dp") -> int:
     """Bytes of the gradients that a rank combines over `axis`, on the pp rank that holds most of those.
 
-    Over dp everything but experts that ep spreads: their copies are fewer (`expert_dp`).
+    Over dp this is everything but experts that are distributed over ep, which have fewer copies (`expert_dp`).
     """
     numels = [
         sum(
@@ -138,10 +145,10 @@ def drawn_nodes(nodes: int) -> list[int]:
     return sorted({*(2**k for k in range(1, last.bit_length())), nodes, last})
 
 
-def _way(candidate: Candidate, case: Case, own: str | None, cost: Cost) -> Way:
+def _strategy_cost(candidate: Candidate, case: Case, own: str | None, cost: Cost) -> StrategyCost:
     curve = [_point(candidate, case, nodes, cost) for nodes in drawn_nodes(case.nodes)]
     here = _point(candidate, case, case.nodes, cost)
-    return Way(
+    return StrategyCost(
         candidate.name, candidate.label, candidate.name == own, here,
         tuple(point for point in curve if point is not None),
     )  # fmt: skip
@@ -161,7 +168,7 @@ def _point(candidate: Candidate, case: Case, nodes: int, cost: Cost) -> Point | 
 
 
 def _fabric(plan: Plan, cluster: ClusterConfig, nodes: int, size: int) -> Fabric:
-    """Members of a data group lie `tp` ranks apart."""
+    """The links of a data group, whose members are `tp` ranks apart."""
     host = cluster.gpus_per_node or (-(-plan.world // cluster.nodes) if cluster.nodes else EVERYWHERE)
     per_host = max(1, host // plan.mesh.size("tp"))
     latency = (cluster.latency_us or 0.0) * 1e-6

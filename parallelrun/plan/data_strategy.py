@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -15,6 +15,9 @@ from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.messages import Explanation, explanation_of_calls
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MeshDims = tuple[tuple[str, int], ...]
 FlattenedDims = tuple[tuple[str, tuple[str, ...]], ...]

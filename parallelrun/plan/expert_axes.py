@@ -1,7 +1,7 @@
-"""ep among the axes: a degree that divides dp, and the leaves that dp is then made of. Torch-free.
+"""ep among the axes: a degree that divides dp, and the mesh dims that dp then consists of. Torch-free.
 
-The experts of a layer are spread over ep ranks, which also are data replicas: ep borrows ranks of dp and adds none. The
-copies of an expert lie on `expert_dp`, the part of dp that ep leaves; every other parameter has copies on all of dp
+The experts of a layer are distributed over ep ranks, which are also data replicas: ep uses ranks of dp and adds none.
+The copies of an expert are on `expert_dp`, the rest of dp; every other parameter has copies on all of dp
 (GShard, Lepikhin et al. 2020; the "expert data parallel" groups of DeepSpeed-MoE and Megatron).
 """
 
@@ -22,7 +22,7 @@ EP, DP, EXPERT = "ep", "dp", "expert_"
 
 
 def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
-    """ep of a run at that dp: as asked, or filled by a preset of experts; 1, with the violations appended, if illegal.
+    """The ep of a run at that dp: as asked, or filled by an expert preset; 1, with the violations appended, if illegal.
 
     experts: of a layer of the model, 0 if it has none. A preset fills an unset ep with the largest divisor of dp that
     also divides the experts.
@@ -63,16 +63,15 @@ def _listed(number: int) -> str:
 
 
 def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
-    """What a data strategy has against experts that are spread over its ranks."""
-    if strategy.check(request):  # those are told first: an illegal way has no settings to ask
+    """The reasons why a data strategy cannot have its experts distributed over its ranks."""
+    if strategy.check(request):  # an illegal strategy cannot be resolved
         return []
     data = strategy.resolve(request)
     return [*_check_data_strategy(request, data), *_check_mesh_dims(request, data.mesh_dims(request.dp)[0])]
 
 
 def _check_data_strategy(request: Request, data: DataStrategy) -> list[Problem]:
-    """Tokens go to other ranks inside every step, and experts have copies on a part of dp only: a way says that it
-    takes them (`takes_experts`)."""
+    """Tokens go to other ranks inside every step, and experts have copies on a part of dp only."""
     if data.in_step and data.takes_experts:
         return []
     where, said = "strategy.data.kind", f"strategy.data.kind={data.kind}" + (f" ({data.detail})" if data.detail else "")
@@ -84,7 +83,7 @@ def _check_data_strategy(request: Request, data: DataStrategy) -> list[Problem]:
 
 
 def _check_mesh_dims(request: Request, data_dims: MeshDims) -> list[Problem]:
-    """ep lies inside the minor-most axis of dp: it must divide that too (HSDP: the ranks that share one copy)."""
+    """ep is inside the minor-most mesh dim of dp and must divide it (HSDP: the ranks that share one copy)."""
     axis, size = data_dims[-1]
     if axis == DP or size % request.ep == 0:
         return []
@@ -98,11 +97,10 @@ def _check_mesh_dims(request: Request, data_dims: MeshDims) -> list[Problem]:
 def split(
     data_dims: MeshDims, data_flattened: FlattenedDims, ep_dims: MeshDims, ep_flattened: FlattenedDims
 ) -> tuple[MeshDims, FlattenedDims]:
-    """(leaves, factors) of dp with ep in it: the data strategy's minor-most leaf becomes `expert_<leaf>` x ep.
+    """(mesh dims, flattened dims) of dp with ep: the data strategy's minor-most dim becomes `expert_<dim>` x ep.
 
-    data_leaves, data_factors: as the data strategy lays out dp; ep_leaves, ep_factors: as the expert dispatcher lays
-    out ep (one
-    level or two). Without ep_leaves nothing changes. `expert_dp` is dp without ep, whatever it is made of.
+    data_*: dp as the data strategy divides it; ep_*: ep as the expert dispatcher divides it (one level or two). Without
+    ep_dims nothing changes. `expert_dp` is dp without ep, whatever dims it consists of.
     """
     if not ep_dims:
         return data_dims, data_flattened
@@ -122,11 +120,11 @@ def split(
 
 
 def is_of_experts(axis: str) -> bool:
-    """Is it one of those that ep makes: ep, its two levels, or what it leaves of dp?"""
+    """Whether ep makes this axis: ep, its two levels, or the rest of dp."""
     return axis.partition("_")[0] in (EP, EXPERT.rstrip("_"))
 
 
 def replica_axis(layout: Layout, plan: Plan) -> str:
-    """The axis over which the copies of a parameter lie, and its gradients are summed: `expert_dp` of experts that are
-    spread over ep, else `dp`. No division goes with it: losses are sums, scaled by the global count beforehand."""
+    """The axis of a parameter's copies, over which its gradients are summed: `expert_dp` of experts that are
+    distributed over ep, else `dp`. Nothing is averaged: losses are sums, divided by the global count beforehand."""
     return EXPERT + DP if EP in layout.axes and plan.mesh.size(EP) > 1 else DP

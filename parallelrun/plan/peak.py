@@ -16,7 +16,7 @@ from typing import Any
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.structure import Plan, Stage
-from parallelrun.plan.tensor_strategy import Pass
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
 INDEX_BYTES = 8  # of a token, a target and the number of a sample
@@ -45,7 +45,7 @@ class BackwardBlock:
     forward order. again: saved tensors that recomputation brings back first."""
 
     kept: int
-    passes: tuple[Pass, ...]
+    passes: tuple[LayerBackward, ...]
     again: int = 0
 
     def working_bytes(self, accumulates: bool) -> int:
@@ -202,7 +202,7 @@ def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinat
 
 
 def _backward_block(block: BlockSpec, plan: Plan) -> BackwardBlock:
-    passes = plan.tensor.passes(block, plan)
+    passes = plan.tensor.layer_backwards(block, plan)
     extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
     kept = plan.tensor.saved_bytes(block, plan) + extra
     again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0

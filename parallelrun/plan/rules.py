@@ -55,7 +55,7 @@ def check(config: Config) -> list[Problem]:
     for key, verbs in VERBS.items():
         value = getattr(config, key)
         if value is not None and config.verb not in verbs:
-            what = f"{key}={value}: {config.verb} does not read it, only {' and '.join(verbs)} do"
+            what = f"{key}={value} is read by {' and '.join(verbs)} only, not by {config.verb}"
             command = f"parallelrun plan ... {key}={value}"
             problems.append(Problem(what, key, f"leave {key} out", command, kind="unread"))
     return problems

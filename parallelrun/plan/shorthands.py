@@ -16,12 +16,13 @@ from parallelrun.wording import did_you_mean, one_of
 
 # keys that say which strategies are chosen and how they work
 OF_STRATEGIES = ("strategy.", "layout", "schedule", "virtual_stages")
-DATA_SHORTHANDS = ("servers", "consistency", "staleness", "backup_workers")  # of keys of `strategy.data`
-HOROVOD_KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
+# keys of `strategy.data` that may be given without the prefix
+DATA_SHORTHANDS = {field.name for field in fields(Config)} & {field.name for field in fields(DataStrategyConfig)}
+MOST_NAMED = 4  # strategies in a suggestion
 
 
 def kinds(axis: str) -> list[str]:
-    """The names of the ways of one axis (`data`, `tensor`, `pipeline`, `expert`), without `none`."""
+    """The names of the strategies of one axis (`data`, `tensor`, `pipeline`, `expert`), without `none`."""
     return [
         name.partition(".")[2] for name in names("strategies") if name.startswith(f"{axis}.") and name[-5:] != ".none"
     ]
@@ -53,7 +54,7 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
         if value is not None:
             problems += _contradiction(key, value, f"strategy.tensor.{key}", getattr(tensor, key), given)
             tensor = replace(tensor, **{key: value})
-    for key in DATA_SHORTHANDS:
+    for key in sorted(DATA_SHORTHANDS):
         value = getattr(config, key)
         if value is not None:
             problems += _contradiction(key, value, f"strategy.data.{key}", getattr(data, key), given)
@@ -103,24 +104,19 @@ def _contradiction(short: str, asked: object, long: str, said: object, given: fr
     return [Problem(what, short, f"leave {short} out or leave {long} out", kind="contradiction")]
 
 
-def _unread_of_data(kind: str) -> dict[str, tuple[bool, str]]:
-    """Per key of `strategy.data`: whether the way ignores it, and what the user may have meant."""
-    reads = data_strategy(kind).reads if has("strategies", f"data.{kind}") else ()
-    hints = {
-        "shard": "strategy=hsdp",
-        **dict.fromkeys(("reshard_after_forward", "reduce_each_microbatch"), "strategy=fsdp"),
-        "bucket_mb": "leave strategy.data.bucket_mb out",
-        **dict.fromkeys(DATA_SHORTHANDS, "strategy=ps"),
-        "sync_every": "strategy=local_sgd or strategy=diloco",
-        **dict.fromkeys(("outer_lr", "outer_momentum", "outer_nesterov"), "strategy=diloco"),
-        **dict.fromkeys(("algorithm", "group_size"), "strategy=ring"),
-        **dict.fromkeys(("compression", "powersgd_rank"), "strategy=horovod or strategy=ring or strategy=ddp"),
-        **dict.fromkeys(HOROVOD_KEYS, "strategy=horovod"),
-    }
-    keys = [field.name for field in fields(DataStrategyConfig) if field.name != "kind"]
-    return {
-        f"strategy.data.{key}": (key not in reads, hints.get(key, f"leave strategy.data.{key} out")) for key in keys
-    }
+def _unread_of_data(kind: str) -> list[str]:
+    """The keys of `strategy.data` that this strategy ignores."""
+    if not has("strategies", f"data.{kind}"):
+        return []
+    return [
+        field.name for field in fields(DataStrategyConfig) if field.name not in ("kind", *data_strategy(kind).reads)
+    ]
+
+
+def _data_strategies_that_read(key: str) -> str:
+    """The strategies that read a key of `strategy.data`: `strategy=ring or strategy=horovod`; empty if most do."""
+    found = [kind for kind in kinds("data") if key in data_strategy(kind).reads]
+    return " or ".join(f"strategy={kind}" for kind in found) if len(found) < MOST_NAMED else ""
 
 
 def _unread_of_tensor(kind: str) -> list[str]:
@@ -153,15 +149,15 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
             Problem(f"{key}={value} is read by none of the chosen strategies ({strategies})", key, fix, kind="unread")
         )
 
-    of_tensor = _unread_of_tensor(tensor)
+    of_data, of_tensor = _unread_of_data(data), _unread_of_tensor(tensor)
     for key in ("grid", "depth"):
         value = getattr(config, key)
         if value is not None and key in of_tensor:
             complain(key, value, f"leave {key} out")
-    for key in DATA_SHORTHANDS:
+    for key in sorted(DATA_SHORTHANDS):
         value = getattr(config, key)
-        if value and _unread_of_data(data)[f"strategy.data.{key}"][0]:
-            complain(key, value, f"leave {key} out, or strategy=ps")
+        if value and key in of_data:
+            complain(key, value, f"leave {key} out, or {_data_strategies_that_read(key)}")
     if pp == 1 and config.schedule is not None:
         complain("schedule", config.schedule, "pp=2, or leave schedule out")
     number = config.strategy.pipeline.virtual_stages
@@ -171,7 +167,11 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
         complain("virtual_stages", number, f"schedule=interleaved, or {fix}" if pp > 1 else fix)
     known = config.optimizer.name in OPTIMIZERS
     rules = {
-        **_unread_of_data(data),
+        **{
+            f"strategy.data.{key}": (True, _data_strategies_that_read(key))
+            for key in of_data
+            if f"strategy.data.{key}" in given
+        },
         **{
             f"strategy.tensor.{key}": (True, _layout_that_reads(key))
             for key in of_tensor
@@ -192,5 +192,5 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
             for part in key.split("."):
                 asked = getattr(asked, part)
             if asked is not None:  # null is what the key has where it is left out
-                complain(key, asked, suggestion if "leave" in suggestion else f"{suggestion} or leave {key} out")
+                complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
     return problems

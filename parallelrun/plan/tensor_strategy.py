@@ -32,7 +32,7 @@ class LayoutChoice:
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerBackward:
     """One layer's part of a block's backward pass: bytes on a rank for one microbatch.
 
     kept: what forward has saved for it, freed when it is over. arriving, giving: gradients of activations that it reads
@@ -139,7 +139,7 @@ class TensorStrategy(ABC):
         """Return the bytes that one microbatch of `block` saves for backward on a rank, under plan.recompute."""
 
     @abstractmethod
-    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+    def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
         """Return what each layer of `block` needs in backward, in forward order; where the block is recomputed in full,
         with what its second forward saves."""
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.plan import data_cost as kinds
-from parallelrun.plan.data_axis import DataAxis, Point, Way
-from parallelrun.plan.data_strategies import RELATIVE, SECONDS
+from parallelrun.plan.data_axis import DataAxis, Point, StrategyCost
+from parallelrun.plan.data_candidates import RELATIVE, SECONDS
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_text
 from parallelrun.report import chart
@@ -46,7 +46,7 @@ def _head(found: DataAxis) -> Text:
     return Text(text)
 
 
-def _label(strategy: Way) -> str:
+def _label(strategy: StrategyCost) -> str:
     return ("* " if strategy.chosen else "  ") + strategy.label
 
 
@@ -122,7 +122,7 @@ def _split(workers: int, found: DataAxis) -> str:
     return f"{counted(workers, 'worker')} + {counted(found.nodes - workers, 'server')}"
 
 
-def drawn_strategies(found: DataAxis) -> list[Way]:
+def drawn_strategies(found: DataAxis) -> list[StrategyCost]:
     """Return those with a curve: those whose curves differ in shape, and the plan's own."""
     return [
         strategy

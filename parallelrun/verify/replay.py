@@ -2,8 +2,8 @@
 
 Some data strategies do not compute the same as one device (gradient compression, Adasum, local SGD, DiLoCo). Their
 reference is a replay: one single-device replica per dp rank, each with its part of the batch, and the strategy's rule
-between them, `rule(config, plan) -> ReplayRule` in `strategies/data/<kind>/replay.py`. The reference has no tensor or
-pipeline axes, so those are verified too.
+between them, `rule(config, plan) -> ReplayRule` in `strategies/data/<kind>/reference.py`. The reference has no tensor
+or pipeline axes, so those are verified too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forward passes without gradients through the same stages, for evaluation.
 
-Our own loop rather than torch's `schedule.eval`: that one exchanges votes and makes new buffers at every switch
-between training and evaluation, needs as many microbatches as 1F1B does, and cannot evaluate a V.
+Our own loop rather than torch's `schedule.eval`: `eval` exchanges extra messages and allocates new buffers at every
+switch between training and evaluation, needs as many microbatches as 1F1B, and cannot evaluate a V.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A schedule's actions with the messages between them, and the bytes that a rank holds on the way. Torch-free.
+"""A schedule's actions with the messages between them, and the bytes that a rank holds meanwhile. Torch-free.
 
-The same lists are run (`runtime.py`, `evaluation.py`) and measured here, so the prediction cannot drift from the run.
+The runtime executes the same lists (`runtime.py`, `evaluation.py`), so the prediction cannot drift from the run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from parallelrun.plan.pipeline_schedule import Action
 
 from .orders import Orders
 
-# A rank waits for its oldest message before it has more than this many of its own under way: each holds a buffer.
+# A rank waits for its oldest send before it has more pending sends than this: each holds a buffer.
 SENDS_IN_FLIGHT = 2
 ACTIONS = ("F", "B", "I", "W")
 
 
 class Step(NamedTuple):
-    """One thing a rank does.
+    """One action or message of a rank.
 
     kind: an action's (F, B, I, W), or a message: SEND_F and RECV_F carry a stage's output and input, SEND_B and RECV_B
     the gradients of its input and output; `stage` is this rank's own. joined: torch posts a send and a receive as one
@@ -37,10 +37,10 @@ Steps = list[list[Step]]
 
 
 def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages: int) -> Steps:
-    """Add sends and receives to the ranks' orders of actions so that both ends of every pair see the same order.
+    """Add sends and receives to the ranks' orders of actions, in the same order at both ends of every pair.
 
-    A receive is put in the receiver's list at the moment its sender has sent: no circular wait can arise, also where
-    the backend runs the messages of a pair strictly in order (NCCL). Waiting for any earlier send is safe too.
+    A receive is added to the receiver's list when its sender has sent, so no circular wait can arise, even where the
+    backend runs the messages of a pair strictly in order (NCCL). Waiting for any earlier send is safe too.
     """
     pp = len(orders)
     steps: Steps = [[] for _ in orders]
@@ -63,7 +63,7 @@ def with_messages(orders: Orders, pp_rank: Callable[[int, int], int], num_stages
             if receiver != rank:
                 steps[rank].append(Step(f"SEND_{direction}", stage, microbatch, receiver))
                 steps[receiver].append(Step(f"RECV_{direction}", after, microbatch, rank))
-        assert progress, "the ranks' orders wait for each other in a circle"
+        assert progress, "the ranks wait for each other in a circle"
     return steps
 
 
@@ -74,7 +74,7 @@ def _can_run(action: Action, ready: set[tuple[str, int, int]], num_stages: int) 
 
 
 def in_turn(orders: Orders) -> Steps:
-    """One stage per rank: every action receives what it needs just before it, and sends what it gives just after."""
+    """One stage per rank: every action receives its input just before it runs, and sends its output just after."""
     last = len(orders) - 1
     steps: Steps = []
     for rank, order in enumerate(orders):
@@ -92,8 +92,8 @@ def in_turn(orders: Orders) -> Steps:
 
 
 def joined_in_turn(orders: Orders) -> Steps:
-    """`in_turn` as 1F1B does it: from the last forward of the warm-up to the first backward of the cool-down a message
-    is posted together with the one that comes from the same neighbour."""
+    """`in_turn` as in 1F1B: from the last forward of the warm-up to the first backward of the cool-down, a send and the
+    receive from the same neighbour are posted together."""
     pp, num_microbatches = len(orders), len(orders[0]) // 2
     steps = []
     for rank, order in enumerate(in_turn(orders)):
@@ -112,11 +112,11 @@ def joined_in_turn(orders: Orders) -> Steps:
 def live_bytes(
     steps: Sequence[Step], kept: Mapping[int, int], inputs: Mapping[int, int]
 ) -> Iterator[tuple[Step, int, int]]:
-    """Every step with the bytes of activations and message buffers that the rank holds before it, and at most in it.
+    """Yield every step with the bytes of activations and message buffers held when it begins, and at most during it.
 
-    kept: per stage what a microbatch keeps for backward, the stage's input included. inputs: per stage the bytes of
-    what it takes from the stage before; of none for the first. Sent tensors are held until the rank has waited for
-    them; a received activation until the last backward of its microbatch, a received gradient until it has been used.
+    kept: per stage the bytes a microbatch keeps for backward, the stage's input included. inputs: per stage the bytes
+    of its input from the previous stage; the first stage has none. A sent tensor is held until the rank has waited for
+    the send; a received activation until the last backward of its microbatch; a received gradient until it is used.
     """
     live = 0
     sent: deque[int] = deque()
@@ -125,7 +125,7 @@ def live_bytes(
         taken, given = inputs.get(step.stage, 0), inputs.get(step.stage + 1, 0)
         saved = max(kept.get(step.stage, 0), taken)
         if joined and step.kind in "FBIW":
-            live -= sum(joined) + sum(sent)  # messages to one neighbour arrive in order: the earlier ones are over too
+            live -= sum(joined) + sum(sent)  # messages to one neighbour finish in order: earlier sends are over too
             joined.clear()
             sent.clear()
         before = peak = live

@@ -1,8 +1,8 @@
-"""Schedules as lists of actions: what every pp rank computes, in which order. Torch-free.
+"""Schedules as lists of actions: the order in which every pp rank computes. Torch-free.
 
-Each function returns, per pp rank, the order that torch.distributed.pipelining's schedule of the same name runs;
-a test holds them equal. An action F is a forward, B a full backward, I a backward for inputs only, W for weights only.
-On stage 0 torch defers everything to W (there is no input gradient to send), so I costs nothing there.
+Each function returns, per pp rank, the order of the schedule of the same name in torch.distributed.pipelining; a test
+compares the two. Action F is a forward, B a full backward, I a backward for inputs only, W for weights only. On stage 0
+torch defers the whole backward to W (no input gradient is sent), so I costs nothing there.
 
 Sources: GPipe (Huang 2019, section 2); 1F1B and interleaving (Narayanan 2021, section 2.2); ZB1P and ZB-V (Qi 2023,
 sections 3 and 6).

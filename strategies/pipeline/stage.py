@@ -1,4 +1,4 @@
-"""What passes between stages at run time: its shape and dtype, and a stage that holds only what is under way."""
+"""A pipeline stage at run time: metadata of its input and output, its messages, and buffers that are freed early."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .plan import boundary_shape
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of activations and of their gradients."""
+    """Return the dtype of activations and of their gradients."""
     dtype: torch.dtype = getattr(torch, plan.precision.compute)
     return dtype
 
 
 def input_example(plan: Plan, stage: int) -> Tensor:
-    """What a stage takes, without data: samples on the first, a boundary that needs a gradient on others."""
+    """Return a meta tensor like a stage's input: samples on the first, activations that need a gradient on others."""
     if stage > 0:
         return torch.empty(boundary_shape(plan, stage), dtype=compute_dtype(plan), device="meta", requires_grad=True)
     dtype = torch.int64 if plan.spec.kind == "tokens" else compute_dtype(plan)
@@ -34,18 +34,17 @@ def input_example(plan: Plan, stage: int) -> Tensor:
 
 
 def output_example(plan: Plan, stage: int) -> Tensor:
-    """What a stage gives. Nobody asks the last stage: its output goes into the loss, not over the wire."""
+    """Return a meta tensor like a stage's output. The last stage's is never used: its output goes into the loss."""
     shape = boundary_shape(plan, min(stage + 1, len(plan.stages) - 1))
     return torch.empty(shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
 
 
 class _Plain(nn.Module):
-    """What a stage runs: the part, with the microbatch's sample ids; on the last stage the loss too.
+    """The module of a stage: a model part called with the microbatch's sample ids; on the last stage with the loss.
 
-    It hides from torch's schedules that a part is wrapped by FSDP: they would gather, let go and reduce by themselves.
-    The data strategy alone decides that; under zero bubble torch's way loses gradients without a word. The schedules
-    also
-    keep a stage's output until its backward: a loss costs nothing, where logits would cost a vocabulary per token.
+    It hides FSDP from torch's schedules, which would unshard, reshard and reduce an FSDP module themselves. The data
+    strategy alone decides that, and under zero bubble torch's handling silently loses gradients. Schedules keep a
+    stage's output until its backward: a loss is small, whereas logits hold a vocabulary per token.
     """
 
     def __init__(self, part: Network, is_last: bool):
@@ -68,7 +67,7 @@ class _Plain(nn.Module):
 
 
 class _WithoutStorage(torch.autograd.Function):
-    """A tensor of x's shape and graph that holds no bytes: backward starts from it when x has been sent and freed."""
+    """A tensor with x's shape and graph but no storage: backward starts from it after x has been sent and freed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,15 +79,15 @@ class _WithoutStorage(torch.autograd.Function):
 
 
 class Sends:
-    """The sends of one rank that it has not waited for, each with the tensor that it reads."""
+    """The pending sends of one rank, each with the tensor that it reads."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._pending: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def start(self, operations: list[dist.P2POp]) -> None:
-        """Post them, and wait for the oldest ones beyond the limit."""
+        """Start the sends, and wait for the oldest ones beyond the limit."""
         works = torch_private.start_messages(operations)
-        self._under_way.append((works, [operation.tensor for operation in operations]))
+        self._pending.append((works, [operation.tensor for operation in operations]))
         self._wait(SENDS_IN_FLIGHT)
 
     def finish(self) -> None:
@@ -96,19 +95,20 @@ class Sends:
         self._wait(0)
 
     def _wait(self, num_left: int) -> None:
-        while len(self._under_way) > num_left:
-            works, _ = self._under_way.popleft()
+        while len(self._pending) > num_left:
+            works, _ = self._pending.popleft()
             for work in works:
                 work.wait()
 
 
 class Stage(PipelineStage):
-    """torch's PipelineStage with static metadata, contiguous messages, tags by which they are counted, and no memory
-    but for what is in use: torch's own holds a buffer per microbatch and direction from the first step on, and every
-    output until its backward, sent or not (`messages.live_bytes` says what this one holds).
+    """torch's PipelineStage with static metadata, contiguous messages, tags for counting them, and early freed buffers.
 
-    Without static metadata torch infers it in the first step by messages and an extra forward and backward; with inputs
-    that do not claim to need a gradient, one rank crashes and its neighbour waits for ever.
+    torch's own stage holds a buffer per microbatch and direction from the first step on, and every output until its
+    backward, even after it was sent; `messages.live_bytes` predicts what this one holds.
+
+    Without static metadata torch infers it in the first step with messages and an extra forward and backward. If inputs
+    do not claim to need a gradient, one rank crashes and its neighbour hangs.
 
     joined: (kind, microbatch) of the messages that the schedule posts in one batch with another (`messages.Step`).
     """
@@ -127,10 +127,10 @@ class Stage(PipelineStage):
         self._micro_batch = plan.batch.micro_batch
         self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the whole step, as the targets; set before it
         self.targets: Tensor | None = None
-        # What a buffer is made like, and what stands in its place while there is none.
+        # Templates of the buffers, and their placeholders while no buffer is allocated.
         self._no_activation, self._no_gradient = input_example(plan, index), output_example(plan, index).detach()
         self._sends, self._joined = sends, frozenset(joined)
-        self._posted: list[dist.P2POp] = []  # those that torch's schedule holds on to
+        self._posted: list[dist.P2POp] = []  # torch's schedule keeps references to these
         self._receives: dict[tuple[str, int], list[dist.Work]] = {}
         self._outputs: dict[int, Tensor] = {}  # not yet sent
         super().__init__(
@@ -148,7 +148,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._wait("RECV_F", fwd_chunk_id)
-        # Not as an argument of `step`: torch takes every tensor argument for one that may need a gradient.
+        # Not an argument of `step`: torch assumes that every tensor argument may need a gradient.
         start = fwd_chunk_id * self._micro_batch
         self.plain.sample_ids = self.sample_ids[start : start + self._micro_batch]
         if self.targets is not None:
@@ -169,7 +169,7 @@ class Stage(PipelineStage):
         self._wait("RECV_B", bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            loss.detach_()  # torch keeps it until the step ends, and its graph with it
+            loss.detach_()  # torch keeps the loss until the step ends, and with it the graph
         if not self.is_first:
             self.args_recv_info[bwd_chunk_id][0].buffer = self._no_activation
         if not self.is_last:

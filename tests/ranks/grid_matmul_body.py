@@ -78,8 +78,8 @@ class Case:
         return FORMS[self.form]()
 
     @property
-    def span(self) -> matmul.Span:
-        return matmul.Span(self.compute, self.reduce, self.save_gathered, self.fused)
+    def options(self) -> matmul.MatmulOptions:
+        return matmul.MatmulOptions(self.compute, self.reduce, self.save_gathered, self.fused)
 
 
 @dataclass
@@ -178,9 +178,9 @@ def local_of(case: Case, mesh: Mesh) -> dict[str, Tensor]:
 
 def multiply(case: Case, local: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, ...]:
     if case.product.lookup:
-        return (matmul.look_up(local["ids"], local["weight0"], case.product, mesh, case.span, VOCAB),)
+        return (matmul.look_up(local["ids"], local["weight0"], case.product, mesh, case.options, VOCAB),)
     weights = [(local[f"weight{i}"], local.get(f"bias{i}")) for i in range(len(case.outputs))]
-    return matmul.multiply(local["x"], weights, case.product, mesh, case.span, case.outputs)
+    return matmul.multiply(local["x"], weights, case.product, mesh, case.options, case.outputs)
 
 
 def prove(case: Case, sum_partial: bool = True) -> Found:

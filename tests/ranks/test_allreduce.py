@@ -16,9 +16,9 @@ from parallelrun import comm, torch_private
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.mesh import Group, build_mesh
 from parallelrun.sequences import Lane
-from parallelrun.strategies.data.allreduce import counts, runtime, steps
-from parallelrun.strategies.data.allreduce.runtime import all_reduce
-from parallelrun.strategies.data.allreduce.settings import Algorithm
+from parallelrun.strategies.data.common.allreduce import counts, runtime, steps
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
+from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
 from tests.plans import tiny_plan
 from tests.pool import RanksFailed, run_ranks
 
@@ -190,7 +190,7 @@ def with_a_fault(fault: str) -> Tensor:
         runtime.table = lambda *arguments: steps.table(*arguments)[:-1]
     if fault == "not waited for":
         runtime._Pieces.run = lambda self, right=runtime._Pieces.run: (time.sleep(0.2), right(self))[1]
-        from parallelrun.strategies.data.allreduce import jobs
+        from parallelrun.strategies.data.common.allreduce import runtime as jobs
 
         jobs.Job.wait = lambda self: None
     if fault == "sent before it was added":

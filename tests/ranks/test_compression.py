@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.strategies.data.compression import runtime
+from parallelrun.strategies.data.common.compression import runtime
 from parallelrun.train.build import Training
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
@@ -63,8 +63,8 @@ def cold_start(training: Training) -> None:
 
 
 def not_rounded(training: Training) -> None:
-    for bucket in training.data._reducer.buckets:
-        bucket._send = lambda buffer=bucket.buffer: training.data._start_sum(buffer, training.mesh.group("dp"))
+    for bucket in training.data._buckets:
+        bucket._send = lambda buffer=bucket.buffer: training.data.start_sum(buffer, training.mesh.group("dp"))
 
 
 BUGS = {

@@ -99,7 +99,7 @@ def frozen_under(overrides: dict[str, Any], folder: Path, resume: bool) -> dict[
 
 def reduced(training: Training) -> list[torch.Tensor]:
     """The weights whose gradients the buckets hold (with padding, which the plan leaves out)."""
-    return [slot.parameter for bucket in training.data._reducer.buckets for slot in bucket.slots]
+    return [weight for bucket in training.data._buckets for weight in bucket.weights]
 
 
 def test_it_has_no_gradient_and_no_state_and_is_saved_under_any_plan(tmp_path: Path, run_ranks: Any) -> None:

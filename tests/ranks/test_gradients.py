@@ -13,7 +13,7 @@ from parallelrun.train import gradients
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import start
+from tests.ranks.data_body import start
 
 EXPERTS = {"model.experts": 4, "model.expert_period": 2}
 WORLDS: dict[str, dict[str, Any]] = {

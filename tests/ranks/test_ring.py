@@ -12,8 +12,8 @@ from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
-from tests.ranks.data_way_body import run, start
-from tests.ranks.test_data_way_overlap import events
+from tests.ranks.data_body import run, start
+from tests.ranks.test_data_overlap import events
 
 RING = {"strategy.data.kind": "ring"}
 HALVING_DOUBLING = {**RING, "strategy.data.algorithm": "halving_doubling"}
@@ -56,8 +56,8 @@ def test_buckets_leave_during_the_last_backward_and_none_before():
 def done_before_backward_ends() -> tuple[int, int]:
     """(sums that were over when backward was, all sums) of a step whose last hook takes its time."""
     training = start({"dp": 2, "microbatches": 1, **RING, **SMALL_BUCKETS})
-    buckets = training.data._reducer.buckets
-    first_weight = buckets[-1].slots[-1].parameter
+    buckets = training.data._buckets
+    first_weight = buckets[-1].slots[-1].weight
     found: list[tuple[int, int]] = []
 
     def slow(_: torch.Tensor) -> None:

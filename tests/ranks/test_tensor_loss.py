@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from parallelrun.layout import chunk_range
 from parallelrun.mesh import Group
-from parallelrun.strategies.tensor.cross_entropy import VocabParallelLoss
+from parallelrun.strategies.tensor.common.cross_entropy import VocabParallelLoss
 from tests.pool import run_ranks
 from tests.tensor_cases import BOUND
 

@@ -14,8 +14,9 @@ from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.models.moe.layer import AuxiliaryLoss
-from parallelrun.strategies.tensor import cross_entropy
-from parallelrun.strategies.tensor.megatron import layers, layouts, operators, place
+from parallelrun.strategies.tensor.common import cross_entropy
+from parallelrun.strategies.tensor.megatron import layers, operators, runtime
+from parallelrun.strategies.tensor.megatron.plan import Megatron1D
 from tests.pool import run_ranks
 from tests.tensor_cases import AUXILIARY, BOUND, Proof, llama, prove_gpt
 
@@ -26,9 +27,9 @@ APART = {"strategy.tensor.overlap": False}
 def bias_added_on_every_rank():
     def forward(self, x):
         partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
-        return operators.leave(partial, self.span.group, self.span.sequence_parallel)
+        return operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
 
-    layers.Row.forward = forward
+    layers.RowParallelLinear.forward = forward
 
 
 def input_gradient_not_summed():
@@ -36,7 +37,7 @@ def input_gradient_not_summed():
 
 
 def input_gradient_not_summed_apart():
-    operators._Copy.backward = staticmethod(lambda ctx, grad: (grad, None))
+    operators._CopyToTP.backward = staticmethod(lambda ctx, grad: (grad, None))
 
 
 def input_gradient_summed_twice():
@@ -55,7 +56,7 @@ def output_averaged():
         comm.all_reduce(x, group, "activations")
         return x.div_(group.size)
 
-    operators._Reduce.forward = staticmethod(forward)
+    operators._ReduceFromTP.forward = staticmethod(forward)
 
 
 def wrong_group():
@@ -70,7 +71,7 @@ def smoothing_over_the_shard():
             self.vocab = logits.size(-1)
             return super().forward(logits, targets)
 
-    place.VocabParallelLoss = Loss
+    runtime.VocabParallelLoss = Loss
 
 
 def target_counted_by_every_rank():
@@ -87,39 +88,42 @@ def largest_logit_of_the_shard():
 
 
 def tokens_of_other_shards_not_masked():
-    class Embedding(layers.Embedding):
+    class Embedding(layers.VocabParallelEmbedding):
         def _own_rows(self, tokens):
             return torch.nn.functional.embedding(tokens % self.weight.size(0), self.weight).to(self.compute_dtype)
 
-    layers.Embedding = Embedding
+    layers.VocabParallelEmbedding = Embedding
 
 
 def positions_of_the_first_slice():
-    layers.Position.forward = single_device.PositionEmbedding.forward
+    layers.SequencePositionEmbedding.forward = single_device.PositionEmbedding.forward
 
 
 def mask_of_the_first_slice():
-    layers.Dropout.forward = single_device.HashDropout.forward
+    layers.SliceDropout.forward = single_device.HashDropout.forward
 
 
 def slices_of_norm_gradients_not_summed():
-    right = layouts.layout
-    layouts.layout = lambda parameter, plan: Layout(right(parameter, plan).dims)
+    right = Megatron1D.layout
+    Megatron1D.layout = lambda self, parameter, plan: Layout(right(self, parameter, plan).dims)
 
 
 def router_gradients_not_summed():
-    right = layouts.layout
-    layouts.layout = lambda parameter, plan: (
-        Layout(right(parameter, plan).dims) if parameter.layer_role == "router" else right(parameter, plan)
-    )
+    right = Megatron1D.layout
+
+    def layout(self, parameter, plan):
+        found = right(self, parameter, plan)
+        return Layout(found.dims) if parameter.layer_role == "router" else found
+
+    Megatron1D.layout = layout
 
 
 def entered_without_summing_gradients():
-    layers.FORMS.pop(single_device.ExpertInput)
+    layers.PARALLEL_LAYERS.pop(single_device.ExpertInput)
 
 
 def left_without_summing():
-    layers.FORMS.pop(single_device.ExpertOutput)
+    layers.PARALLEL_LAYERS.pop(single_device.ExpertOutput)
 
 
 def auxiliary_loss_of_every_rank():

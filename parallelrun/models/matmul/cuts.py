@@ -40,16 +40,16 @@ class ProductCut:
     product: Product
 
 
-def cuts(mesh: MeshShape, kind: str = "megatron", form: str = "auto") -> list[ProductCut]:
-    """What a mesh can show: data parallelism when it has dp > 1, both 1D cuts when it has tp > 1, or the grid's form.
+def cuts(mesh: MeshShape, form: str = "auto") -> list[ProductCut]:
+    """Return what a mesh can show: data parallelism with dp > 1, both 1D cuts with tp > 1, or the product on a grid.
 
     form: of a 2d or 2.5d grid; `auto` shows SUMMA on a square grid and stationary_y on any other.
     """
     over_dp = ("dp",) if mesh.size("dp") > 1 else ()
     if mesh.size("tp") == 1:
         return [_without_tensor_axis(over_dp)]
-    if kind != "megatron":
-        found = [_grid(mesh, kind, form)]
+    if mesh.mesh_dims_of("tp") != ("tp",):
+        found = [_grid(mesh, form)]
     else:
         columns = "Every rank has all of X and some columns of W, and computes those columns of Y completely."
         rows = "Every rank has some columns of X and the matching rows of W: a partial sum of every element of Y."
@@ -79,8 +79,8 @@ def _without_tensor_axis(over_dp: tuple[str, ...]) -> ProductCut:
     return ProductCut("data parallel: rows of X", text, product)
 
 
-def _grid(mesh: MeshShape, kind: str, form: str) -> ProductCut:
-    if kind == "3d":
+def _grid(mesh: MeshShape, form: str) -> ProductCut:
+    if "z" in mesh.mesh_dim_names:
         return ProductCut("3D tensor parallel", GRID_TEXTS["3d"], products.cube(ActivationLayout(("x", "y"), ("z",))))
     depth = ("depth",) if mesh.size("depth") > 1 else ()
     square = mesh.size("row") == mesh.size("col")

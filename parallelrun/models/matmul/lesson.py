@@ -27,7 +27,7 @@ def run(plan: Plan, mesh: Mesh, prints: bool = False, form: str = "auto") -> lis
     rows, inner, columns = _sizes(plan)
     lines = [f"Y = X W: X is {rows}x{inner}, W is {inner}x{columns}; dY is the gradient of Y, dX = dY W^T, dW = X^T dY"]
     wrong: list[str] = []
-    for number, cut in enumerate(cuts(plan.mesh, plan.tensor.kind, form), start=1):
+    for number, cut in enumerate(cuts(plan.mesh, form), start=1):
         told, is_right = multiply(plan, mesh, cut)
         reports = _gather_reports((mesh.rank, told, is_right), mesh)
         lines += ["", f"{number}. {cut.title}", *wrap(cut.text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)]

@@ -15,6 +15,8 @@ from parallelrun.errors import ConfigError, Problem, with_article
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 from parallelrun.models import layers
 from parallelrun.models.module import network, slices, source
+from parallelrun.plan.load import tensor_strategy
+from parallelrun.registry import has
 
 OWN = Initialiser("own")
 CHECKED_PARAMETERS = 20_000_000  # larger modules are not run on real numbers: that would take seconds
@@ -196,8 +198,9 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
     They are split by tp; by 2 under a grid, which splits features over some of its axes only: a module that works on
     halves works on other parts.
     """
-    tp = config.tp or 2
-    tp = tp if tp == 1 or config.strategy.tensor.kind == "megatron" else 2
+    tensor = config.strategy.tensor.kind
+    is_grid = not (has("strategies", f"tensor.{tensor}") and tensor_strategy(tensor).is_one_dimensional)
+    tp = 2 if is_grid and config.tp != 1 else config.tp or 2
     if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
         return
     with torch.device("meta"):

@@ -8,17 +8,20 @@ beginning and the outer momentum.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 
-from ..local_sgd.plan import LocalSGD
+from ..common.independent_plan import IndependentReplicas
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class DiLoCo(LocalSGD):
+class DiLoCo(IndependentReplicas):
     """Local SGD's layouts and traffic, and two more tensors per weight.
 
     outer_*: of the SGD that updates the shared weights by the replicas' mean movement of a round.

@@ -11,7 +11,7 @@ from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import Pair
 
-from ..local_sgd.runtime import IndependentRuntime
+from ..common.independent_runtime import IndependentRuntime
 from .plan import DiLoCo
 
 SHARED, MOMENTUM = "outer/shared", "outer/momentum"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
@@ -24,16 +24,19 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
-from .. import buckets
-from ..sharding import check_splits, shard_dim, shard_layout
+from ..common import buckets
+from ..common.buckets import check_shardable, shard_dim, shard_layout
 from .units import Unit, is_whole, make_units, shard_axis
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
 
 @dataclass(frozen=True)
 class FSDP(DataStrategy):
-    """Every rank holds its shard; a block's weights are gathered while it computes.
+    """Every rank holds its shard; the weights of a block are gathered while it computes.
 
     reshard_after_forward: gathered weights are freed after forward. reduce_each_microbatch: gradients are reduced in
     every backward pass, so that none are kept unsharded.
@@ -55,7 +58,7 @@ class FSDP(DataStrategy):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """shard must divide dp; zero bubble needs the weights kept between microbatches."""
-        problems = [*check_splits(request, "fsdp"), *_check_shard(request)]
+        problems = [*check_shardable(request, cls.kind), *_check_shard(request)]
         return [*problems, *_check_split_backward(request), *_check_empty_vocabulary_shard(request)]
 
     @classmethod
@@ -128,8 +131,7 @@ class FSDP(DataStrategy):
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
         the shards a step); the sums of what is in no unit; then the final sums."""
         held = held_parameters(plan, pp_rank)
-        layouts = [(p, self.state_layout(p.spec, p.layout, plan)) for p in held]
-        final = buckets.final_collectives(layouts, coordinate, plan)
+        final = buckets.final_collectives(pp_rank, coordinate, plan)
         if plan.mesh.size("dp") == 1:
             return final
         rows = []

@@ -1,9 +1,9 @@
-"""fsdp at run time: torch's FSDP2 wraps every block; here are its units, when it reduces, and its local tensors.
+"""The runtime of fsdp: torch's FSDP2 wraps every unit; this module decides when it reduces.
 
 FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in every
 backward pass, or in the last one of each stage only (`reduce_each_microbatch=false`, which keeps unsharded gradients
 until then); HSDP sums the shards over the replicas in the last one. Under schedules that split backward, all of it
-follows the schedule. What is in no unit (`units.is_whole`) it ignores; ddp's buckets sum those gradients.
+follows the schedule. FSDP2 ignores parameters that are in no unit (`units.is_whole`); buckets sum their gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_para
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, match, set_gradient, trained
 
-from ..ddp.runtime import DDPRuntime
-from ..sharding import shard_dim, shard_layout
+from ..common.buckets import shard_dim, shard_layout
+from ..common.reducer import BucketedRuntime
 from .plan import FSDP
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis
 
@@ -35,7 +35,7 @@ Meshes = dict[str, DeviceMesh]  # by the axis that splits weights
 
 
 def _shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Wrap the units of this rank's stages, on meta: from now on a rank holds its shards only."""
+    """Wrap the units of this rank's stages on the meta device, so that a rank only ever holds its shards."""
     if mesh.group("dp").size == 1:
         return
     pp_rank = mesh.coordinate.get("pp", 0)
@@ -83,7 +83,7 @@ class FSDPRuntime(DataRuntime):
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
-        self._whole = DDPRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh)
+        self._whole = BucketedRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh)
         with torch.no_grad():
             parameters = {held.name: _part(held, weight, plan) for held, weight in pairs if not is_whole(held, plan)}
         parameters |= {p.name: p for p in (*self._whole.parameters, *self._whole.frozen)}
@@ -101,7 +101,7 @@ class FSDPRuntime(DataRuntime):
             part.register_forward_hook(self._after_forward)
 
     def begin_step(self) -> None:
-        """No gradients, no weights gathered (an evaluation leaves old ones), and no reduction before its time."""
+        """Clear gradients, and free weights that an evaluation left gathered."""
         if self._left_gathered or not self._always_last:
             for module in self._modules:
                 module.reshard()
@@ -114,11 +114,11 @@ class FSDPRuntime(DataRuntime):
             self._set_last(root, self._always_last)
 
     def launch_gradients(self) -> None:
-        """Send what is left of what is in no unit."""
+        """Start the sums of the parameters that are in no unit."""
         self._whole.launch_gradients()
 
     def finish_gradients(self) -> None:
-        """Reduce what backward has not, and hand the shards' gradients over."""
+        """Reduce the remaining gradients, and give the optimizer the gradients of the shards."""
         for root in self._roots:
             if not self._is_last[root]:
                 self._set_last(root, True)
@@ -149,8 +149,8 @@ class FSDPRuntime(DataRuntime):
         output.register_hook(backward_begins)
 
     def _set_last(self, root: FSDPModule, last: bool) -> None:
-        """Tell a root whether its next backward pass is the last of the step: then all that is left is reduced, and
-        weights that are kept go when it is done."""
+        """Tell a root whether its next backward pass is the last of the step: it then reduces all that is left
+        and frees the weights that were kept."""
         if self._is_last.get(root) == last:
             return
         self._is_last[root] = last

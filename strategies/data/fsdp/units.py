@@ -1,8 +1,8 @@
-"""FSDP units of a rank: which parameters are gathered and reduced together, when they are let go, in which dtype.
+"""The FSDP units of a rank: the parameters that are gathered and reduced together, and in which dtype. Torch-free.
 
-The plan predicts from these, the runtime wraps by them. Experts that are spread over ep have copies on fewer ranks than
-the rest of their block, so they are units of their own, over `expert_dp`; where that leaves nothing to split they stay
-as they are, and ddp's buckets sum their gradients. Torch-free.
+The plan predicts from the units, and the runtime wraps them. Experts that are distributed over ep have copies on fewer
+ranks than the rest of their block, so they form one unit over `expert_dp`; where they have no copies they are not
+sharded, and the buckets of `common/reducer.py` sum their gradients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def shard_axis(plan: Plan, layout: Layout | None = None) -> str:
 
 
 def is_whole(held: HeldParameter, plan: Plan) -> bool:
-    """Is it part of no unit, because nothing is left to split it over?"""
+    """Whether a parameter is in no unit because it has no copies to shard over."""
     return plan.mesh.size(shard_axis(plan, held.layout)) == 1
 
 
@@ -135,7 +135,7 @@ def _blocks_that_share(plan: Plan, blocks: tuple[str, ...]) -> set[str]:
 
 
 def _tied_across_stages(plan: Plan, pp_rank: int) -> set[str]:
-    """Originals whose copy is the same tensor in another stage of the same rank (the V of zbv)."""
+    """Tied weights whose copy is the same tensor in another stage of the same rank (zbv)."""
     stages = [set(stage.blocks) for stage in plan.stages_of(pp_rank)]
     here = set().union(*stages) if stages else set()
     pairs = {original: set(_holders(plan, original)) for _, original in plan.spec.tied}

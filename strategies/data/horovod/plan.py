@@ -10,32 +10,34 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
-from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 
-from .. import buckets
-from ..allreduce import counts
-from ..allreduce import settings as allreduce
-from ..allreduce.settings import Algorithm
-from ..allreduce.steps import NATIVE, piece_elements
-from ..compression import settings as compression
-from ..compression.settings import HALF_BYTES, Message
-from ..ddp.plan import DDP
-from ..ring.plan import Ring
+from ..common import buckets
+from ..common.allreduce import algorithm as algorithms
+from ..common.allreduce import counts
+from ..common.allreduce.algorithm import Algorithm
+from ..common.allreduce.plan import AlgorithmAllReduce
+from ..common.allreduce.steps import NATIVE, piece_elements
+from ..common.bucketed_plan import BucketedAllReduce
+from ..common.compression import plan as compression
+from ..common.compression.plan import HALF_BYTES, Message
 from . import checks, halving
 from .checks import ADASUM
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PROCESS_SET = "process_set"  # the name of their groups among the axes
 KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
 
 
 @dataclass(frozen=True)
-class Horovod(Ring):
+class Horovod(AlgorithmAllReduce):
     """Every rank of dp holds all of its stage's weights, gradients and optimizer state.
 
     reduction: average | adasum. worker_batches: how many batches each worker (dp coordinate) has, () for enough;
@@ -44,7 +46,12 @@ class Horovod(Ring):
     """
 
     kind = "horovod"
-    reads: ClassVar[tuple[str, ...]] = (*Ring.reads, *KEYS)
+    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS, *algorithms.KEYS, *KEYS)
+    description = (
+        "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
+        "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
+        "Sergeev and Del Balso 2018",
+    )
 
     reduction: str = "average"
     timeline: bool = False
@@ -55,7 +62,7 @@ class Horovod(Ring):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        found = allreduce.check(request, NATIVE)
+        found = algorithms.check(request, NATIVE)
         sets = request.config.strategy.data.process_sets
         algorithm = request.config.strategy.data.algorithm
         if sets and algorithm == "hierarchical" and not found:
@@ -69,7 +76,7 @@ class Horovod(Ring):
         return cls(
             bucket_bytes=int(data.bucket_mb * 2**20),
             compression=compression.of(request.config),
-            algorithm=Algorithm() if alone else allreduce.of(request, NATIVE),
+            algorithm=Algorithm() if alone else algorithms.of(request, NATIVE),
             reduction="average" if alone else data.reduction,
             timeline=data.timeline,
             stall_warn_s=data.stall_warn_s,
@@ -80,7 +87,7 @@ class Horovod(Ring):
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        return (*allreduce.filled(request, NATIVE), *checks.filled(request))
+        return (*algorithms.filled(request, NATIVE), *checks.filled(request))
 
     @property
     def independent(self) -> bool:
@@ -132,8 +139,7 @@ class Horovod(Ring):
         """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
         if not self._combines_updates(plan):
             return super().collectives(pp_rank, coordinate, plan)
-        layouts = [(held, held.layout) for held in held_parameters(plan, pp_rank)]
-        return [*self._combining(pp_rank, coordinate, plan), *buckets.final_collectives(layouts, coordinate, plan)]
+        return [*self._combining(pp_rank, coordinate, plan), *buckets.final_collectives(pp_rank, coordinate, plan)]
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression or, with adasum, the weights before the update and the largest update take."""
@@ -165,7 +171,7 @@ class Horovod(Ring):
             return []
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
         index = members.index(worker)
-        rows = DDP.rows_of_sum(self, message, coordinate, plan)
+        rows = BucketedAllReduce.rows_of_sum(self, message, coordinate, plan)
         if self.algorithm.name != NATIVE:
             rows = counts.rows(self.algorithm, len(members), index, message.numel, message.element_bytes, limit)
         return [replace(row, axis=self.axis(worker)) for row in rows]
@@ -190,7 +196,7 @@ class Horovod(Ring):
             rows = [row for row in rows if row.axis != axis]
             messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
             titles = [f"bucket {number} of {len(messages)}" for number in range(1, len(messages) + 1)]
-            exchanges = [self._explained_sum(*one, plan, ranks) for one in zip(titles, messages)]
+            exchanges = [self.explained_sum(*one, plan, ranks) for one in zip(titles, messages)]
         rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
         exchanges += [Exchange("the collectives of one step", rounds)] if rounds else []
         sets = ", ".join(str(list(one)) for one in self.process_sets)

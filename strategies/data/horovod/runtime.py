@@ -7,31 +7,33 @@ have changed by is combined.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallelrun import torch_private
+from parallelrun import comm, torch_private
 from parallelrun.comm import Waitable
 from parallelrun.context import WorkerContext
 from parallelrun.layout import Layout
 from parallelrun.mesh import Group, Mesh
+from parallelrun.optimizer import Optimizer
 from parallelrun.plan.expert_axes import replica_axis
+from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
 from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 
-from ..allreduce.runtime import all_reduce
-from ..allreduce.settings import over
-from ..buckets import fill, reduce_bytes
-from ..compression.runtime import Part
-from ..ddp.runtime import DDPRuntime
+from ..common.allreduce.algorithm import over
+from ..common.allreduce.runtime import all_reduce
+from ..common.buckets import fill, reduce_bytes
+from ..common.compression.runtime import CompressedRuntime
+from ..common.reducer import Part
 from .adasum import all_combine
-from .broadcast import broadcast_optimizer, broadcast_weights
 from .checks import ADASUM
 from .plan import Horovod
-from .process_sets import make_group
 from .stalls import StallWatch
 from .submissions import Submissions
 from .timeline import Timeline
@@ -39,7 +41,7 @@ from .timeline import Timeline
 T = TypeVar("T")
 
 
-class HorovodRuntime(DDPRuntime):
+class HorovodRuntime(CompressedRuntime):
     """Gradients are summed, or within a process set averaged, and every exchange is noted for those who watch."""
 
     @classmethod
@@ -74,12 +76,12 @@ class HorovodRuntime(DDPRuntime):
                 broadcast_optimizer(training.optimizer, updated, self._mesh.group(axis))
         self._submissions.step = start
         if strategy.timeline and context.rank == 0:
-            buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._reducer.buckets)]
+            buckets = [(names, bucket.buffer) for names, bucket in zip(self._submissions.names, self._buckets)]
             self._timeline = Timeline(context.directory / "timeline.json", buckets, strategy, self._mesh.device)
             self._timeline.watch(dict(self._named_weights()), self._plan)
             self._submissions.timeline = self._timeline
         if strategy.stall_warn_s:
-            self._watch = StallWatch(self._submissions, self._reducer, self._plan, context, strategy.stall_warn_s)
+            self._watch = StallWatch(self._submissions, self._buckets, self._plan, context, strategy.stall_warn_s)
             self._watch.start()
 
     def end_run(self) -> None:
@@ -107,19 +109,58 @@ class HorovodRuntime(DDPRuntime):
                 torch_private.multiply(list(buffers), 1 / self._group.size)
 
     def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        slots = [slot for bucket in self._reducer.buckets for slot in bucket.slots]
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
         names = [name for bucket in self._submissions.names for name in bucket]
-        return list(zip(names, [slot.parameter for slot in slots], strict=True))
+        return list(zip(names, [slot.weight for slot in slots], strict=True))
 
-    def _start_sum(self, tensor: Tensor, group: Group) -> Waitable:
+    def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
         data = Horovod.of(self._plan)
         algorithm = over(data.algorithm, group.axis, self._plan) if not data.process_sets else data.algorithm
         return all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
 
-    def _sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
+    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         number = self._submissions.add(tuple(held.name for held, _ in parts))
-        send = super()._sender(buffer, parts, group)
+        send = super().sender(buffer, parts, group)
         return lambda: self._submissions.submit(number, send)
+
+
+@torch.no_grad()
+def broadcast_weights(weights: Sequence[Tensor], group: Group) -> None:
+    """Overwrite `weights` with those of the group's first member, one message per dtype."""
+    for dtype in dict.fromkeys(weight.dtype for weight in weights):
+        alike = [weight for weight in weights if weight.dtype == dtype]
+        flat = torch.cat([weight.flatten() for weight in alike])
+        comm.broadcast(flat, group, "control")
+        for weight, part in zip(alike, flat.split([weight.numel() for weight in alike])):
+            weight.copy_(part.view_as(weight))
+
+
+def broadcast_optimizer(optimizer: Optimizer, parameters: Sequence[LocalParameter], group: Group) -> None:
+    """Overwrite the optimizer's state, which all members have or none, with that of the group's first member."""
+    tensors = [value for p in parameters for _, value in sorted(optimizer.state(p.name).items())]
+    if tensors:
+        broadcast_weights(tensors, group)
+
+
+def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
+    """This rank's process set along dp (Horovod's static process sets); all of dp where there are none.
+
+    Every rank creates the groups of all sets in the same order: by the other axes' coordinates, then by the set.
+    """
+    everyone = mesh.group("dp")
+    if not strategy.process_sets:
+        return everyone
+    mine: Group | None = None
+    others = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim != "dp"]
+    for place in product(*(range(degree) for _, degree in others)):
+        coordinate = dict(zip([mesh_dim for mesh_dim, _ in others], place))
+        for members in strategy.process_sets:
+            ranks = tuple(plan.mesh.rank(**coordinate, dp=worker) for worker in members)
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if mesh.rank in ranks:
+                mine = Group(strategy.axis(members[0]), ranks, ranks.index(mesh.rank), made)
+    assert mine is not None, "every worker belongs to a set"
+    return mine
 
 
 def _by_copies(items: Sequence[tuple[Layout, T]], plan: Plan) -> list[tuple[str, list[T]]]:

@@ -18,7 +18,7 @@ from .submissions import Submissions
 if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
-    from ..bucketed import Reducer
+    from ..common.reducer import FlatBucket
 
 MOST_NAMED = 5
 
@@ -98,8 +98,10 @@ def watched_groups(plan: Plan) -> list[tuple[int, ...]]:
 class StallWatch:
     """A thread of every rank: says in the store where its rank is; rank 0's also looks at the others, and warns."""
 
-    def __init__(self, submissions: Submissions, reducer: Reducer, plan: Plan, context: Any, warn_s: float):
-        self._submissions, self._reducer = submissions, reducer
+    def __init__(
+        self, submissions: Submissions, buckets: Sequence[FlatBucket], plan: Plan, context: Any, warn_s: float
+    ):
+        self._submissions, self._buckets = submissions, buckets
         self._rank, self._world, self._warn_s = context.rank, plan.mesh.num_ranks, warn_s
         self._groups = watched_groups(plan)
         self._store = torch_private.default_store()
@@ -130,9 +132,9 @@ class StallWatch:
         noted, since = self._submissions, self._submissions.waiting_since
         number = noted.num_submitted
         missing: tuple[str, ...] = ()
-        if number < len(self._reducer.buckets):
-            slots = zip(noted.names[number], self._reducer.buckets[number].slots)
-            missing = tuple(name for name, slot in slots if not slot.filled and slot.parameter.grad is None)
+        if number < len(self._buckets):
+            slots = zip(noted.names[number], self._buckets[number].slots)
+            missing = tuple(name for name, slot in slots if not slot.filled and slot.weight.grad is None)
         waits_s = None if since is None else time.monotonic() - since
         return Progress(noted.step, number, noted.num_done, waits_s, missing)
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from parallelrun.comm import Waitable
+
 if TYPE_CHECKING:
     from .timeline import Timeline
-
-from parallelrun.comm import Waitable
 
 
 class Submissions:

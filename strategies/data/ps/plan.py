@@ -6,7 +6,7 @@ The servers are the last ranks and outside the mesh: dp counts the workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
@@ -19,6 +19,9 @@ from parallelrun.wording import counted
 
 from . import protocol
 from .shards import Sharding, assign, cut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
 DEFAULT_STALENESS = 2

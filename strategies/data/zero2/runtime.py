@@ -1,223 +1,77 @@
-"""zero2 at run time: every backward pass reduces its gradients into this rank's shards, and lets the whole ones go.
+"""The runtime of zero2: every backward pass reduces its gradients into this rank's shards and frees the others.
 
-What is held of gradients is the shards, two buckets on their way, and what backward has not yet filled a bucket with.
+Gradients take the memory of the shards, of two pending buckets, and of what has not yet filled a bucket.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
 
-from parallelrun import comm, torch_private
-from parallelrun.mesh import Group, Mesh
-from parallelrun.plan.parameters import LocalParameter
-from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
+from parallelrun import torch_private
+from parallelrun.plan.parameters import HeldParameter
 
-from ..chunks import Cut, cut, local_parameter, starts_of
-from .plan import UNDER_WAY, reductions, stage_buckets
+from ..common.buckets import Filled
+from ..common.reducer import GradientBucket
+from ..common.zero_runtime import Chunks, PendingExchanges, ZeRORuntime
+from .plan import MAX_PENDING
 
 
-class Bucket:
-    """Weights that are reduced and gathered together. gradients: this rank's shards, padded and flat."""
+class TransientBucket(GradientBucket):
+    """A bucket whose buffer exists only while it is reduced."""
 
-    def __init__(self, cuts: Sequence[Cut], group: Group):
-        self.cuts, self.weights, self._group = list(cuts), [one.weight for one in cuts], group
-        self._starts = starts_of(cuts)
-        self.gradients = cuts[0].mine.new_zeros(self._starts[-1])
-        self.num_arrived = 0
-        self.shards = self._own(self.gradients)
+    def __init__(self, chunks: Chunks, pending: PendingExchanges):
+        super().__init__([one.weight for one in chunks.weights])
+        self._chunks, self._pending = chunks, pending
 
-    def _own(self, row: Tensor) -> list[Tensor]:
-        """Where this rank's chunk of each weight lies in a row."""
-        return [one.own(row[start:stop]) for one, start, stop in zip(self.cuts, self._starts, self._starts[1:])]
+    def launch(self, number: int) -> None:
+        self._pending.start(lambda: self._reduce(first=number == 0))
 
-    def _regions(self, buffer: Tensor) -> list[Tensor]:
-        """Where each weight's chunks lie in a full-size buffer: row r holds chunk r of every weight."""
-        rows = buffer.view(self._group.size, -1)
-        ends = zip(self.cuts, self._starts, self._starts[1:])
-        return [one.regions(rows[:, start:stop]) for one, start, stop in ends]
+    def wait(self) -> None:
+        self._pending.wait()
 
-    def reduce(self, first: bool) -> Callable[[], None]:
-        """Start summing what backward has left over dp, and let it go. What is returned waits, and adds the sum to the
-        shards (on the `first` pass of a step: overwrites them). What backward did not reach is zero."""
-        buffer = self.gradients.new_zeros(self._group.size * self.gradients.numel())
+    def _reduce(self, first: bool) -> Callable[[], None]:
+        """Start the sum of the weights' gradients and free them. The result waits and adds the sum to the shards.
+
+        first: in the first pass of a step the sum overwrites the shards.
+        """
+        buffer, gradients = self._chunks.new_buffer(), self._chunks.gradients
         pairs = [
             pair
-            for one, regions in zip(self.cuts, self._regions(buffer))
+            for one, regions in zip(self._chunks.weights, self._chunks.regions(buffer))
             if one.weight.grad is not None
             for pair in one.pieces(regions, one.weight.grad)
         ]
         with torch.no_grad():
-            torch_private.copy_all([place for place, _ in pairs], [part for _, part in pairs])
+            torch_private.copy_all([target for target, _ in pairs], [part for _, part in pairs])
         for weight in self.weights:
             weight.grad = None
-        total = self.gradients if first else torch.empty_like(self.gradients)
-        work = comm.reduce_scatter_into(total, buffer, self._group, "gradients", async_op=True)
-        assert work is not None
+        total = gradients if first else torch.empty_like(gradients)
+        work = self._chunks.reduce(total, buffer)
 
         def finish() -> None:
             work.wait()
             if not first:
-                self.gradients.add_(total)
-
-        return finish
-
-    def gather(self) -> Callable[[], None]:
-        """Start sharing this rank's updated chunks; what is returned waits and puts everyone's into the weights."""
-        row = torch.zeros_like(self.gradients)
-        for place, one in zip(self._own(row), self.cuts):
-            place.copy_(one.mine)
-        buffer = row.new_empty(self._group.size * row.numel())
-        work = comm.all_gather_into(buffer, row, self._group, "parameters", async_op=True)
-        assert work is not None
-
-        def finish() -> None:
-            work.wait()
-            for one, regions in zip(self.cuts, self._regions(buffer)):
-                for region, part in one.pieces(regions, one.weight.detach()):
-                    part.copy_(region)
+                gradients.add_(total)
 
         return finish
 
 
-def _bucket(pairs: Sequence[Pair], group: Group, plan: Plan) -> Bucket:
-    return Bucket([cut(held, weight, group, plan) for held, weight in pairs], group)
+class ZeRO2Runtime(ZeRORuntime):
+    """Reduce-scatters every bucket in every backward pass."""
 
+    max_pending = MAX_PENDING
 
-class UnderWay:
-    """Exchanges that have been started; at most UNDER_WAY, so that no more buffers than that live."""
+    def bucket(self, chunks: Chunks) -> TransientBucket:
+        return TransientBucket(chunks, self.pending)
 
-    def __init__(self) -> None:
-        self._finish: deque[Callable[[], None]] = deque()
-
-    def start(self, start: Callable[[], Callable[[], None]]) -> None:
-        """Start one more, after waiting for the oldest where there are enough."""
-        if len(self._finish) == UNDER_WAY:
-            self._finish.popleft()()
-        self._finish.append(start())
-
-    def wait(self) -> None:
-        """Until none is left."""
-        while self._finish:
-            self._finish.popleft()()
-
-
-class StageReducer:
-    """The buckets of one stage, reduced in order once in every backward pass, each when all its gradients are there.
-
-    The order (pass by pass, bucket by bucket) is the same on every rank whatever order autograd runs in. The passes of
-    two stages of a rank come in the schedule's order, which is that of all replicas.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], under_way: UnderWay, plan: Plan):
-        self.buckets = list(buckets)
-        self._under_way = under_way
-        self._num_reductions = reductions(plan) * len(self.buckets)
-        self._num_started = 0
-        self._armed = False
-        if not plan.pipeline.splits_backward:
-            for bucket in self.buckets:
-                hook = self._hook(bucket)
-                for weight in bucket.weights:
-                    weight.register_post_accumulate_grad_hook(hook)
-
-    def begin_step(self) -> None:
-        """Forget the last step; the next backward passes are counted."""
-        self._num_started = 0
-        self._armed = True
-        for bucket in self.buckets:
-            bucket.num_arrived = 0
-            for weight in bucket.weights:
-                weight.grad = None
-
-    def finish(self) -> None:
-        """Start what is left: what passes have not filled."""
-        self._armed = False
-        while self._num_started < self._num_reductions:
-            self._start()
-
-    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        num_weights = len(bucket.weights)
-
-        def arrived(_: Tensor) -> None:
-            if self._armed:
-                bucket.num_arrived += 1
-                if bucket.num_arrived % num_weights == 0:
-                    self._start_full()
-
-        return arrived
-
-    def _start_full(self) -> None:
-        while self._num_started < self._num_reductions:
-            passed, index = divmod(self._num_started, len(self.buckets))
-            bucket = self.buckets[index]
-            if bucket.num_arrived < (passed + 1) * len(bucket.weights):
-                return
-            self._start()
-
-    def _start(self) -> None:
-        passed, index = divmod(self._num_started, len(self.buckets))
-        bucket = self.buckets[index]
-        self._num_started += 1
-        self._under_way.start(lambda: bucket.reduce(first=passed == 0))
-
-
-class ZeRO2Runtime(DataRuntime):
-    """The optimizer updates this rank's chunks in place in the module's own weights, and what has no copies whole."""
-
-    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
-        super().__init__(pairs, plan, mesh)
-        pairs = trained(pairs)
-        held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
-        filled = stage_buckets(held, [tuple(weight.shape) for weight in weights], plan)
-        self._under_way = UnderWay()
-        self._reducers = []
-        self.parameters: list[LocalParameter] = []
-        shards: dict[int, tuple[Tensor, Tensor]] = {}
-        flat = []
-        for of_stage in filled:
-            buckets = [_bucket([pairs[i] for i in one.indices], mesh.group(one.axis), plan) for one in of_stage]
-            self._reducers.append(StageReducer(buckets, self._under_way, plan))
-            for one, bucket in zip(of_stage, buckets):
-                shards.update(zip(one.indices, zip([each.mine for each in bucket.cuts], bucket.shards)))
-                flat.append((one.axis, bucket.gradients))
-        self._shards = list(shards.values())
-        self._alone = [weight for index, weight in enumerate(weights) if index not in shards]
-        mine = [shards[index][0] if index in shards else weight for index, weight in enumerate(weights)]
-        self.parameters = [local_parameter(one, part, plan) for one, part in zip(held, mine)]
-        self.flat_gradients = by_axis(flat)
-
-    @property
-    def _buckets(self) -> list[Bucket]:
-        return [bucket for reducer in self._reducers for bucket in reducer.buckets]
-
-    def begin_step(self) -> None:
-        """Gradients are empty and backward passes are counted."""
-        for parameter in self.parameters:
-            parameter.tensor.grad = None
-        for reducer in self._reducers:
-            reducer.begin_step()
-
-    def finish_gradients(self) -> None:
-        """Every chunk's gradient is its part of the sum over the parameter's copies."""
-        for reducer in self._reducers:
-            reducer.finish()
-        self._under_way.wait()
-        for mine, gradient in self._shards:
-            mine.grad = gradient
-        for weight in self._alone:
-            set_gradient(weight, weight.grad)
-
-    @torch.no_grad()
-    def finish_update(self) -> None:
-        """Every rank's updated chunks are in everyone's weights."""
-        for bucket in self._buckets:
-            self._under_way.start(bucket.gather)
-        self._under_way.wait()
+    def orders(self, filled: Sequence[Filled], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
+        """By stage: the passes of a rank's stages alternate in the order of the schedule, the same on all replicas."""
+        by_stage: dict[int, list[GradientBucket]] = {}
+        for one, bucket in zip(filled, self._buckets):
+            by_stage.setdefault(held[one.indices[0]].stage, []).append(bucket)
+        return by_stage.values()
 
 
 RUNTIME = ZeRO2Runtime

@@ -1,7 +1,7 @@
 """What a request for a grid tensor strategy can have wrong, each with the nearest legal values. Torch-free.
 
-Whether tp can be laid out at all is `shapes`; here: layer roles, sizes and samples that do not divide, and what cannot
-go together.
+Whether tp ranks form a grid at all is checked in `shape`; here: layer roles, sizes and samples that do not divide, and
+settings that exclude each other.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from parallelrun.plan.request import Request
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 
-from .. import roles
-from . import axes, choose, shapes
-from .choose import Misfit
+from ..common import roles
+from . import choose, shape
+from .choose import Misfit, boundary_layout, degree
 
-ROLES = (
-    "column_parallel",
-    "row_parallel",
-    "linear",
-    "embedding",
-    "position_embedding",
-    "norm",
-    "head",
-)  # of layers that may have parameters
+# roles of layers that may have parameters
+ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
 
 
 def asked_form(request: Request) -> str:
@@ -41,14 +34,14 @@ def asked_form(request: Request) -> str:
 def choice(request: Request) -> choose.Choice:
     """What the forms depend on, for a tp that can be laid out."""
     tensor, precision = request.config.strategy.tensor, TABLE[request.config.precision.name]
-    sizes = shapes.arranged(request)
+    sizes = shape.arranged(request)
     assert sizes, "checked before"
     samples = request.batch.micro_batch if request.batch else 0
     return choose.Choice(
         kind=tensor.kind,
         asked=asked_form(request),
         sizes=sizes,
-        pp_ranks=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
+        num_rows=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
         samples=samples,
         save_gathered=tensor.save_gathered,
         compute=BYTES[precision.compute],
@@ -58,11 +51,10 @@ def choice(request: Request) -> choose.Choice:
 
 def sample_parts(request: Request) -> int:
     """Into how many parts the samples of a microbatch are cut: the axes of rows, at their most, in any layer."""
-    if definitions.model(request.config).is_lesson or shapes.arranged(request) is None:
+    if definitions.model(request.config).is_lesson or shape.arranged(request) is None:
         return 1
     asked = choice(replace(request, batch=None))
-    lies = axes.between_blocks(asked.sizes)
-    parts = axes.degree(lies.rows, asked.sizes)
+    parts = degree(boundary_layout(asked.sizes).rows, asked.sizes)
     for pairs in choose.distinct(request.spec).values():
         needed = [choose.sample_parts(forms, asked) for forms in choose.legal(pairs, asked, request.spec)]
         parts = lcm(parts, min(needed, default=1))
@@ -77,15 +69,15 @@ def check(request: Request) -> list[Problem]:
         return [*problems, _experts(request)]
     if request.tp > 1 and not lesson:
         problems += _roles(request.spec, request)
-    sizes = shapes.arranged(request)
+    sizes = shape.arranged(request)
     if sizes is None:
-        return [*problems, *shapes.check(request, _fits(request))]
+        return [*problems, *shape.check(request, _fits(request))]
     if request.tp == 1 or lesson:
         return problems
     return problems + _indivisible(request, sizes) + _samples(request, sizes)
 
 
-def _fits(request: Request) -> shapes.Fits:
+def _fits(request: Request) -> shape.Fits:
     """Would the model's sizes divide on the grid of another request, and the form that is asked for do there?"""
     standing = _summa(request)
     return lambda other: not _misfits(other) and (bool(standing) or not _summa(other))
@@ -95,10 +87,8 @@ def _misfits(request: Request) -> list[Misfit]:
     """What of the model's sizes does not divide, in the forms where least does not."""
     asked = choice(replace(request, batch=None))
     features = request.spec.boundary_shape[-1]
-    lies = axes.between_blocks(asked.sizes)
-    found = [
-        Misfit(choose.size_key(features, "the model", request.spec), features, axes.degree(lies.features, asked.sizes))
-    ]
+    parts = degree(boundary_layout(asked.sizes).features, asked.sizes)
+    found = [Misfit(choose.size_key(features, "the model", request.spec), features, parts)]
     for pairs in choose.distinct(request.spec).values():
         found += choose.fewest_misfits(pairs, asked, request.spec)
     found += choose.linear_misfits(asked, request.spec)
@@ -165,7 +155,7 @@ def _experts(request: Request) -> Problem:
 
 def _summa(request: Request) -> list[Problem]:
     """Panels go round a square; other grids gather."""
-    grid = shapes.grid_of(request)
+    grid = shape.asked_grid(request)
     if asked_form(request) != "summa" or grid is None or grid[0] == grid[1]:
         return []
     key = "strategy.tensor.form"
@@ -182,14 +172,14 @@ def _indivisible(request: Request, sizes: dict[str, int]) -> list[Problem]:
     for misfit in misfits:
         place = (misfit.key, misfit.size)
         parts[place] = lcm(parts.get(place, 1), misfit.parts)
-    legal = shapes.near(request, _fits(request))
+    legal = shape.nearest_tp(request, _fits(request))
     problems = []
     for (key, size), count in parts.items():
         told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"
-        what = f"{told} divide by {count} ({shapes.shown(sizes)})"
+        what = f"{told} divide by {count} ({shape.shown(sizes)})"
         copies = key == "model.kv_heads" and size != request.spec.heads and count % size == 0
         fixes = [either("tp", legal), either(key, nearest(size, _legal_sizes(key, size, count, request.spec)))]
-        fixes += ["" if legal else shapes.grids(request, _fits(request)) or "layout=1d"]
+        fixes += ["" if legal else shape.grid_fix(request, _fits(request)) or "layout=1d"]
         if asked_form(request) != "auto":
             fixes.append("strategy.tensor.form=auto")
         if copies:
@@ -218,7 +208,7 @@ def _samples(request: Request, sizes: dict[str, int]) -> list[Problem]:
     if batch is None or batch.micro_batch % parts == 0:
         return []
     replica = batch.replica_batch
-    cut = f"{parts} parts ({shapes.shown(sizes)}): only whole samples are split"
+    cut = f"{parts} parts ({shape.shown(sizes)}): only whole samples are split"
     what = f"micro_batch={batch.micro_batch} does not divide into {cut}"
     where = next((key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None), "global_batch")
     fixes = []

@@ -1,20 +1,18 @@
-"""How each pair of layers multiplies: the form that moves the fewest bytes among those that divide. Torch-free.
+"""Choose how each pair of layers multiplies: the form that moves the fewest bytes among those that divide. Torch-free.
 
 A pair is the column layers of a block and the row layer that reads them (`model_spec.Pair`). Between the two an
-activation may lie in another way than between blocks, so both forms are chosen together.
+activation may be split otherwise than between blocks, so both forms are chosen together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from parallelrun import product as products
 from parallelrun.model_spec import LayerSpec, ModelSpec, Pair, ParameterSpec
 from parallelrun.product import ActivationLayout, Product, Sizes, transfers
-
-from .axes import between_blocks, degree
 
 MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
     "stationary_y": products.stationary_y,
@@ -35,18 +33,29 @@ Groups = dict[Key, list[Pair]]
 class Choice:
     """What the forms depend on. kind: 2d | 2.5d | 3d; asked: `strategy.tensor.form`; sizes: of the axes, in mesh order.
 
-    positions: rows of X in a microbatch; samples: of a microbatch (0: not known yet). compute, reduce: bytes of an
+    num_rows: rows of X in a microbatch; samples: of a microbatch (0: not known yet). compute, reduce: bytes of an
     element that moves, and of a weight gradient.
     """
 
     kind: str
     asked: str
     sizes: Sizes
-    pp_ranks: int = 1
+    num_rows: int = 1
     samples: int = 0
     save_gathered: bool = True
     compute: int = 4
     reduce: int = 4
+
+
+def boundary_layout(sizes: Sizes) -> ActivationLayout:
+    """Return the layout of activations between blocks: samples over the rows axes, features over the last axis."""
+    *rows, features = sizes
+    return ActivationLayout(tuple(rows), (features,))
+
+
+def degree(axes: Iterable[str], sizes: Sizes) -> int:
+    """Return the number of parts into which those axes split a dim."""
+    return prod(sizes.get(axis, 1) for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -119,57 +128,49 @@ def fewest_misfits(pairs: list[Pair], choice: Choice, spec: ModelSpec) -> list[M
 
 def sample_parts(forms: Forms, choice: Choice) -> int:
     """Into how many parts the samples must divide, for a pair that multiplies so."""
-    columns, row = pair_products(forms, between_blocks(choice.sizes))
-    lies = (columns.x, columns.y, row.x, row.y)
-    return lcm(*(degree(activation.rows, choice.sizes) for activation in lies))
+    columns, row = pair_products(forms, boundary_layout(choice.sizes))
+    return lcm(*(degree(layout.rows, choice.sizes) for layout in (columns.x, columns.y, row.x, row.y)))
 
 
 def linear_misfits(choice: Choice, spec: ModelSpec) -> list[Misfit]:
     """What does not divide of the layers that multiply alone."""
     layers = [layer for layer in spec.distinct_layers if layer.layer_role == "linear"]
-    product = products.stationary_y(between_blocks(choice.sizes))
+    product = products.stationary_y(boundary_layout(choice.sizes))
     return [misfit for layer in layers for misfit in layer_misfits(layer, product, choice, spec)]
 
 
 def distinct(spec: ModelSpec) -> Groups:
-    """The model's pairs by their sizes, one for each way in which they split their outputs."""
+    """Return the model's pairs by their sizes; pairs of the same sizes may split their outputs differently."""
     found: Groups = {}
     for pair in spec.distinct_pairs:
         found.setdefault(key_of(pair), []).append(pair)
     return found
 
 
-def _row(pair: Pair) -> tuple[LayerSpec, ...]:
-    return (pair.row,) if pair.row else ()
+def _with_products(pair: Pair, columns: Product, row: Product) -> list[tuple[LayerSpec, Product]]:
+    return [(layer, columns) for layer in pair.columns] + ([(pair.row, row)] if pair.row else [])
 
 
 def volume(pair: Pair, forms: Forms, choice: Choice) -> float:
     """Bytes that a rank receives in the forward and backward pass of a microbatch through the pair."""
-    columns, row = pair_products(forms, between_blocks(choice.sizes))
-    layers = [(layer, columns) for layer in pair.columns] + [(layer, row) for layer in _row(pair)]
-    return sum(
-        transfer.received(choice.sizes) * (choice.reduce if transfer.operand == "dw" else choice.compute)
-        for layer, product in layers
-        for transfer in transfers(
-            product,
-            choice.pp_ranks,
-            layer.in_features,
-            layer.out_features,
-            choice.sizes,
-            save_gathered=choice.save_gathered,
-        )
-    )
+    columns, row = pair_products(forms, boundary_layout(choice.sizes))
+    total = 0.0
+    for layer, product in _with_products(pair, columns, row):
+        shape = choice.num_rows, layer.in_features, layer.out_features
+        for transfer in transfers(product, *shape, choice.sizes, save_gathered=choice.save_gathered):
+            total += transfer.received(choice.sizes) * (choice.reduce if transfer.operand == "dw" else choice.compute)
+    return total
 
 
 def misfits(pairs: list[Pair], forms: Forms, choice: Choice, spec: ModelSpec) -> list[Misfit]:
     """All that does not divide when these pairs multiply so."""
-    columns, row = pair_products(forms, between_blocks(choice.sizes))
-    found = []
-    for pair in pairs:
-        for layer in pair.columns:
-            found += layer_misfits(layer, columns, choice, spec)
-        for layer in _row(pair):
-            found += layer_misfits(layer, row, choice, spec)
+    columns, row = pair_products(forms, boundary_layout(choice.sizes))
+    found = [
+        misfit
+        for pair in pairs
+        for layer, product in _with_products(pair, columns, row)
+        for misfit in layer_misfits(layer, product, choice, spec)
+    ]
     return list(dict.fromkeys(found))
 
 

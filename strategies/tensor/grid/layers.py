@@ -1,7 +1,8 @@
-"""Role layers on the ranks of a grid. Each takes over the (already cut) parameters of the layer it replaces.
+"""Role layers and the loss on the ranks of a grid. Each layer takes over the (already cut) parameters of the layer that
+it replaces.
 
-How a layer multiplies and where it lies is data (`products`); nothing here knows 2D from 3D. Positions and the MLP's
-activation work on a part as they do on the whole, so the one-device layers stay.
+How a layer multiplies and how its activations are split is data (`products`); nothing here distinguishes 2D from 3D.
+Positions and the MLP's activation work on a part as they do on the whole, so the one-device layers stay.
 """
 
 from __future__ import annotations
@@ -9,149 +10,170 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from parallelrun.mesh import Mesh
+from parallelrun.mesh import Group, Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.product import ActivationLayout, Product
 
+from ..common.cross_entropy import VocabParallelLoss
+from ..common.sharding import TakesOver
 from . import matmul
-from .parts import Part, part_of
-
-
-class Trail:
-    """How activations lie at this point of a block: as between blocks, then as each product gives them.
-
-    Followed while the block runs: in which order a user's module calls what it holds is not written anywhere else, and
-    one dropout may serve both inside and behind a pair.
-    """
-
-    def __init__(self, between_blocks: ActivationLayout, mesh: Mesh):
-        self._between_blocks, self._mesh = between_blocks, mesh
-        self._known: dict[ActivationLayout, tuple[Part, Part]] = {}
-        self.lies = between_blocks
-
-    def restart(self, *_: Any) -> None:
-        """Forward pre-hook of a block."""
-        self.lies = self._between_blocks
-
-    @property
-    def parts(self) -> tuple[Part, Part]:
-        """(samples, features) of the activation here that this rank has."""
-        if self.lies not in self._known:
-            self._known[self.lies] = part_of(self.lies.rows, self._mesh), part_of(self.lies.features, self._mesh)
-        return self._known[self.lies]
 
 
 @dataclass(frozen=True)
-class Multiplier:
+class EvenSlice:
+    """Part `index` of the `count` equal parts into which several axes split a dim."""
+
+    index: int
+    count: int
+
+    def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return this part of a tensor that is whole along `dim`: a view."""
+        size, rest = divmod(tensor.size(dim), self.count)
+        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {self.count}"
+        return tensor.narrow(dim, self.index * size, size)
+
+
+def slice_of(axes: tuple[str, ...], mesh: Mesh) -> EvenSlice:
+    """Return this rank's part of a dim that `axes` split, major first."""
+    index, count = 0, 1
+    for axis in axes:
+        degree = mesh.shape.size(axis)
+        index, count = index * degree + mesh.coordinate.get(axis, 0), count * degree
+    return EvenSlice(index, count)
+
+
+class LayoutTracker:
+    """The layout of the activation at this point of a block: as between blocks, then as each product gives it.
+
+    Tracked while the block runs: in which order a user's module calls what it holds is not declared anywhere, and one
+    dropout may serve both inside and behind a pair.
+    """
+
+    def __init__(self, boundary: ActivationLayout, mesh: Mesh):
+        self._boundary, self._mesh = boundary, mesh
+        self._known: dict[ActivationLayout, tuple[EvenSlice, EvenSlice]] = {}
+        self.layout = boundary
+
+    def restart(self, *_: Any) -> None:
+        """Forward pre-hook of a block."""
+        self.layout = self._boundary
+
+    @property
+    def slices(self) -> tuple[EvenSlice, EvenSlice]:
+        """(samples, features) of the activation here that this rank has."""
+        if self.layout not in self._known:
+            rows, features = self.layout.rows, self.layout.features
+            self._known[self.layout] = slice_of(rows, self._mesh), slice_of(features, self._mesh)
+        return self._known[self.layout]
+
+
+@dataclass(frozen=True)
+class BoundProduct:
     """A product bound to this rank's mesh and to what it must know of the plan.
 
-    trail: told how each result lies. vocab: the global rows of the weight, where they need not divide: of a head and
-    of a table.
+    tracker: told the layout of each result. vocab: the global rows of the weight, where they need not divide: of a head
+    and of a table.
     """
 
     product: Product
     mesh: Mesh
-    span: matmul.Span
-    trail: Trail
+    options: matmul.MatmulOptions
+    tracker: LayoutTracker
     vocab: int | None = None
 
     def __call__(self, x: Tensor, *weights: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-        """x, in the compute dtype, times each local (weight, bias): one result each."""
+        """Multiply x, in the compute dtype, by each local (weight, bias): one result each."""
         rows = None if self.vocab is None else [self.vocab]
-        self.trail.lies = self.product.y
-        return matmul.multiply(x, weights, self.product, self.mesh, self.span, rows)
+        self.tracker.layout = self.product.y
+        return matmul.multiply(x, weights, self.product, self.mesh, self.options, rows)
 
     def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Rows of the table for the tokens of `product.x.rows`, in the compute dtype."""
+        """Return rows of the table for the tokens of `product.x.rows`, in the compute dtype."""
         assert self.vocab is not None, "a table has a vocabulary"
-        self.trail.lies = self.product.y
-        return matmul.look_up(tokens, table, self.product, self.mesh, self.span, self.vocab)
+        self.tracker.layout = self.product.y
+        return matmul.look_up(tokens, table, self.product, self.mesh, self.options, self.vocab)
 
 
-class Columns(single_device.ColumnLinear):
-    """All outputs in one product: what they read is moved once."""
+class GridLayer(TakesOver):
+    """A layer that multiplies as `multiply` says."""
 
     compiles: ClassVar[bool] = False
 
-    def __init__(self, source: single_device.ColumnLinear, multiply: Multiplier):
-        parts = {name: source.get_submodule(name) for name in source.outputs}
-        sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
-        with torch.device("meta"):
-            super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
+    def __init__(self, source: single_device.RoleLayer, multiply: BoundProduct):
+        super().__init__(source)
         self.multiply = multiply
-        for name, part in parts.items():
-            self.set_weights(name, part)
+
+
+class GridColumnLinear(GridLayer, single_device.ColumnLinear):
+    """All outputs in one product: what they read is moved once."""
 
     def forward(self, x: Tensor) -> Any:
         return self.returned(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
 
 
-class Row(single_device.RowLinear):
-    """A layer of one output, of role `row` or `linear`."""
-
-    compiles: ClassVar[bool] = False
-
-    def __init__(self, source: single_device.RowLinear | single_device.UnsplitLinear, multiply: Multiplier):
-        with torch.device("meta"):
-            super().__init__(source.in_features, source.out_features, source.bias is not None, source.compute_dtype)
-        self.multiply, self.weight, self.bias = multiply, source.weight, source.bias
+class GridRowLinear(GridLayer, single_device.RowLinear):
+    """A layer of one output, of role `row_parallel` or `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x.to(self.compute_dtype), (self.weight, self.bias))[0]
 
 
-class Head(single_device.VocabHead):
-    """Logits of this rank's samples and part of the vocabulary: `GridLoss` reads them so."""
-
-    compiles: ClassVar[bool] = False
-
-    def __init__(self, source: single_device.VocabHead, multiply: Multiplier):
-        with torch.device("meta"):
-            super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
-        self.multiply, self.weight = multiply, source.weight
+class GridVocabHead(GridLayer, single_device.VocabHead):
+    """Logits of this rank's samples and part of the vocabulary, as `GridLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x.to(self.compute_dtype), (self.weight, None))[0]
 
 
-class Embedding(single_device.TokenEmbedding):
+class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
 
-    compiles: ClassVar[bool] = False
-
-    def __init__(self, source: single_device.TokenEmbedding, multiply: Multiplier, rows: Part):
-        with torch.device("meta"):
-            super().__init__(source.vocab, source.hidden, source.compute_dtype)
-        self.multiply, self.rows, self.weight = multiply, rows, source.weight
+    def __init__(self, source: single_device.TokenEmbedding, multiply: BoundProduct, rows: EvenSlice):
+        super().__init__(source, multiply)
+        self.rows = rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.multiply.look_up(self.rows.of(tokens), self.weight)
 
 
-class Dropout(single_device.HashDropout):
+class TrackingLayer(TakesOver):
+    """A layer that must know which samples and features arrive."""
+
+    def __init__(self, source: single_device.RoleLayer, tracker: LayoutTracker):
+        super().__init__(source)
+        self.tracker = tracker
+
+
+class GridDropout(TrackingLayer, single_device.HashDropout):
     """The mask of the whole, at this rank's samples and features."""
 
-    def __init__(self, source: single_device.HashDropout, trail: Trail):
-        super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
-        self.trail = trail
-
     def forward(self, x: Tensor) -> Tensor:
-        rows, features = self.trail.parts
+        rows, features = self.tracker.slices
         self.sample_part, self.hidden_offset = (rows.index, rows.count), features.index * x.size(-1)
         return super().forward(x)
 
 
-class AttentionProduct(single_device.AttentionProduct):
+class GridAttentionProduct(TrackingLayer, single_device.AttentionProduct):
     """Attention of this rank's samples over its heads; dropped probabilities are those of the global heads."""
 
-    def __init__(self, source: single_device.AttentionProduct, trail: Trail):
-        super().__init__(source.rate, source.seed, source.site, source.compute_dtype, source.causal)
-        self.trail = trail
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, features = self.trail.parts
+        rows, features = self.tracker.slices
         self.sample_part, self.head_offset = (rows.index, rows.count), features.index * query.size(1)
         return super().forward(query, key, value)
+
+
+class GridLoss(VocabParallelLoss):
+    """`TokenLoss` on this rank's samples and part of the vocabulary: the sum over its own samples, at least fp32.
+
+    rows: which samples those are. group: of the axis that splits the vocabulary; start: the first token id here.
+    """
+
+    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int, rows: EvenSlice):
+        super().__init__(label_smoothing, group, start, vocab)
+        self.rows = rows
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (own samples, ..., own vocabulary); targets (samples of the microbatch, ...), global ids."""
+        return super().forward(logits, self.rows.of(targets))

@@ -12,8 +12,9 @@ from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.product import Product
 
-from .moves import Along, Bundle, Packing, along, packing
-from .pieces import Pieces
+from ..common.autograd import apply
+from .block_matrix import BlockMatrix
+from .buffers import ActivationPacking, MoveGroup, WeightPacking, move_group, weight_packing
 
 
 def look_up(
@@ -22,7 +23,7 @@ def look_up(
     """Rows of the table, in the first of `dtypes`; its gradient is summed in the second. See `matmul.look_up`."""
     first = product.gathered_weight.dims[0]
     ((start, stop),) = Layout((first,)).ranges((vocab,), mesh.shape.sizes, mesh.coordinate)
-    packed = packing(product, mesh, [table], [vocab])
+    packed = weight_packing(product, mesh, [table], [vocab])
     (padded,), (valid,) = packed.rows, packed.valid
     index = ids - start
     elsewhere = (index < 0) | (index >= stop - start)
@@ -30,7 +31,7 @@ def look_up(
         real = [torch.arange(rows, device=ids.device) + part * padded for part, rows in enumerate(valid)]
         index = torch.cat([*real, index.new_zeros(1)])[index.masked_fill(elsewhere, stop - start)]
     index = index.masked_fill(elsewhere, packed.num_parts * padded)
-    return _LookUp.apply(table, index, packed, along(product.scatter_y, mesh), *dtypes)
+    return apply(_LookUp, table, index, packed, move_group(product.scatter_y, mesh), *dtypes)
 
 
 class _LookUp(torch.autograd.Function):
@@ -44,8 +45,8 @@ class _LookUp(torch.autograd.Function):
         ctx: Any,
         table: Tensor,
         index: Tensor,
-        packed: Packing,
-        strategy: Along,
+        packed: WeightPacking,
+        move: MoveGroup,
         compute: torch.dtype,
         reduce: torch.dtype,
     ) -> Tensor:
@@ -53,15 +54,15 @@ class _LookUp(torch.autograd.Function):
         ctx.own, ctx.stored = table.size(0), table.dtype
         ctx.save_for_backward(index)
         whole = packed.start_gather([table], compute)().flatten(0, 1)
-        ctx.bundle = Bundle(strategy, index.numel(), tuple(index.shape[1:]), (width,), (width,))
-        buffer, (out,) = ctx.bundle.new(whole)
-        for place, rows, some in _by_part(whole, index.flatten(), out):
-            torch.index_select(rows, 0, some.clamp(max=rows.size(0) - 1), out=place)
-            place.masked_fill_((some >= rows.size(0)).unsqueeze(1), 0)
-        return ctx.bundle.start_scatter(buffer)()[0]
+        bundle = ctx.bundle = ActivationPacking(move, index.numel(), tuple(index.shape[1:]), (width,), (width,))
+        buffer, (out,) = bundle.new(whole)
+        for part, rows, some in _by_part(whole, index.flatten(), out):
+            torch.index_select(rows, 0, some.clamp(max=rows.size(0) - 1), out=part)
+            part.masked_fill_((some >= rows.size(0)).unsqueeze(1), 0)
+        return bundle.start_scatter(buffer)()[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (index,), packed, bundle = ctx.saved_tensors, ctx.packed, ctx.bundle
         (whole,) = bundle.read(bundle.start_gather([grad])())
         num_rows, width = packed.num_parts * packed.rows[0], whole.shape[1]
@@ -72,7 +73,7 @@ class _LookUp(torch.autograd.Function):
         return own[: ctx.own].to(ctx.stored), *(None,) * 5
 
 
-def _by_part(table: Tensor, index: Tensor, matrix: Pieces) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _by_part(table: Tensor, index: Tensor, matrix: BlockMatrix) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(part of the output, the table as it is read for it, index into that): a part has some of the rows, or some of
     the features of all rows; a table of narrower rows gives those without a copy."""
     size = len(matrix.parts)

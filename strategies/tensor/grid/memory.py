@@ -1,30 +1,30 @@
-"""Bytes that one microbatch of a block keeps for backward on a grid, from what our layers save. Torch-free.
+"""What layers save for backward and need in backward on a grid. Torch-free.
 
-Counted per storage, as autograd keeps them: once, however many nodes save it. r, f are a rank's rows and features where
-the layer stands; gathered operands are kept under `save_gathered`, else the local ones (a local weight is a parameter).
+Counted per storage, as autograd keeps them: once, however many nodes save it. r, f are a rank's rows and features of
+the layer; gathered operands are saved under `save_gathered`, else the local ones (a local weight is a parameter).
 
-    norm           its result before weights r f, one number a row
+    norm           its result before weights r f, one number per row
     products       X (r f, or gathered), W where it was gathered
     attention      q, k, v and one statistic per row and head; activation: what it reads
     dropout        a byte per element
     embedding      which rows of the table are read
-    loss           the logits and two numbers a row
+    loss           the logits and two numbers per row
 
 Every product's operands are split over all axes (3D: X r f = M K / l^3, W nothing besides the parameter), so without
-gathered operands a layer keeps 1/l^3 of what one device does. Recompute `full` keeps a block's input and nothing else.
+gathered operands a layer saves 1/l^3 of what one device does.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import Pass
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, num_panels, transfers
 
-from ..keeping import (
+from ..common.activation_memory import (
     INDEX,
     MASK,
     activates_again,
@@ -32,71 +32,40 @@ from ..keeping import (
     attends,
     attention_bytes,
     follows_attention,
+    local_numel,
     norm_bytes,
+    residual_bytes,
+    second_backward,
 )
-from ..megatron import backward
-from ..megatron import memory as single_device
-from . import layouts
-from .axes import degree, outside
-from .products import lies, product_of
-from .traffic import overlaps, rows
+from ..common.product_strategy import num_rows, overlaps
+from .choose import degree
+from .products import activation_layout, plan_boundary, product_of
 
 
-def saved_bytes(block: BlockSpec, plan: Plan) -> int:
-    """Bytes on the rank that keeps most, for one microbatch of `block` under plan.recompute."""
-    if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
-        return single_device.saved_bytes(block, plan)
-    if plan.recompute == "full" and block.is_recomputed:
-        return _elements(outside(plan), plan.spec.hidden, plan) * BYTES[plan.precision.compute]
-    return sum(one.kept for one in passes(block, plan))
-
-
-def passes(block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
-    """The layers of `block` in its backward pass, in forward order, the loss behind the last."""
-    if plan.mesh.size("tp") == 1 or not any(layer.layer_role for layer in block.layers):
-        return single_device.passes(block, plan)
-    found = [one for layer in block.layers for one in _passes(layer, block, plan)]
-    return (*found, *([_loss_pass(plan)] if block.name == plan.spec.blocks[-1].name else []))
-
-
-def _passes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
+def layer_backward(layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
     """A product reads the gradient of Y and gives that of X, and holds what backward gathers and scatters meanwhile:
     over gloo a reduce-scatter receives as much as it sends. Panels go two at a time."""
-    kept, compute = _layer(layer, block, plan), BYTES[plan.precision.compute]
-    between = _elements(outside(plan), plan.spec.hidden, plan) * compute
-    beside = between if block.kind in backward.RESIDUAL_KINDS else 0
-    own = sum(_local_numel(weight, plan) for weight in layer.parameters) * BYTES[plan.precision.stored]
+    kept, compute = _saved(layer, block, plan), BYTES[plan.precision.compute]
+    between = _elements(plan_boundary(plan), plan.spec.hidden, plan) * compute
+    waiting = residual_bytes(block, between)
+    own = sum(local_numel(weight, plan) for weight in layer.parameters) * BYTES[plan.precision.stored]
     product = product_of(layer, plan)
     if product is None or product.lookup:
-        own_norm = between if layer.layer_role == "norm" else 0
-        return (Pass(kept, beside + between, own_norm, 0, own, own_norm),)
+        norm = between if layer.layer_role == "norm" else 0
+        return (LayerBackward(kept, waiting + between, norm, 0, own, norm),)
     reads = _elements(product.y, layer.out_features, plan) * compute
     gives = _elements(product.x, layer.in_features, plan) * compute
-    first = Pass(
-        kept,
-        beside if layer.layer_role == "row_parallel" else beside + reads,
-        gives,
-        _moved(layer, product, plan),
-        own,
-        reads,
-    )
-    if layer.layer_role != "column_parallel":
-        return (first,)
-    if attends(layer):
-        return first, Pass(0, beside + reads // 3, reads)
-    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
-    return first, Pass(0, beside + (reads // 2 if gated else reads), reads)
+    arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
+    first = LayerBackward(kept, arriving, gives, _moved(layer, product, plan), own, reads)
+    return (first, *second_backward(layer, plan, waiting, reads, reads // 3))
 
 
 def _moved(layer: LayerSpec, product: Product, plan: Plan) -> int:
     """Bytes of what a product's backward gathers and scatters."""
-    sizes = plan.mesh.sizes
-    moved = transfers(
-        product, rows(plan), layer.in_features, layer.out_features, sizes, save_gathered=plan.tensor.save_gathered
-    )
+    sizes, total = plan.mesh.sizes, 0
+    shape = num_rows(plan), layer.in_features, layer.out_features
     parts = num_panels(product, sizes) if product.panels else 1
-    total = 0
-    for move in moved:
+    for move in transfers(product, *shape, sizes, save_gathered=plan.tensor.save_gathered):
         if move.phase == "backward":
             dtype = plan.precision.reduce if move.operand == "dw" else plan.precision.compute
             times = 2 if move.operation == "reduce_scatter" and plan.device == "cpu" else 1
@@ -104,54 +73,35 @@ def _moved(layer: LayerSpec, product: Product, plan: Plan) -> int:
     return total
 
 
-def _local_numel(parameter: ParameterSpec, plan: Plan) -> int:
-    return layouts.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
+def _elements(layout: ActivationLayout, features: int, plan: Plan) -> int:
+    return prod(layout.local(num_rows(plan), features, plan.mesh.sizes))
 
 
-def _loss_pass(plan: Plan) -> Pass:
-    """The gradient of the logits on this rank, in the accurate dtype beside their copy in it, then rounded."""
-    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    return Pass(_loss(plan), 0, _logits(plan) * (2 * accurate + (compute if compute != accurate else 0)))
-
-
-def _logits(plan: Plan) -> int:
-    head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
-    product = product_of(head, plan) if head else None
-    targets = plan.batch.micro_batch * plan.spec.targets_per_sample
-    return prod(product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)) if product else targets * plan.spec.vocab
-
-
-def _elements(activation: ActivationLayout, features: int, plan: Plan) -> int:
-    return prod(activation.local(rows(plan), features, plan.mesh.sizes))
-
-
-def _layer(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+def _saved(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     if layer.layer_role == "norm":
         return _norm(layer, block, plan)
     if layer.layer_role == "dropout":
-        return _elements(lies(layer, plan), layer.out_features, plan) * MASK if plan.dropout > 0 else 0
+        return _elements(activation_layout(layer, plan), layer.out_features, plan) * MASK if plan.dropout > 0 else 0
     product = product_of(layer, plan)
     if product is None:
         return 0
     if product.lookup:
-        num_rows, _ = product.x.local(rows(plan), layer.in_features, plan.mesh.sizes)
-        return num_rows * INDEX
+        return product.x.local(num_rows(plan), layer.in_features, plan.mesh.sizes)[0] * INDEX
     return _input(layer, product, block, plan) + _weight(layer, product, plan) + _behind(layer, product, plan)
 
 
 def _norm(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    activation, compute, accurate = lies(layer, plan), BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    num_rows, features = activation.local(rows(plan), layer.in_features, plan.mesh.sizes)
+    rows, features = activation_layout(layer, plan).local(num_rows(plan), layer.in_features, plan.mesh.sizes)
     if features == layer.in_features:  # whole rows: the one-device norm
-        return norm_bytes(num_rows, layer, plan, again=plan.recompute == "selective" and block.is_recomputed)
-    return num_rows * (features * compute + accurate)
+        return norm_bytes(rows, layer, plan, again=plan.recompute == "selective" and block.is_recomputed)
+    return rows * (features * BYTES[plan.precision.compute] + BYTES[plan.precision.accurate])
 
 
 def _gathered(layer: LayerSpec, product: Product, plan: Plan) -> dict[str, int]:
-    """Elements of the operands that forward gathers, and backward finds again."""
+    """Elements of the operands that forward gathers and backward reads; of several gathers the last, the largest."""
     if not plan.tensor.save_gathered:
         return {}
-    moved = transfers(product, rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes)
+    moved = transfers(product, num_rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes)
     return {m.operand: m.elements for m in moved if m.phase == "forward" and m.operation == "all_gather"}
 
 
@@ -171,51 +121,35 @@ def _input(layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> 
 
 
 def _weight(layer: LayerSpec, product: Product, plan: Plan) -> int:
-    """W, where it was gathered; nodes of their own keep it without padding."""
-    gathered = _gathered(layer, product, plan).get("w", 0)  # of several axes the last gather, which makes the whole
-    if overlaps(plan):
-        return gathered * BYTES[plan.precision.compute]
-    if gathered:
-        shape = layer.out_features, layer.in_features
-        real = product.gathered_weight.local_numel(shape, plan.mesh.sizes, {})
-        return real * BYTES[plan.precision.compute]
-    return 0
+    """W, where it was gathered; nodes of their own save it without padding."""
+    gathered, compute = _gathered(layer, product, plan).get("w", 0), BYTES[plan.precision.compute]
+    if not gathered or overlaps(plan):
+        return gathered * compute
+    return product.gathered_weight.local_numel((layer.out_features, layer.in_features), plan.mesh.sizes, {}) * compute
 
 
 def _behind(layer: LayerSpec, product: Product, plan: Plan) -> int:
     """What stands between a column and a row layer, or behind a linear one: it reads this layer's output."""
     if layer.layer_role in ("head", "row_parallel"):
         return 0
-    num_rows, outputs = product.y.local(rows(plan), layer.out_features, plan.mesh.sizes)
-    if attends(layer):
-        parts = degree(product.y.features, plan.mesh.sizes)
-        shared = _turned(layer, plan) // parts if _share_storage(layer, product, plan) else 0
-        own = attention_bytes(num_rows, plan.spec.heads // parts, outputs, plan)
-        return own + num_rows * shared * BYTES[plan.precision.compute]
-    return activation_bytes(num_rows, outputs, layer, plan)
+    rows, outputs = product.y.local(num_rows(plan), layer.out_features, plan.mesh.sizes)
+    if not attends(layer):
+        return activation_bytes(rows, outputs, layer, plan)
+    parts = degree(product.y.features, plan.mesh.sizes)
+    shared = _rotated(layer, plan) // parts if _share_storage(layer, product, plan) else 0
+    own = attention_bytes(rows, plan.spec.heads // parts, outputs, plan)
+    return own + rows * shared * BYTES[plan.precision.compute]
 
 
 def _share_storage(layer: LayerSpec, product: Product, plan: Plan) -> bool:
-    """Are the outputs of a layer views of one buffer: what was scattered, or what one node wrote?"""
+    """Whether the outputs of a layer are views of one buffer: what was scattered, or what one node wrote."""
     has_bias = any(len(parameter.shape) == 1 for parameter in layer.parameters)
     scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
     return not has_bias and not product.panels and (scatters or overlaps(plan))
 
 
-def _turned(layer: LayerSpec, plan: Plan) -> int:
-    """Features of q and k where rotary positions turn them into other tensors: v's view keeps them all the same."""
+def _rotated(layer: LayerSpec, plan: Plan) -> int:
+    """Features of q and k where rotary positions make other tensors of them: v's view keeps them all the same."""
     if any(x.layer_role == "position_embedding" for x in plan.spec.layers()):
         return 0
     return sum(parameter.shape[0] for parameter in layer.parameters[:-1] if len(parameter.shape) == 2)
-
-
-def _loss(plan: Plan) -> int:
-    """Of the logits on this rank. The targets are a part of those of the microbatch, which stay."""
-    head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
-    product = product_of(head, plan) if head else None
-    targets = plan.batch.micro_batch * plan.spec.targets_per_sample
-    accurate = BYTES[plan.precision.accurate]
-    if product is None:
-        return targets * (plan.spec.vocab * accurate + INDEX)
-    own, vocab = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)
-    return own * (vocab * BYTES[plan.precision.compute] + accurate) + targets * INDEX

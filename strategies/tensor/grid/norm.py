@@ -18,57 +18,44 @@ from parallelrun.models import layers as single_device
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.rounding import rounded
 
+from ..common.autograd import apply
+from ..common.sharding import TakesOver
+
 PURPOSE = "norm"
 
 
-class _Standardise(torch.autograd.Function):
-    """LayerNorm without weights. Kept for backward: its own result, and one number a row."""
+class _NormaliseSplit(torch.autograd.Function):
+    """LayerNorm or RMSNorm without weights. Saved for backward: its own result, and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, eps: float) -> Tensor:
-        """x (..., features / size), equal parts; statistics in at least fp32, the result in the dtype of x."""
-        wide = x.to(accurate_dtype(x.dtype))
-        variance, mean = torch.var_mean(wide, dim=-1, correction=0)
-        mean, variance = _merge(torch.stack((mean, variance * x.size(-1))), x.size(-1), group)
+    def forward(ctx: Any, x: Tensor, group: Group, eps: float, centred: bool) -> Tensor:
+        """x (..., features / size), equal parts; statistics in at least fp32, the result in the dtype of x. centred:
+        LayerNorm, which subtracts the mean."""
+        wide, count = x.to(accurate_dtype(x.dtype)), x.size(-1)
+        if centred:
+            variance, mean = torch.var_mean(wide, dim=-1, correction=0)
+            mean, variance = _merge(torch.stack((mean, variance * count)), count, group)
+            wide = wide - mean.unsqueeze(-1)
+        else:
+            squares = wide.square().sum(-1)
+            comm.all_reduce(squares, group, PURPOSE)
+            variance = squares / (count * group.size)
         rstd = torch.rsqrt(variance + eps).unsqueeze(-1)
-        unit = ((wide - mean.unsqueeze(-1)) * rstd).to(x.dtype)
-        ctx.save_for_backward(unit, rstd)
-        ctx.group = group
-        return unit
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        unit, rstd = ctx.saved_tensors
-        wide, direction = grad.to(rstd.dtype), unit.to(rstd.dtype)
-        means = torch.stack((wide.sum(-1), (wide * direction).sum(-1)))
-        comm.all_reduce(means, ctx.group, PURPOSE)
-        mean, along = (means / (unit.size(-1) * ctx.group.size)).unsqueeze(-1)
-        return ((wide - mean - direction * along) * rstd).to(grad.dtype), None, None
-
-
-class _Scale(torch.autograd.Function):
-    """RMSNorm without weights. Kept for backward: its own result, and one number a row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, eps: float) -> Tensor:
-        """As `_Standardise`."""
-        wide = x.to(accurate_dtype(x.dtype))
-        squares = wide.square().sum(-1)
-        comm.all_reduce(squares, group, PURPOSE)
-        rstd = torch.rsqrt(squares / (x.size(-1) * group.size) + eps).unsqueeze(-1)
         unit = (wide * rstd).to(x.dtype)
         ctx.save_for_backward(unit, rstd)
-        ctx.group = group
+        ctx.group, ctx.centred = group, centred
         return unit
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         unit, rstd = ctx.saved_tensors
         wide, direction = grad.to(rstd.dtype), unit.to(rstd.dtype)
-        along = (wide * direction).sum(-1)
-        comm.all_reduce(along, ctx.group, PURPOSE)
-        along = (along / (unit.size(-1) * ctx.group.size)).unsqueeze(-1)
-        return ((wide - direction * along) * rstd).to(grad.dtype), None, None
+        means = torch.stack(([wide.sum(-1)] if ctx.centred else []) + [(wide * direction).sum(-1)])
+        comm.all_reduce(means, ctx.group, PURPOSE)
+        *mean, along = (means / (unit.size(-1) * ctx.group.size)).unsqueeze(-1)
+        for offset in mean:
+            wide = wide - offset
+        return ((wide - direction * along) * rstd).to(grad.dtype), None, None, None
 
 
 def _merge(own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
@@ -79,24 +66,22 @@ def _merge(own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
     return mean, (squares.sum(0) + (means - mean).square().sum(0) * count) / (count * group.size)
 
 
-def standardise(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
+def normalise_split(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
     """LayerNorm (kind `layernorm`) or RMSNorm (`rmsnorm`) of x over its last dim and the group, without weights."""
-    return (_Scale if kind == "rmsnorm" else _Standardise).apply(x, group, eps)
+    return apply(_NormaliseSplit, x, group, eps, kind != "rmsnorm")
 
 
-class Norm(single_device.HiddenNorm):
+class GridNorm(TakesOver, single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
 
     def __init__(self, source: single_device.HiddenNorm, group: Group):
-        has_bias = source.bias is not None
-        with torch.device("meta"):
-            super().__init__(source.kind, source.hidden, source.eps, has_bias, source.compute_dtype)
-        self.group, self.weight, self.bias = group, source.weight, source.bias
+        super().__init__(source)
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        unit = standardise(self.kind, x.to(self.compute_dtype), self.group, self.eps)
+        unit = normalise_split(self.kind, x.to(self.compute_dtype), self.group, self.eps)
         weight = rounded(self.weight, unit.dtype)
         return unit * weight if self.bias is None else torch.addcmul(rounded(self.bias, unit.dtype), unit, weight)

@@ -1,8 +1,4 @@
-"""What the grid tensor strategies (2d, 2.5d, 3d) will do: checks, axes, forms, layouts. Torch-free.
-
-Sources: SUMMA as in Optimus (Xu et al. 2021), Tesseract (Wang et al. 2021), 3D (Bian et al. 2021, after Agarwal et al.
-1995); forms chosen per layer as in MeshSlice and AxoNN. See `parallelrun.product` and docs/tensor_layouts.md.
-"""
+"""What the grid tensor strategies will do: axes, forms, layouts, and what a plan may ask of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,29 +9,25 @@ from typing import TYPE_CHECKING, ClassVar
 from parallelrun.config.schema import TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, ParameterSpec
-from parallelrun.plan.messages import Explanation
+from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, Pass, TensorStrategy
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import LayerBackward, LayoutChoice, MeshDims
+from parallelrun.product import ActivationLayout, Product
 from parallelrun.wording import divisors
 
-from .. import explaining
-from . import axes, checks, choose, layouts, memory, products, shapes, traffic
+from ..common import one_axis_memory
+from ..common.activation_memory import loss_backward
+from ..common.product_strategy import AXIS, ProductStrategy, Traffic, overlaps
+from . import checks, choose, memory, products, shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class GridStrategy(TensorStrategy):
-    """Samples, features and weights are split over several mesh dims; subclasses say over how many.
-
-    explanation, source: for `parallelrun explain`.
-    """
-
-    explanation: ClassVar[str]
-    source: ClassVar[str]
+class GridStrategy(ProductStrategy):
+    """Samples, features and weights are split over several mesh dims; subclasses say over how many."""
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -52,66 +44,71 @@ class GridStrategy(TensorStrategy):
     @classmethod
     def mesh_dims(cls, request: Request) -> MeshDims:
         """row x col, depth x row x col, or x x y x z; `tp` is made of them."""
-        tensor = request.config.strategy.tensor
-        grid = None if tensor.kind == "3d" else axes.read_grid(tensor.grid)
-        return axes.mesh_dims(tensor.kind, request.tp, grid, tensor.depth)
+        sizes = shape.arranged(request)
+        assert sizes, "checked before"
+        return tuple(sizes.items()), ((AXIS, tuple(sizes)),)
 
     @classmethod
     def vocab_degrees(cls, request: Request) -> tuple[int, ...]:
         """Those of the rows of the head's weight; none where tp makes no grid."""
-        sizes = shapes.arranged(request) or {}
+        sizes = shape.arranged(request)
         if not sizes:
             return ()
-        head = products.head(request.config.strategy.tensor.kind, axes.between_blocks(sizes))
+        head = products.head(cls.kind, choose.boundary_layout(sizes))
         return tuple(sizes[axis] for axis in head.weight.dims[0])
 
     @classmethod
     def micro_batch_divisor(cls, request: Request) -> int:
-        """A microbatch is cut by whole samples into as many parts as the rows axes make."""
+        """Whole samples are split over the rows axes."""
         return checks.sample_parts(request)
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
-        return shapes.filled(request)
+        return shape.filled(request)
 
     def label(self, plan: Plan) -> str:
         """`2d 2x3`."""
-        return f"{self.kind} {'x'.join(str(degree) for degree in axes.tensor_sizes(plan).values())}"
+        return f"{self.kind} {'x'.join(str(degree) for degree in products.tensor_sizes(plan).values())}"
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """See `layouts`."""
-        return layouts.layout(parameter, plan)
+        """See `products`."""
+        return products.parameter_layout(parameter, plan)
+
+    def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
+        """See `products`."""
+        return products.product_of(layer, plan)
+
+    def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
+        """See `products`."""
+        return products.activation_layout(layer, plan) if layer else products.plan_boundary(plan)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
         """This rank's samples and features."""
         *middle, features = plan.spec.boundary_shape
-        sizes = axes.tensor_sizes(plan)
-        samples, width = axes.outside(plan).local(plan.batch.micro_batch, features, sizes)
+        samples, width = products.plan_boundary(plan).local(plan.batch.micro_batch, features, plan.mesh.sizes)
         return (samples, *middle, width)
 
     def loss_axes(self, plan: Plan) -> tuple[str, ...]:
         """The axes over which samples are split where the logits are."""
-        head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
-        product = products.product_of(head, plan) if head else None
-        rows = product.y.rows if product else axes.outside(plan).rows
+        product = self.head_product(plan)
+        rows = product.y.rows if product else products.plan_boundary(plan).rows
         return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
 
-    def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
-        """See `memory`."""
-        return memory.saved_bytes(block, plan)
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
+        """All but a last scatter in a node of its own, which is behind the last tensor that backward needs."""
+        last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
+        scatters = last.layer_role == "row_parallel" and any(t.operand == "y" for t in self.transfers_of(last, plan))
+        return not scatters or overlaps(plan)
 
-    def passes(self, block: BlockSpec, plan: Plan) -> tuple[Pass, ...]:
-        """See `memory`."""
-        return memory.passes(block, plan)
+    def layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+        """See `memory`; at tp=1 the layers are those of one device."""
+        of_layer = memory.layer_backward if plan.mesh.size(AXIS) > 1 else one_axis_memory.layer_backward
+        return of_layer(layer, block, plan)
 
-    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        """See `traffic`."""
-        return traffic.collectives(blocks, plan)
-
-    def explain(self, plan: Plan) -> Explanation:
-        """The collectives of every block."""
-        return explaining.explanation(plan, self.explanation, self.source, traffic.steps)
+    def loss_backward(self, plan: Plan) -> LayerBackward:
+        """Of the local logits."""
+        return loss_backward(plan, self.head_product(plan))
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ class Tensor3D(GridStrategy):
     @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """The cube, and the same gathering again in backward."""
-        side = axes.cube_root(tp)
+        side = shape.cube_root(tp)
         name = f"3d {side}x{side}x{side}" if side**3 == tp else "3d"
         lean = TensorStrategyConfig(cls.kind, save_gathered=False)
         return [LayoutChoice(name, TensorStrategyConfig(cls.kind)), LayoutChoice(f"{name} lean", lean, name)]

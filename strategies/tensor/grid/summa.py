@@ -6,7 +6,7 @@ The three forms (van de Geijn and Watts 1997; Xu et al. 2021), with Y (rows, N),
     dX = dY W     panels of W are broadcast, their products reduced to the owners of dX's panels
     dW = dY^T X   panels of X are broadcast, their products reduced to the owners of dW's panels
 
-While one panel is multiplied the next is under way, and so is the reduction of the last.
+While one panel is multiplied, the next one is being broadcast and the last product is being reduced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
 from parallelrun.product import Product, num_panels
 
-from .moves import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
+from ..common.autograd import apply, apply_to_all
+from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Panels:
     count: int
     purpose: str
 
-    def place(self, number: int, width: int) -> tuple[int, slice]:
+    def owner(self, number: int, width: int) -> tuple[int, slice]:
         """(owner in the group, columns of its block of `width`) of a panel."""
         each = self.count // self.group.size
         owner, index = divmod(number, each)
@@ -41,7 +42,7 @@ class Panels:
 
     def start_broadcast(self, block: Tensor, number: int) -> Callable[[], Tensor]:
         """Begin to send panel `number` out of its owner's block; gives the panel, on every rank."""
-        owner, columns = self.place(number, block.size(1))
+        owner, columns = self.owner(number, block.size(1))
         if owner == self.group.index:
             panel = block[:, columns].contiguous()
         else:
@@ -56,8 +57,8 @@ class Panels:
         return finish
 
     def start_reduce(self, partial: Tensor, number: int, block: Tensor, purpose: str) -> Callable[[], None]:
-        """Begin to sum the product of panel `number` into its place in its owner's `block`."""
-        owner, columns = self.place(number, block.size(1))
+        """Begin to sum the product of panel `number` into its columns of its owner's `block`."""
+        owner, columns = self.owner(number, block.size(1))
         partial = partial.to(block.dtype)
         work = comm.reduce(partial, self.group, purpose, owner, async_op=True)
 
@@ -84,11 +85,14 @@ class _Grid:
         coming = [panels.start_broadcast(block, number) if block is not None else None for panels, block in blocks]
         return lambda: [finish() if finish else None for finish in coming]
 
-    def run(self, x: Tensor | None, w: Tensor | None, work: Callable[[int, Any, Any], Sequence[Callable]]) -> None:
-        """`work(number, panel of X, panel of W)` for every panel in turn, with the next one under way; what it returns
-        is waited for after the next panel's work."""
+    def run(
+        self, x: Tensor | None, w: Tensor | None, work: Callable[[int, Any, Any], Sequence[Callable[[], None]]]
+    ) -> None:
+        """Call `work(number, panel of X, panel of W)` for every panel in turn, while the next one is broadcast.
+
+        What it returns is waited for after the next panel's work."""
         coming = self.start(0, x, w)
-        flying: Sequence[Callable] = ()
+        flying: Sequence[Callable[[], None]] = ()
         for number in range(self.x.count):
             panels = coming()
             if number + 1 < self.x.count:
@@ -109,10 +113,10 @@ def multiply(
     count = num_panels(product, mesh.shape.sizes)
     grid = _Grid(Panels(mesh.group(across), count, ACTIVATIONS), Panels(mesh.group(along), count, WEIGHTS), reduce)
     if fused:
-        return _Summa.apply(x, grid, *weights)
-    out = _Summa.apply(x, grid, *(weight.detach() for weight in weights))
-    shadows = _WeightGradients.apply(x.detach(), grid, *weights)
-    return tuple(_Join.apply(y, shadow) for y, shadow in zip(out, shadows))
+        return apply_to_all(_Summa, x, grid, *weights)
+    out = apply_to_all(_Summa, x, grid, *(weight.detach() for weight in weights))
+    shadows = apply_to_all(_WeightGradients, x.detach(), grid, *weights)
+    return tuple(apply(_Join, y, shadow) for y, shadow in zip(out, shadows))
 
 
 class _Summa(torch.autograd.Function):
@@ -126,7 +130,7 @@ class _Summa(torch.autograd.Function):
         out = tuple(x.new_empty((*x.shape[:-1], width)) for width in widths)
         rows = [y.view(-1, y.size(-1)) for y in out]
 
-        def work(number: int, x_panel: Tensor, w_panel: Tensor) -> Sequence[Callable]:
+        def work(number: int, x_panel: Tensor, w_panel: Tensor) -> Sequence[Callable[[], None]]:
             for y, part in zip(rows, w_panel.split(widths)):
                 if number == 0:
                     torch.mm(x_panel, part.t(), out=y)
@@ -138,7 +142,7 @@ class _Summa(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         return _backward(ctx.grid, x, weights, grads, ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
 
@@ -153,7 +157,7 @@ class _WeightGradients(torch.autograd.Function):
         return tuple(x.new_zeros(()).expand(*x.shape[:-1], weight.size(0)).detach() for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         return _backward(ctx.grid, x, weights, grads, False, True)
 
@@ -172,7 +176,7 @@ class _Join(torch.autograd.Function):
 
 def _backward(
     grid: _Grid, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_x: bool, wants_weights: bool
-) -> tuple:
+) -> tuple[Any, ...]:
     """(dX or None, None, dW or None of every weight), in one pass over the panels."""
     x, shape = x.flatten(0, -2), x.shape
     grads = [grad.reshape(x.size(0), -1) for grad in grads]
@@ -181,14 +185,14 @@ def _backward(
     dx = torch.empty_like(x) if wants_x else None
     dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
 
-    def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable]:
+    def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable[[], None]]:
         flying = []
         if w_panel is not None and dx is not None:
             flying.append(grid.x.start_reduce(_sum_of_products(grads, w_panel, widths), number, dx, ACTIVATIONS))
         if x_panel is not None and dw is not None:
             partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
-            for grad, place in zip(grads, partial.split(widths)):
-                torch.mm(grad.t(), x_panel, out=place)
+            for grad, part in zip(grads, partial.split(widths)):
+                torch.mm(grad.t(), x_panel, out=part)
             flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
         return flying
 
@@ -202,7 +206,7 @@ def _backward(
 def _sum_of_products(grads: Sequence[Tensor], panel: Tensor, widths: Sequence[int]) -> Tensor:
     """dY W of every output, added up."""
     first, *others = zip(grads, panel.split(list(widths)))
-    total = first[0] @ first[1]
+    total: Tensor = first[0] @ first[1]
     for grad, part in others:
         total.addmm_(grad, part)
     return total

@@ -5,68 +5,61 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from parallelrun.mesh import Group
 from parallelrun.models import layers as single_device
+from parallelrun.models.functions import linear
 
+from ..common.sharding import TakesOver
 from . import operators
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a layer must know of the tensor axis: its group, how activations lie between blocks, and whether the
-    input-gradient reduction may share a node with the weight gradients (never under zero bubble)."""
+class TPContext:
+    """What a layer must know of the tensor axis: its group, whether activations between blocks are split along the
+    sequence, and whether the input-gradient reduction may share a node with the weight gradients (never under zero
+    bubble)."""
 
     group: Group
     sequence_parallel: bool
     overlap: bool
 
 
-class Columns(single_device.ColumnLinear):
-    """Local rows of every output: one f for all of them, no communication forward unless sequence parallel."""
+class TensorParallelLayer(TakesOver):
+    """A layer that replaces `source` on the ranks of `tp`."""
 
-    def __init__(self, source: single_device.ColumnLinear, span: Span):
-        parts = {name: source.get_submodule(name) for name in source.outputs}
-        sizes = {name: part.get_parameter("weight").size(0) for name, part in parts.items()}
-        with torch.device("meta"):
-            super().__init__(source.in_features, sizes, source.has_bias, source.compute_dtype)
-        self.span = span
-        for name, part in parts.items():
-            self.set_weights(name, part)
+    def __init__(self, source: single_device.RoleLayer, tp: TPContext):
+        super().__init__(source)
+        self.tp = tp
+
+
+class ColumnParallelLinear(TensorParallelLayer, single_device.ColumnLinear):
+    """Local rows of every output's weight. Only under sequence parallelism does forward communicate."""
 
     def forward(self, x: Tensor) -> Any:
-        parts: list[Any] = [getattr(self, name) if name else self for name in self.outputs]
-        weights = [(part.weight, part.bias) for part in parts]
-        return self.returned(_columns(x.to(self.compute_dtype), weights, self.span))
+        return self.returned(_column_parallel(x.to(self.compute_dtype), [*map(self.weights, self.outputs)], self.tp))
 
 
-class Row(single_device.RowLinear):
+class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
-    def __init__(self, source: single_device.RowLinear, span: Span):
-        with torch.device("meta"):
-            super().__init__(source.weight.size(1), source.out_features, source.bias is not None, source.compute_dtype)
-        self.span, self.weight, self.bias = span, source.weight, source.bias
-
     def forward(self, x: Tensor) -> Tensor:
-        partial = single_device.linear(x, self.weight, None, self.compute_dtype)
-        out = operators.leave(partial, self.span.group, self.span.sequence_parallel)
+        partial = linear(x, self.weight, None, self.compute_dtype)
+        out = operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
         return out if self.bias is None else out + self.bias.to(self.compute_dtype)
 
 
-class Embedding(single_device.TokenEmbedding):
-    """Local rows of the vocabulary, zeros for the others, then g. `start`: the global id of the first local row."""
+class VocabParallelEmbedding(TensorParallelLayer, single_device.TokenEmbedding):
+    """Local rows of the vocabulary and zeros for the others, summed. start: the global id of the first local row."""
 
-    def __init__(self, source: single_device.TokenEmbedding, span: Span, start: int):
-        with torch.device("meta"):
-            super().__init__(source.weight.size(0), source.hidden, source.compute_dtype)
-        self.span, self.start, self.weight = span, start, source.weight
+    def __init__(self, source: single_device.TokenEmbedding, tp: TPContext, start: int):
+        super().__init__(source, tp)
+        self.start = start
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return operators.leave(self._own_rows(tokens), self.span.group, self.span.sequence_parallel)
+        return operators.reduce_or_scatter(self._own_rows(tokens), self.tp.group, self.tp.sequence_parallel)
 
     def _own_rows(self, tokens: Tensor) -> Tensor:
         num_rows = self.weight.size(0)
@@ -78,94 +71,68 @@ class Embedding(single_device.TokenEmbedding):
         return rows.to(self.compute_dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-class Position(single_device.PositionEmbedding):
-    """Whole table; under sequence parallel each rank adds the positions of its own slice."""
-
-    def __init__(self, source: single_device.PositionEmbedding, span: Span):
-        with torch.device("meta"):
-            super().__init__(source.seq, source.hidden, source.compute_dtype)
-        self.span, self.weight = span, source.weight
+class SequencePositionEmbedding(TensorParallelLayer, single_device.PositionEmbedding):
+    """The whole table; under sequence parallelism each rank adds the positions of its own slice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        start = self.span.group.index * x.size(1) if self.span.sequence_parallel else 0
+        start = self.tp.group.index * x.size(1) if self.tp.sequence_parallel else 0
         return x + self.weight[start : start + x.size(1)].to(self.compute_dtype)
 
 
-class Head(single_device.VocabHead):
-    """Local rows of the vocabulary: logits stay split, `VocabParallelLoss` reads them so."""
-
-    def __init__(self, source: single_device.VocabHead, span: Span):
-        with torch.device("meta"):
-            super().__init__(source.hidden, source.weight.size(0), source.compute_dtype)
-        self.span, self.weight = span, source.weight
+class VocabParallelHead(TensorParallelLayer, single_device.VocabHead):
+    """Local rows of the vocabulary: logits stay split, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _columns(x.to(self.compute_dtype), [(self.weight, None)], self.span)[0]
+        return _column_parallel(x.to(self.compute_dtype), [(self.weight, None)], self.tp)[0]
 
 
-class Enter(single_device.ExpertInput):
-    """f as a node of its own: the router and the experts behind it read the whole sequence."""
-
-    def __init__(self, source: single_device.ExpertInput, span: Span):
-        super().__init__(source.compute_dtype)
-        self.span = span
+class ParallelExpertInput(TensorParallelLayer, single_device.ExpertInput):
+    """copy_to_tp as a node of its own: the router and the experts behind it read the whole sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return operators.enter(super().forward(x), self.span.group, self.span.sequence_parallel)
+        return operators.copy_or_gather(super().forward(x), self.tp.group, self.tp.sequence_parallel)
 
 
-class Leave(single_device.ExpertOutput):
-    """g: every rank has what its slices of the experts give."""
-
-    def __init__(self, source: single_device.ExpertOutput, span: Span):
-        super().__init__(source.compute_dtype)
-        self.span = span
+class ParallelExpertOutput(TensorParallelLayer, single_device.ExpertOutput):
+    """reduce_from_tp: every rank adds what its slices of the experts give."""
 
     def forward(self, x: Tensor, num_samples: int) -> Tensor:
-        if self.span.sequence_parallel:
-            return operators.leave(super().forward(x, num_samples), self.span.group, True)
-        # Summed in place before it is looked at as samples: of a view, autograd would write the gradient twice.
-        return super().forward(operators.leave(x, self.span.group, False), num_samples)
+        if self.tp.sequence_parallel:
+            return operators.reduce_or_scatter(super().forward(x, num_samples), self.tp.group, True)
+        # Summed in place before it is viewed as samples: of a view, autograd would write the gradient twice.
+        return super().forward(operators.reduce_or_scatter(x, self.tp.group, False), num_samples)
 
 
-class Dropout(single_device.HashDropout):
-    """The same mask as on one device: told where the slice that arrives begins, by what of it is missing."""
-
-    def __init__(self, source: single_device.HashDropout, span: Span):
-        super().__init__(source.rate, source.seed, source.site, source.hidden, source.compute_dtype)
-        self.span = span
+class SliceDropout(TensorParallelLayer, single_device.HashDropout):
+    """The same mask as on one device: where the slice begins follows from which dim of it is shorter."""
 
     def forward(self, x: Tensor) -> Tensor:
-        group = self.span.group
+        index = self.tp.group.index
         split_hidden = 0 < x.size(-1) < self.hidden  # between a column and a row layer: the whole sequence
-        self.hidden_offset = group.index * x.size(-1) if split_hidden else 0
-        self.sequence_offset = group.index * x.size(1) if self.span.sequence_parallel and not split_hidden else 0
+        self.hidden_offset = index * x.size(-1) if split_hidden else 0
+        self.sequence_offset = index * x.size(1) if self.tp.sequence_parallel and not split_hidden else 0
         return super().forward(x)
 
 
-class AttentionProduct(single_device.AttentionProduct):
+class HeadParallelAttention(TensorParallelLayer, single_device.AttentionProduct):
     """Attention over local heads; dropped probabilities are those of the global heads."""
 
-    def __init__(self, source: single_device.AttentionProduct, span: Span):
-        super().__init__(source.rate, source.seed, source.site, source.compute_dtype, source.causal)
-        self.span = span
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.head_offset = self.span.group.index * query.size(1)
+        self.head_offset = self.tp.group.index * query.size(1)
         return super().forward(query, key, value)
 
 
-def _columns(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], span: Span) -> tuple[Tensor, ...]:
-    return operators.columns(x, weights, span.group, span.sequence_parallel, span.overlap)
+def _column_parallel(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], tp: TPContext) -> tuple[Tensor, ...]:
+    return operators.column_parallel_linear(x, weights, tp.group, tp.sequence_parallel, tp.overlap)
 
 
-FORMS: dict[type, Any] = {
-    single_device.ColumnLinear: Columns,
-    single_device.RowLinear: Row,
-    single_device.PositionEmbedding: Position,
-    single_device.VocabHead: Head,
-    single_device.ExpertInput: Enter,
-    single_device.ExpertOutput: Leave,
-    single_device.HashDropout: Dropout,
-    single_device.AttentionProduct: AttentionProduct,
+PARALLEL_LAYERS: dict[type, type[TensorParallelLayer]] = {
+    single_device.ColumnLinear: ColumnParallelLinear,
+    single_device.RowLinear: RowParallelLinear,
+    single_device.PositionEmbedding: SequencePositionEmbedding,
+    single_device.VocabHead: VocabParallelHead,
+    single_device.ExpertInput: ParallelExpertInput,
+    single_device.ExpertOutput: ParallelExpertOutput,
+    single_device.HashDropout: SliceDropout,
+    single_device.AttentionProduct: HeadParallelAttention,
 }

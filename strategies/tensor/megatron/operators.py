@@ -1,10 +1,10 @@
-"""The conjugate operators of Megatron's tensor strategy, each a node of its own in the autograd graph, and the one
-fused
-node that hides the input gradient's reduction under the weight gradients.
+"""The communication operators of Megatron's strategy, and the column-parallel product that hides one of them.
 
-Source: Shoeybi et al. 2019 (f and g), Korthikanti et al. 2022 (sequence parallel: f and g become all-gather and
-reduce-scatter). Activations are (batch, seq, hidden); sequence parallel cuts dim 1. Nodes of their own are what zero
-bubble needs: it runs the backward of a node that yields input and weight gradients twice, collectives included.
+Before a column-parallel product comes Megatron's f (Shoeybi et al. 2019): copy_to_tp, or gather_from_sp under sequence
+parallelism (Korthikanti et al. 2022). After a row-parallel product comes its conjugate g: reduce_from_tp, or
+scatter_to_sp. Activations are (batch, seq, hidden); sequence parallelism splits dim 1. Each operator is an autograd
+node of its own, as zero bubble needs: it runs the backward of a node that yields input and weight gradients twice,
+collectives included. The overlapped node does in one what they do.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from parallelrun import comm
 from parallelrun.mesh import Group
 from parallelrun.models.rounding import rounded
 
+from ..common.autograd import apply, apply_to_all
+from ..common.transfers import Finish, start_all_gather, start_reduce_scatter
+
 PURPOSE = "activations"
 SEQUENCE_DIM = 1
 
 
-class _Copy(torch.autograd.Function):
-    """f: identity forward, sum of the input gradients backward."""
+class _CopyToTP(torch.autograd.Function):
+    """copy_to_tp (f): identity in forward; backward sums the input gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -39,8 +42,8 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Reduce(torch.autograd.Function):
-    """g: sum forward (in place, the input must be a fresh product), identity backward."""
+class _ReduceFromTP(torch.autograd.Function):
+    """reduce_from_tp (g): forward sums in place (the input must be a fresh product); identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -53,8 +56,8 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    """f under sequence parallel: all-gather forward, reduce-scatter backward."""
+class _GatherFromSP(torch.autograd.Function):
+    """gather_from_sp (f under sequence parallelism): all-gather in forward, reduce-scatter in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -66,8 +69,8 @@ class _GatherSequence(torch.autograd.Function):
         return comm.reduce_scatter(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
 
 
-class _ScatterSequence(torch.autograd.Function):
-    """g under sequence parallel: reduce-scatter forward, all-gather backward."""
+class _ScatterToSP(torch.autograd.Function):
+    """scatter_to_sp (g under sequence parallelism): reduce-scatter in forward, all-gather in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -79,13 +82,13 @@ class _ScatterSequence(torch.autograd.Function):
         return comm.all_gather(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
 
 
-class _OverlappedColumns(torch.autograd.Function):
-    """f and every product behind it as one node: one reduction of the summed input gradient, started before the
-    weight gradients are computed and waited for after. Under sequence parallel the slice is kept, not the whole input:
-    backward gathers it again under the input-gradient product."""
+class _OverlappedColumnLinear(torch.autograd.Function):
+    """f and every product that reads its result, as one node: one reduction of the summed input gradient, which begins
+    before the weight gradients are computed. Under sequence parallelism the slice is saved, not the whole input:
+    backward gathers it again while it computes the input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, *weights: Any) -> tuple:
+    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, *weights: Any) -> tuple[Any, ...]:
         """`weights`: weight and bias (or None) of each output in turn, as stored; they are rounded to x's dtype."""
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.has_bias = [bias is not None for bias in weights[1::2]]
@@ -97,9 +100,10 @@ class _OverlappedColumns(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel else None
+        wants_weights = any(ctx.needs_input_grad[3::2])
+        gathering = _start_gather(x, ctx.group) if ctx.sequence_parallel and wants_weights else None
         flat = [grad.flatten(0, -2) for grad in grads]
         reducing = None
         if ctx.needs_input_grad[0]:
@@ -123,61 +127,53 @@ def _input_gradient(grads: list[Tensor], weights: list[Tensor], dtype: torch.dty
     return total
 
 
-def _start_gather(x: Tensor, group: Group) -> Any:
-    """Begin the all-gather of the sequence slices; the function returned waits and gives (batch, seq, hidden)."""
-    parts = x.new_empty((group.size, *x.shape))
-    work = comm.all_gather_into(parts.flatten(0, 1), x.contiguous(), group, PURPOSE, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return parts.movedim(0, SEQUENCE_DIM).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
-
-    return finish
+def _start_gather(x: Tensor, group: Group) -> Finish:
+    """Begin to gather the sequence slices; the result is (batch, seq, hidden)."""
+    gathering = start_all_gather(x, group, PURPOSE)
+    return lambda: gathering().movedim(0, SEQUENCE_DIM).flatten(SEQUENCE_DIM, SEQUENCE_DIM + 1)
 
 
-def _start_reduce(grad: Tensor, ctx: Any) -> Any:
-    """Begin the reduction of the whole input gradient; the function returned waits and gives this rank's part."""
-    if not ctx.sequence_parallel:
-        work = comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True)
-        mine = grad
-    else:
+def _start_reduce(grad: Tensor, ctx: Any) -> Finish:
+    """Begin to reduce the whole input gradient; the result is this rank's part."""
+    if ctx.sequence_parallel:
         parts = grad.unflatten(SEQUENCE_DIM, (ctx.group.size, -1)).movedim(SEQUENCE_DIM, 0).contiguous()
-        mine = torch.empty_like(parts[0])
-        work = comm.reduce_scatter_into(mine, parts.flatten(0, 1), ctx.group, PURPOSE, async_op=True)
+        return start_reduce_scatter(parts, ctx.group, PURPOSE)
+    work = comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True)
 
     def finish() -> Tensor:
         if work is not None:
             work.wait()
-        return mine
+        return grad
 
     return finish
 
 
-def enter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
-    """f: from what passes between blocks to the whole input of a column product."""
-    return (_GatherSequence if sequence_parallel else _Copy).apply(x, group)
+def copy_or_gather(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """Return the whole input of a column-parallel product, from what passes between blocks (f)."""
+    return apply(_GatherFromSP if sequence_parallel else _CopyToTP, x, group)
 
 
-def leave(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
-    """g: from a fresh partial product (overwritten) to what passes between blocks."""
-    return (_ScatterSequence if sequence_parallel else _Reduce).apply(x, group)
+def reduce_or_scatter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """Return what passes between blocks, from a fresh partial product, which is overwritten (g)."""
+    return apply(_ScatterToSP if sequence_parallel else _ReduceFromTP, x, group)
 
 
-def columns(
+def column_parallel_linear(
     x: Tensor,
     weights: list[tuple[Tensor, Tensor | None]],
     group: Group,
     sequence_parallel: bool,
     overlap: bool,
 ) -> tuple[Tensor, ...]:
-    """f(x) times each local weight (rows of dim 0), plus its local bias: one output per (weight, bias).
+    """Multiply f(x) by each local weight (rows of dim 0) and add its local bias: one output per (weight, bias).
 
-    x is in the compute dtype: (batch, seq, in), its slice under sequence parallel. overlap: see `_OverlappedColumns`;
-    never under zero bubble.
+    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism. overlap: in one node, never under
+    zero bubble.
     """
     if overlap:
-        return _OverlappedColumns.apply(x, group, sequence_parallel, *(part for pair in weights for part in pair))
-    whole = enter(x, group, sequence_parallel)
+        flat = (part for pair in weights for part in pair)
+        return apply_to_all(_OverlappedColumnLinear, x, group, sequence_parallel, *flat)
+    whole = copy_or_gather(x, group, sequence_parallel)
     return tuple(
         functional.linear(whole, rounded(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         for weight, bias in weights

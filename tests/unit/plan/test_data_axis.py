@@ -15,10 +15,10 @@ from rich.console import Console
 from parallelrun.cli import main as program
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.plan import data_axis, data_strategies, prediction
+from parallelrun.plan import data_axis, data_candidates, prediction
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.cluster_cost import Cost
-from parallelrun.plan.data_axis import DataAxis, Way, costs, drawn_nodes
+from parallelrun.plan.data_axis import DataAxis, StrategyCost, costs, drawn_nodes
 from parallelrun.plan.data_cost import Link
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve
@@ -50,29 +50,29 @@ def found(overrides: dict[str, Any], compute_s: float | None = 1e-3) -> DataAxis
     return known
 
 
-def strategy(axis: DataAxis, name: str) -> Way:
+def strategy(axis: DataAxis, name: str) -> StrategyCost:
     return next(one for one in axis.strategies if one.name == name)
 
 
 CHOSEN = [
-    ({"strategy.data.kind": "ddp"}, data_strategies.RING),
-    ({"strategy.data.kind": "zero1"}, data_strategies.SHARDED),
-    ({"strategy.data.kind": "zero2"}, data_strategies.SHARDED),
-    ({"strategy.data.kind": "fsdp"}, data_strategies.GATHERED_AGAIN),
-    ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, data_strategies.SHARDED),
-    ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, data_strategies.HSDP),
-    ({"strategy.data.kind": "ring"}, data_strategies.RING),
-    ({"strategy.data.kind": "horovod"}, data_strategies.RING),
-    ({"strategy.data.kind": "zero2", "microbatches": 2}, data_strategies.SCATTERED_AGAIN),
-    ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, data_strategies.HALVING),
+    ({"strategy.data.kind": "ddp"}, data_candidates.RING),
+    ({"strategy.data.kind": "zero1"}, data_candidates.SHARDED),
+    ({"strategy.data.kind": "zero2"}, data_candidates.SHARDED),
+    ({"strategy.data.kind": "fsdp"}, data_candidates.GATHERED_AGAIN),
+    ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, data_candidates.SHARDED),
+    ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, data_candidates.HSDP),
+    ({"strategy.data.kind": "ring"}, data_candidates.RING),
+    ({"strategy.data.kind": "horovod"}, data_candidates.RING),
+    ({"strategy.data.kind": "zero2", "microbatches": 2}, data_candidates.SCATTERED_AGAIN),
+    ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, data_candidates.HALVING),
     ({"strategy.data.kind": "ring", "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
-     data_strategies.HIERARCHICAL),
-    (PS, data_strategies.ONE_SERVER),
-    ({**PS, "servers": 2}, data_strategies.SERVERS),
-    ({**PS, "consistency": "async"}, data_strategies.ONE_SERVER),
-    ({"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4}, data_strategies.OWN),
-    ({"strategy.data.kind": "diloco"}, data_strategies.OWN),
-    ({"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"}, data_strategies.OWN),
+     data_candidates.HIERARCHICAL),
+    (PS, data_candidates.ONE_SERVER),
+    ({**PS, "servers": 2}, data_candidates.SERVERS),
+    ({**PS, "consistency": "async"}, data_candidates.ONE_SERVER),
+    ({"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4}, data_candidates.OWN),
+    ({"strategy.data.kind": "diloco"}, data_candidates.OWN),
+    ({"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"}, data_candidates.OWN),
 ]  # fmt: skip
 
 
@@ -155,8 +155,8 @@ def test_equal_nodes_means_that_servers_take_workers_places():
     axis = found({"dp": 6, "global_batch": 12, **PS, "servers": 2, **ETHERNET})
     assert (axis.nodes, axis.workers, axis.servers) == (8, 6, 2)
     here = {one.name: (one.here.workers, one.here.servers) for one in axis.strategies if one.here}
-    assert here[data_strategies.RING] == (8, 0) and here[data_strategies.ONE_SERVER] == (7, 1)
-    assert here[data_strategies.SERVERS] == (6, 2) and sum(here[data_strategies.BEST]) == 8
+    assert here[data_candidates.RING] == (8, 0) and here[data_candidates.ONE_SERVER] == (7, 1)
+    assert here[data_candidates.SERVERS] == (6, 2) and sum(here[data_candidates.BEST]) == 8
 
 
 def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
@@ -167,9 +167,9 @@ def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
     assert axis.best.share == pytest.approx(1 / (1 + axis.best.ratio**0.5))
     assert axis.best.share_overlapped == pytest.approx(1 / (1 + axis.best.ratio))
     assert axis.best.workers == forms.best_num_workers(axis.gradient_bytes, 8, link, 1e-3)
-    best = strategy(axis, data_strategies.BEST).here
+    best = strategy(axis, data_candidates.BEST).here
     assert best is not None and best.workers == axis.best.workers and best.samples_per_s is not None
-    others = [strategy(axis, name).here for name in (data_strategies.ONE_SERVER, data_strategies.SERVERS)]
+    others = [strategy(axis, name).here for name in (data_candidates.ONE_SERVER, data_candidates.SERVERS)]
     assert all(best.samples_per_s[0] >= other.samples_per_s[0] for other in others if other and other.samples_per_s)
 
 
@@ -183,7 +183,7 @@ def test_what_is_not_trained_is_not_combined():
 
 def test_samples_a_second_are_of_workers_that_keep_their_batch():
     axis = found({"dp": 4, "global_batch": 8, **ETHERNET}, compute_s=2e-3)
-    point = strategy(axis, data_strategies.RING).here
+    point = strategy(axis, data_candidates.RING).here
     assert point is not None and axis.worker_batch == 2
     seconds = point.exchange.seconds
     assert point.samples_per_s == pytest.approx((8 / (2e-3 + seconds), 8 / max(2e-3, seconds)))
@@ -191,11 +191,11 @@ def test_samples_a_second_are_of_workers_that_keep_their_batch():
 
 def test_links_are_those_inside_a_host_until_a_group_leaves_it():
     axis = found({"dp": 8, **DGX})
-    ring = {point.nodes: point.exchange.seconds for point in strategy(axis, data_strategies.RING).curve}
+    ring = {point.nodes: point.exchange.seconds for point in strategy(axis, data_candidates.RING).curve}
     size = axis.gradient_bytes
     assert ring[4] == pytest.approx(forms.ring(size, 4, Link(100e9, 5e-6)).seconds)
     assert ring[5] == pytest.approx(forms.ring(size, 5, Link(10e9, 5e-6)).seconds)
-    grouped = {point.nodes: point.exchange.seconds for point in strategy(axis, data_strategies.HIERARCHICAL).curve}
+    grouped = {point.nodes: point.exchange.seconds for point in strategy(axis, data_candidates.HIERARCHICAL).curve}
     assert set(grouped) == {8, 12, 16}
     assert grouped[8] == pytest.approx(forms.hierarchical(size, 4, 2, Link(100e9, 5e-6), Link(10e9, 5e-6)).seconds)
     assert grouped[8] < ring[8]
@@ -211,11 +211,11 @@ def test_without_rates_times_are_multiples_of_sending_everything_once():
     assert axis.fabric.unit == "D/B" and axis.best is None and axis.compute_s is None
     times = {one.name: one.here.exchange.seconds for one in axis.strategies if one.here}
     assert (
-        times[data_strategies.RING] == 1.5
-        and times[data_strategies.ONE_SERVER] == 6
-        and times[data_strategies.TREES] == 2
+        times[data_candidates.RING] == 1.5
+        and times[data_candidates.ONE_SERVER] == 6
+        and times[data_candidates.TREES] == 2
     )
-    assert times[data_strategies.BEST] == 2 and times[data_strategies.COLOCATED] == 1.5
+    assert times[data_candidates.BEST] == 2 and times[data_candidates.COLOCATED] == 1.5
     assert all(one.here.samples_per_s is None for one in axis.strategies if one.here)
 
 
@@ -302,7 +302,7 @@ def test_the_picture_has_a_line_per_way_and_the_csv_its_numbers(overrides):
     drawn = [
         one
         for one in axis.strategies
-        if one.chosen or one.name in (data_strategies.RING, data_strategies.ONE_SERVER, data_strategies.BEST)
+        if one.chosen or one.name in (data_candidates.RING, data_candidates.ONE_SERVER, data_candidates.BEST)
     ]
     assert all(one.label in texts for one in drawn) and "a <title> & more" in texts
     rows = list(csv.DictReader(io.StringIO(to_csv(axis))))
@@ -344,7 +344,7 @@ def test_another_way_keeps_what_other_axes_send():
     config = tiny_config({**DGX, "cluster.peak_tflops": 1e-3, "dp": 2, "tp": 4})
     plan = resolve(config)
     known = document(plan, config)
-    other = next(one for one in known["data_axis"]["strategies"] if one["name"] == data_strategies.COLOCATED)["here"]
+    other = next(one for one in known["data_axis"]["strategies"] if one["name"] == data_candidates.COLOCATED)["here"]
     beside = known["cost"]["communication_s"] - known["cost"]["data_s"]
     assert beside > known["cost"]["data_s"], "tensor parallelism sends most here"
     seconds = known["cost"]["compute_s"] + beside + other["exchange"]["seconds"]
@@ -357,7 +357,7 @@ def test_a_collective_leaves_a_host_by_all_its_ports_and_a_message_by_one():
     assert rates == {4: 100e9, 5: 10e9, 6: 20e9, 8: 40e9, 16: 40e9} and fabric.between(8).bytes_per_s == 10e9
     size = found({"dp": 8, **DGX}).gradient_bytes
     native, written = (
-        strategy(found({"dp": 8, **DGX, **kind}), data_strategies.RING) for kind in ({}, {"strategy.data.kind": "ring"})
+        strategy(found({"dp": 8, **DGX, **kind}), data_candidates.RING) for kind in ({}, {"strategy.data.kind": "ring"})
     )
     assert native.here and native.here.exchange.seconds == pytest.approx(forms.ring(size, 8, Link(40e9, 5e-6)).seconds)
     assert written.here and written.here.exchange.seconds == pytest.approx(
@@ -396,7 +396,7 @@ def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys
     [
         ("plan model=gpt strategy=single plot=x", 2, "one rank has none to combine"),
         ("plan model=gpt strategy=ddp dp=2 plot=missing/x", 3, "a writable folder"),
-        ("model=gpt strategy=ddp dp=2 plot=x", 2, "read by plan and explain only"),
+        ("model=gpt strategy=ddp dp=2 plot=x", 2, "only plan and explain do"),
     ],
 )
 def test_a_plot_that_cannot_be_is_refused(line, code, text, tmp_path, monkeypatch, capsys):

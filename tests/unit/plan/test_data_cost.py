@@ -10,7 +10,7 @@ import pytest
 
 from parallelrun.plan import data_cost as cost
 from parallelrun.plan.data_cost import Exchange, Link
-from parallelrun.strategies.data.allreduce.steps import table
+from parallelrun.strategies.data.common.allreduce.steps import table
 
 SIZE = 840 * 8  # bytes: 840 numbers, divisible by every n up to 8
 LINK = Link(bytes_per_s=1e6, latency_s=1e-3)

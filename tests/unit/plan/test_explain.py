@@ -14,8 +14,8 @@ from parallelrun.plan.messages import Explanation, rows
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.report import explain as report
-from parallelrun.strategies.data.allreduce import explain as allreduce
-from parallelrun.strategies.data.allreduce.settings import Algorithm
+from parallelrun.strategies.data.common.allreduce import explain as allreduce
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
 from tests.plans import tiny_plan
 
 RING = {"strategy.data.kind": "ring", "strategy.data.bucket_mb": 0.005}

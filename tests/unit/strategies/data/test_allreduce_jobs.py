@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelrun.strategies.data.allreduce.jobs import Queue
+from parallelrun.strategies.data.common.allreduce.runtime import Queue
 
 
 def alive(name: str) -> bool:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelrun.strategies.data.allreduce import counts
-from parallelrun.strategies.data.allreduce.settings import Algorithm
-from parallelrun.strategies.data.allreduce.steps import (
+from parallelrun.strategies.data.common.allreduce import counts
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
+from parallelrun.strategies.data.common.allreduce.steps import (
     ALL_GATHER,
     HALVING_DOUBLING,
     HIERARCHICAL,

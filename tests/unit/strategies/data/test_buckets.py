@@ -14,7 +14,7 @@ from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ParameterS
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import data_strategy
-from parallelrun.strategies.data import buckets
+from parallelrun.strategies.data.common import buckets
 from tests.plans import tiny_config, tiny_plan
 
 sizes = st.lists(st.integers(0, 4 * 2**20), max_size=60)

@@ -9,7 +9,7 @@ from torch import nn
 from parallelrun.mesh import Group
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.data.chunks import Cut, cut, starts_of
+from parallelrun.strategies.data.common.zero_runtime import ChunkedWeight, Chunks, cut
 from tests.plans import tiny_plan
 
 # experts, ep, copies: along dim 0 even, uneven and with empty chunks (33 rows of `up`), along dim 1 of one and of three
@@ -28,7 +28,7 @@ def plan_of(experts: int, ep: int, copies: int, ffn: int | None) -> Plan:
     return tiny_plan({**changes, "dp": dp, "ep": ep, "strategy.data.kind": "zero1"})
 
 
-def cuts_of(plan: Plan, name: str) -> list[Cut]:
+def cuts_of(plan: Plan, name: str) -> list[ChunkedWeight]:
     """The cut of one matrix of experts, of numbers 0 to n, on each of its copies."""
     held = next(p for p in held_parameters(plan, 0) if p.name.endswith(name))
     shape = held.layout.local_shape(held.spec.shape, plan.mesh.sizes, plan.mesh.coordinate(0))
@@ -77,4 +77,8 @@ def test_chunks_of_several_weights_lie_one_after_the_other():
     plan = plan_of(*CASES["three"])
     up, down = (cuts_of(plan, f"experts.{name}")[0] for name in ("up", "down"))
     assert (up.dim, down.dim) == (1, 1)
-    assert starts_of([up, down]) == [0, up.numel, up.numel + down.numel]
+    chunks = Chunks([up, down], Group("expert_dp", (0, 1), 0, None))
+    width = up.numel + down.numel
+    first, second = chunks.regions(torch.arange(2 * width))
+    assert first[0].flatten().tolist() == list(range(up.numel)) and first[1].flatten()[0] == width
+    assert second[1].flatten().tolist() == list(range(width + up.numel, 2 * width))

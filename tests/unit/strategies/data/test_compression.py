@@ -7,7 +7,7 @@ import torch
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan import prediction
-from parallelrun.strategies.data.compression.powersgd import (
+from parallelrun.strategies.data.common.compression.powersgd import (
     first_right_factor,
     next_right_factor,
     orthonormal,
@@ -135,8 +135,8 @@ def test_iterating_on_one_matrix_finds_its_best_approximation():
 def test_memory_counts_what_compression_keeps():
     """As many bytes as the runtime holds: halves; or messages, errors, and right factors three times."""
     from parallelrun.plan.parameters import held_parameters
-    from parallelrun.strategies.data.compression.runtime import FactoredSum, HalfSum
-    from parallelrun.strategies.data.compression.settings import is_factored
+    from parallelrun.strategies.data.common.compression.plan import is_factored
+    from parallelrun.strategies.data.common.compression.runtime import FactoredSum, HalfSum
 
     def weights(plan):
         return prediction.memory(plan, 0).weights

@@ -14,8 +14,8 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.prediction import memory
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.data import buckets
-from parallelrun.strategies.data.allreduce.settings import over
+from parallelrun.strategies.data.common import buckets
+from parallelrun.strategies.data.common.allreduce.algorithm import over
 from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan
 

@@ -13,8 +13,8 @@ from parallelrun.plan.data_cost import Link, halving_doubling, hierarchical, rin
 from parallelrun.plan.document import link_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.allreduce import counts
-from parallelrun.strategies.data.allreduce.settings import Algorithm
+from parallelrun.strategies.data.common.allreduce import counts
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
 from tests.plans import tiny_config, tiny_plan
 
 RING = {"strategy.data.kind": "ring"}

@@ -21,8 +21,16 @@ from parallelrun.plan.shorthands import fold
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import pairs
 from parallelrun.product import ActivationLayout
-from parallelrun.strategies.tensor.grid import axes, choose
-from parallelrun.strategies.tensor.grid.products import head, lies, product_of, table
+from parallelrun.strategies.tensor.grid import choose
+from parallelrun.strategies.tensor.grid.products import (
+    activation_layout,
+    head,
+    plan_boundary,
+    product_of,
+    table,
+    tensor_sizes,
+)
+from parallelrun.strategies.tensor.grid.shape import arrange
 from tests.matrix import examples
 from tests.plans import tiny_config, tiny_plan
 from tests.unit.plan.test_properties import cover
@@ -87,7 +95,7 @@ def test_depth_is_the_slowest_axis_and_its_grids_are_whole():
     ],
 )
 def test_the_depth_is_the_largest_that_no_side_of_the_grid_is_shorter_than(tp, depth, expected):
-    assert axes.arrange("2.5d", tp, None, depth) == expected
+    assert arrange("2.5d", tp, None, depth) == expected
 
 
 def test_a_depth_of_one_is_2d():
@@ -100,9 +108,9 @@ def test_a_depth_of_one_is_2d():
 def test_large_cubes_and_squares_are_found_exactly():
     for side in range(1, 102):
         for kind, power in (("2d", 2), ("3d", 3)):
-            assert set(axes.arrange(kind, side**power, None, None).values()) == {side}
+            assert set(arrange(kind, side**power, None, None).values()) == {side}
             if side > 1:
-                assert axes.arrange(kind, side**power - 1, None, None) is None
+                assert arrange(kind, side**power - 1, None, None) is None
 
 
 # What the shorthands say
@@ -175,7 +183,7 @@ def test_what_was_filled_in_is_told():
 @pytest.mark.parametrize(
     ("overrides", "where", "told", "suggested"),
     [
-        ({"layout": "2d", "tp": 8}, "tp", "no square", {"tp=4", "tp=16", "grid=2x4"}),
+        ({"layout": "2d", "tp": 8}, "tp", "needs a square tp", {"tp=4", "tp=16", "grid=2x4"}),
         ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "grid=2x3 = 6 ranks", {"grid=2x4"}),
         ({"layout": "2d", "tp": 8, "grid": "2by4"}, "grid", "rows x columns", {"grid=2x4"}),
         ({"layout": "2.5d", "tp": 12}, "tp", "depth at most q", {"tp=8", "tp=16"}),
@@ -190,7 +198,7 @@ def test_what_was_filled_in_is_told():
             "at most 2 deep",
             {"tp=4", "tp=8", "grid=4x4"},
         ),
-        ({"layout": "3d", "tp": 9}, "tp", "no cube", {"tp=8"}),
+        ({"layout": "3d", "tp": 9}, "tp", "needs a cube of ranks", {"tp=8"}),
         ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
     ],
 )
@@ -331,7 +339,7 @@ def test_no_other_forms_that_divide_move_less(cell):
     asked = choose.Choice(
         plan.tensor.kind,
         "auto",
-        axes.tensor_sizes(plan),
+        tensor_sizes(plan),
         plan.batch.micro_batch * plan.spec.seq,
         plan.batch.micro_batch,
     )
@@ -346,7 +354,7 @@ def test_no_weight_moves_where_weights_are_larger_than_activations():
     assert set(dict(plan.tensor.forms).values()) == {("stationary_w", "stationary_w")}
     inside = product_of(layer(plan, "layers.0.mlp.up"), plan).y
     assert inside == ActivationLayout(("col",), ("row",))
-    assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == axes.outside(plan)
+    assert product_of(layer(plan, "layers.0.mlp.down"), plan).y == plan_boundary(plan)
 
 
 @pytest.mark.parametrize("form", ["stationary_x", "stationary_y", "stationary_w", "summa"])
@@ -388,12 +396,12 @@ def test_every_parameter_is_held_whole_by_the_right_ranks(cell, data):
 @pytest.mark.parametrize("cell", CELLS)
 def test_matrices_are_split_over_all_axes_but_the_depth(cell):
     plan = tiny_plan(CELLS[cell])
-    tensor_axes = [axis for axis in axes.tensor_sizes(plan) if axis != "depth"]
+    tensor_axes = [axis for axis in tensor_sizes(plan) if axis != "depth"]
     for parameter in plan.spec.parameters.values():
         layout = layout_of(plan, parameter.name)
         if len(parameter.shape) == 2 and parameter.layer_role != "position_embedding":
             assert sorted(layout.axes) == sorted(tensor_axes)
-        assert set(layout.partial) <= set(axes.tensor_sizes(plan)) - set(layout.axes)
+        assert set(layout.partial) <= set(tensor_sizes(plan)) - set(layout.axes)
 
 
 def test_gradients_are_partial_over_the_axes_whose_ranks_see_other_samples():
@@ -431,13 +439,13 @@ def test_each_layer_reads_what_the_one_before_gives(cell, form):
         pytest.skip("3d has one form")
     more = {"global_batch": 36} if form == "stationary_w" else {}
     plan = tiny_plan({**CELLS[cell], "strategy.tensor.form": form, **more})
-    outside = axes.outside(plan)
+    outside = plan_boundary(plan)
     for block in plan.spec.blocks:
         now = outside
         for one in block.layers:
             product = product_of(one, plan)
             if product is None or not product.lookup:
-                assert lies(one, plan) == now, one.name
+                assert activation_layout(one, plan) == now, one.name
             now = product.y if product else now
         assert now == outside or block is plan.spec.blocks[-1]
 
@@ -460,8 +468,8 @@ def test_layers_inside_a_pair_lie_as_the_pair_does():
     at = [one.name for one in block.layers].index("layers.0.mlp.down")
     more = replace(block, layers=(*block.layers[:at], drop, *block.layers[at:]))
     spec = replace(plan.spec, blocks=tuple(more if one.name == block.name else one for one in plan.spec.blocks))
-    assert lies(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
-    assert lies(layer(plan, "layers.0.mlp.dropout"), plan) == axes.outside(plan)
+    assert activation_layout(drop, replace(plan, spec=spec)) == ActivationLayout(("x", "z"), ("y",))
+    assert activation_layout(layer(plan, "layers.0.mlp.dropout"), plan) == plan_boundary(plan)
 
 
 # Thousands of random requests
@@ -541,7 +549,7 @@ def cures(overrides: dict, what: str) -> None:
 
 def check_plan(plan: Plan) -> None:
     """Parts tile every parameter; weights, samples and features are split evenly; nothing moves over one rank."""
-    sizes = axes.tensor_sizes(plan)
+    sizes = tensor_sizes(plan)
     assert prod(sizes.values()) == plan.mesh.size("tp")
     places = [dict(zip(sizes, place)) for place in combinations(*(range(n) for n in sizes.values()))]
     strategy, shape = plan.tensor, plan.spec.boundary_shape
@@ -574,7 +582,7 @@ def test_every_tp_is_laid_out_by_the_rules_or_not_at_all(kind):
     for tp in range(1, 301):
         for grid in (None, (1, 4), (2, 3), (3, 2), (4, 4)):
             for depth in (None, 1, 2, 3, 4):
-                found = axes.arrange(kind, tp, grid, depth)
+                found = arrange(kind, tp, grid, depth)
                 assert found == arranged(kind, tp, grid, depth), (tp, grid, depth)
 
 
@@ -608,8 +616,8 @@ def arranged(kind, tp, grid, depth):
 def test_any_vocabulary_is_tiled_by_the_ranks_of_one_grid(kind, side, depth, vocab, hidden):
     depth = min(depth, side)
     tp = {"2d": side**2, "2.5d": depth * side**2, "3d": side**3}[kind]
-    sizes = axes.arrange(kind, tp, None, depth if kind == "2.5d" else None)
-    outside = axes.between_blocks(sizes)
+    sizes = arrange(kind, tp, None, depth if kind == "2.5d" else None)
+    outside = choose.boundary_layout(sizes)
     layout = table(kind, outside).weight_layout
     assert layout == head(kind, outside).weight_layout
     shape, held = (vocab, hidden * side), set()

@@ -1,0 +1,1 @@
+"""All-reduce algorithms on point-to-point messages: ring, halving-doubling, hierarchical, tree."""

@@ -1,0 +1,97 @@
+"""The tables of `steps` in words: which blocks are sent, and whose gradients they contain. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from parallelrun.plan.messages import Exchange, Message, Round
+
+from .algorithm import Algorithm
+from .steps import ALL_GATHER, SCATTER_REDUCE, Span, pieces, table
+from .steps import Message as Slice
+from .steps import Round as TableRow
+
+TEXTS = {
+    "ring": (
+        "The buffer is cut into as many blocks as there are ranks. In n - 1 rounds of scatter-reduce each rank sends a "
+        "block to the next rank, which adds it to its own; then each rank holds one block of the sum. In n - 1 rounds "
+        "of all-gather these travel on around the ring. Each rank sends 2 (n - 1) / n of the buffer.",
+        "Patarasuk and Yuan 2009; Gibiansky 2017",
+    ),
+    "halving_doubling": (
+        "Partners at distance 1, 2, 4, ... exchange halves of what is left and add them; then the same partners give "
+        "the sums back in reverse order. The ring's bytes in 2 log2(n) rounds.",
+        "Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005",
+    ),
+    "hierarchical": (
+        "Scatter-reduce inside each inner group, a ring all-reduce of the own block across groups, all-gather inside: "
+        "what leaves a group is divided by the size of the group.",
+        "Goyal et al. 2017; Jia et al. 2018",
+    ),
+    "tree": (
+        "Sums go up a binomial tree to the first rank, and the total comes down the same way. 2 log2(n) rounds, but "
+        "every message is the whole buffer: good for small ones.",
+        "Thakur, Rabenseifner and Gropp 2005",
+    ),
+}
+TITLES = {SCATTER_REDUCE: "scatter-reduce", ALL_GATHER: "all-gather"}
+
+
+def exchange(
+    algorithm: Algorithm,
+    ranks: Sequence[int],
+    numel: int,
+    element_bytes: int,
+    limit: int | None,
+    title: str,
+    purpose: str = "gradients",
+) -> Exchange:
+    """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are sent whole."""
+    size = len(ranks)
+    tables = [table(algorithm.name, size, index, numel, algorithm.group_size) for index in range(size)]
+    blocks = _blocks(tables, numel)
+    holders = [[frozenset({index}) for _ in blocks] for index in range(size)]  # whose gradients a rank's block has
+    rounds = []
+    for number, together in enumerate(zip(*tables, strict=True)):
+        before = [list(held) for held in holders]
+        messages = []
+        for index, one in enumerate(together):
+            if one.send is not None:
+                what = _what(one.send, blocks, before[index], ranks)
+                size_bytes = one.send.numel * element_bytes
+                calls = 1 if limit is None else sum(1 for _ in pieces(one.send, limit))
+                messages.append(Message(ranks[index], ranks[one.send.peer], what, size_bytes, purpose, calls))
+            if one.receive is not None:
+                for block in _covered(one.receive, blocks):
+                    arrived = before[one.receive.peer][block]
+                    adds = one.phase == SCATTER_REDUCE
+                    holders[index][block] = holders[index][block] | arrived if adds else arrived
+        rounds.append(Round(f"round {number + 1} of {len(tables[0])}, {TITLES[together[0].phase]}", tuple(messages)))
+    assert all(block == frozenset(range(size)) for held in holders for block in held), "a rank lacks a part of the sum"
+    return Exchange(title, tuple(rounds))
+
+
+def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:
+    """The spans between all borders of messages: the finest blocks that are sent."""
+    borders = {0, numel}
+    for one in tables:
+        for both in one:
+            borders |= {edge for part in (both.send, both.receive) if part for edge in (part.start, part.stop)}
+    return list(pairwise(sorted(borders)))
+
+
+def _covered(part: Slice, blocks: Sequence[Span]) -> list[int]:
+    return [number for number, (start, stop) in enumerate(blocks) if part.start <= start and stop <= part.stop]
+
+
+def _what(part: Slice, blocks: Sequence[Span], held: Sequence[frozenset[int]], ranks: Sequence[int]) -> str:
+    """`block 2, sum of ranks 0 1`."""
+    covered = _covered(part, blocks)
+    name = f"block {covered[0]}" if len(covered) == 1 else f"blocks {covered[0]} to {covered[-1]}"
+    if len(covered) == len(blocks) > 1 or len(blocks) == 1:
+        name = "the whole buffer"
+    owners = sorted(ranks[index] for index in held[covered[0]])
+    if len(owners) == len(ranks):
+        return f"{name}, the total"
+    return f"{name}, {'sum of ranks' if len(owners) > 1 else 'of rank'} {' '.join(map(str, owners))}"

@@ -1,0 +1,227 @@
+"""All-reduce by the tables of `steps`, on point-to-point messages that are counted like all communication.
+
+    all_reduce(buffer, group, "gradients", "ring", async_op=True).wait()
+
+On gloo a thread per process group runs the all-reduces in order; messages are cut into pieces, so that one piece is
+forwarded while the next one arrives and is added. On CUDA the rounds are enqueued on a separate stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelrun import comm, torch_private
+from parallelrun.comm import Waitable
+from parallelrun.mesh import Group
+
+from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table
+
+# A thread or a stream belongs to its process group and ends with it; callers know only the group.
+_lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
+_streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
+
+
+def all_reduce(
+    tensor: Tensor, group: Group, purpose: str, algorithm: str = NATIVE, async_op: bool = False, group_size: int = 1
+) -> Waitable | None:
+    """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
+
+    algorithm: native | ring | halving_doubling | tree | hierarchical (group_size: members of an inner group, which
+    divides the group's size). async_op: return the started exchange (None on a group of one); the tensor may not be
+    used before its end. Calls run in their order, which must be the same on all members of the group.
+    """
+    if algorithm == NATIVE or group.size == 1:
+        return comm.all_reduce(tensor, group, purpose, async_op=async_op)
+    assert tensor.is_contiguous(), "its flat view is sent"
+    rounds = table(algorithm, group.size, group.index, tensor.numel(), group_size)
+    rounds = tuple(one for one in rounds if one.send or one.receive)
+    started = (_on_stream if tensor.is_cuda else _on_thread)(tensor.view(-1), rounds, group, purpose)
+    if async_op:
+        return started
+    started.wait()
+    return None
+
+
+class Job:
+    """A function in a Queue. `wait` returns when it has run, or raises its exception."""
+
+    def __init__(self, run: Callable[[], None]):
+        self._run: Callable[[], None] | None = run
+        self._modes = torch_private.current_dispatch_modes()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def carry_out(self) -> None:
+        """Run the job; called once, by the queue's thread."""
+        assert self._run is not None, "a job runs once"
+        try:
+            with torch_private.dispatch_modes(self._modes):
+                self._run()
+        except BaseException as error:  # every exception must reach the waiting thread
+            self._error = error
+        self._run = None  # it references the tensor and the process group that owns the queue
+        self._modes = []
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait until the job has run."""
+        torch_private.timed(self._done.wait)
+        if self._error is not None:
+            raise self._error
+
+
+class Queue:
+    """Runs jobs one after the other. The thread ends with the Queue and never keeps a process alive."""
+
+    def __init__(self, name: str):
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        threading.Thread(target=_carry_out_all, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def put(self, run: Callable[[], None]) -> Job:
+        """Run `run` after all jobs that were put before; return at once."""
+        job = Job(run)
+        self._jobs.put(job)
+        return job
+
+
+def _carry_out_all(jobs: SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
+        job.carry_out()
+        del job  # or the last one would live until the next comes
+
+
+def _on_thread(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
+    assert group.process_group is not None
+    lane = _lanes.get(group.process_group)
+    if lane is None:
+        lane = _lanes[group.process_group] = _Lane(f"all-reduce over {group.axis}")
+    return lane.queue.put(_Pieces(flat, rounds, group, purpose, lane.scratch).run)
+
+
+class _Scratch:
+    """The receive buffer of the thread. It is kept because fresh memory costs as much as the sum."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def rows(self, numel: int, like: Tensor) -> Tensor:
+        """Return (2, numel) of like's dtype, uninitialised."""
+        wanted = 2 * numel * like.element_size()
+        if self._held.numel() < wanted:
+            self._held = torch.empty(wanted, dtype=torch.uint8)
+        return self._held[:wanted].view(like.dtype).view(2, numel)
+
+
+class _Lane:
+    """The thread and the receive buffer of one process group on gloo."""
+
+    def __init__(self, name: str):
+        self.queue, self.scratch = Queue(name), _Scratch()
+
+
+class _Pieces:
+    """One all-reduce on gloo.
+
+    Receives are posted one round ahead, because a gloo send completes only when the peer has posted its receive. Sends
+    are awaited only at the end: a segment is overwritten only by a sum that contains this rank's contribution, so its
+    send has already completed. There is no deadlock, because every rank posts the receives of a round before it waits
+    for those of the round before.
+    """
+
+    def __init__(self, flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str, scratch: _Scratch):
+        self._flat, self._rounds, self._group, self._purpose = flat, rounds, group, purpose
+        received = [one.receive.numel for one in rounds if one.phase == SCATTER_REDUCE and one.receive]
+        self._longest, self._scratch = max(received, default=0), scratch
+        self._piece = piece_elements(flat.element_size())
+        self._sent: list[dist.Work] = []
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self._buffers = self._scratch.rows(self._longest, self._flat)
+        arriving = self._post(0)
+        self._send(self._pieces_to_send(0), self._flat.numel())
+        for number, one in enumerate(self._rounds):
+            posted, outgoing = self._post(number + 1), self._pieces_to_send(number + 1)
+            if one.receive:
+                self._send(outgoing, one.receive.start)
+            for piece, buffer, work in arriving:
+                work.wait()
+                if one.phase == SCATTER_REDUCE:
+                    self._flat[piece.start : piece.stop].add_(buffer)
+                self._send(outgoing, piece.stop)
+            self._send(outgoing, self._flat.numel())
+            arriving = posted
+        for work in self._sent:
+            work.wait()
+
+    def _post(self, number: int) -> list[tuple[Message, Tensor, dist.Work]]:
+        """Start the receives of a round: into the tensor, or into the buffer from which they are added."""
+        if number >= len(self._rounds) or (message := self._rounds[number].receive) is None:
+            return []
+        into, offset = self._flat, 0
+        if self._rounds[number].phase == SCATTER_REDUCE:
+            into, offset = self._buffers[number % 2], message.start
+        posted = []
+        for piece in pieces(message, self._piece):
+            buffer = into[piece.start - offset : piece.stop - offset]
+            work = comm.irecv(buffer, piece.peer, self._group, self._purpose, comm.REDUCTION_TAG)
+            posted.append((piece, buffer, work))
+        return posted
+
+    def _pieces_to_send(self, number: int) -> deque[Message]:
+        message = self._rounds[number].send if number < len(self._rounds) else None
+        return deque(pieces(message, self._piece)) if message else deque()
+
+    def _send(self, outgoing: deque[Message], ready: int) -> None:
+        """Start the sends of the pieces before `ready`, which have arrived."""
+        while outgoing and outgoing[0].stop <= ready:
+            piece = outgoing.popleft()
+            part = self._flat[piece.start : piece.stop]
+            self._sent.append(comm.isend(part, piece.peer, self._group, self._purpose, comm.REDUCTION_TAG))
+
+
+def _on_stream(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
+    """Enqueue all rounds behind the work of the current stream; `wait` makes that stream wait for them."""
+    assert group.process_group is not None
+    stream = _streams.get(group.process_group)
+    if stream is None:
+        stream = _streams[group.process_group] = torch.cuda.Stream(flat.device)
+    stream.wait_stream(torch.cuda.current_stream(flat.device))
+    flat.record_stream(stream)
+    with torch.cuda.stream(stream), torch.no_grad():
+        run_in_batches(flat, rounds, group, purpose)
+    return _StreamWork(stream.record_event())
+
+
+class _StreamWork:
+    def __init__(self, event: torch.cuda.Event):
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def run_in_batches(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> None:
+    """Run one round at a time with uncut messages and both directions in one batch, as NCCL needs it; also on gloo."""
+    for one in rounds:
+        buffer, receives = flat[:0], []
+        if one.receive is not None:
+            place: Span = (one.receive.start, one.receive.stop)
+            buffer = flat[slice(*place)] if one.phase == ALL_GATHER else flat.new_empty(one.receive.numel)
+            receives = [(buffer, one.receive.peer)]
+        sends = [(flat[one.send.start : one.send.stop], one.send.peer)] if one.send else []
+        for work in comm.exchange(sends, receives, group, purpose):
+            work.wait()
+        if one.receive is not None and one.phase == SCATTER_REDUCE:
+            flat[slice(*place)].add_(buffer)

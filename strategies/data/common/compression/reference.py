@@ -1,0 +1,107 @@
+"""The reference rules of compressed sums: the result of n workers' gradients, one tensor after the other.
+
+They share with the runtime only the arithmetic of one matrix (`powersgd.py`) and the choice of factored tensors.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.parameters import HeldParameter, held_parameters
+from parallelrun.plan.structure import Plan
+from parallelrun.verify.replay import ReplayRule
+
+from ..bucketed_plan import BucketedAllReduce
+from .plan import Compression, is_factored, matrix_shape, num_columns
+from .powersgd import first_right_factor, next_right_factor, orthonormal
+
+Tensors = dict[str, Tensor]
+StoredPart = tuple[HeldParameter, tuple[int, ...], tuple[slice, ...]]
+
+
+def rule(config: Config, plan: Plan) -> ReplayRule:
+    """The rule of a strategy whose gradients are compressed sums over dp."""
+    return compressed_sum(plan, BucketedAllReduce.of(plan).compression)
+
+
+def compressed_sum(plan: Plan, compression: Compression) -> ReplayRule:
+    """The rule of one compressed sum, over dp or over a process set."""
+    if compression.kind == "fp16":
+        return HalfSumRule()
+    return PowerSGDRule(plan, compression) if compression.kind == "powersgd" else ReplayRule()
+
+
+class HalfSumRule(ReplayRule):
+    """Rounds gradients and sums to fp16."""
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """Sums of rounded gradients, in the order of the workers."""
+        total: Tensors = {}
+        for name in local[0]:
+            summed = local[0][name].half()
+            for one in local[1:]:
+                summed = summed + one[name].half()
+            total[name] = summed.to(local[0][name].dtype)
+        return [{name: value.clone() for name, value in total.items()} for _ in local]
+
+
+class PowerSGDRule(ReplayRule):
+    """Replaces matrices by P Q^T; a worker adds the error of its own P Q^T to its next gradient."""
+
+    def __init__(self, plan: Plan, compression: Compression):
+        self._rank = compression.rank
+        self._parts = stored_parts(plan)
+        self._factored = {
+            (name, key)
+            for name, places in self._parts.items()
+            for key, (held, shape, _) in places.items()
+            if is_factored(held, shape, plan, compression)
+        }
+        self._errors: dict[tuple[str, str], list[Tensor]] = {}
+        self._right: dict[tuple[str, str], Tensor] = {}
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """Sums of the tensors that are not factored, approximations of the others."""
+        out = super().gradients(step, local)
+        for name, key in sorted(self._factored):
+            place = self._parts[name][key][2]
+            approximation = self._approximate(name, key, [one[name][place] for one in local])
+            for one in out:
+                one[name][place] = approximation
+        return out
+
+    def _approximate(self, name: str, key: str, gradients: list[Tensor]) -> Tensor:
+        shape = matrix_shape(gradients[0].shape)
+        errors = self._errors.get((name, key)) or [torch.zeros(shape).to(gradients[0]) for _ in gradients]
+        first = first_right_factor(name, shape[1], num_columns(shape, self._rank)).to(gradients[0])
+        right = self._right.get((name, key), first)
+        corrected = [gradient.reshape(shape) + error for gradient, error in zip(gradients, errors)]
+        left = orthonormal(sum((one @ right for one in corrected), torch.zeros_like(corrected[0] @ right)))
+        answers = [one.T @ left for one in corrected]
+        self._errors[name, key] = [one - left @ answer.T for one, answer in zip(corrected, answers)]
+        summed = torch.stack(answers).sum(0)
+        self._right[name, key] = next_right_factor(summed, first)
+        return (left @ summed.T).reshape(gradients[0].shape)
+
+
+def stored_parts(plan: Plan) -> dict[str, dict[str, StoredPart]]:
+    """Per trained parameter, by a key of its place: (HeldParameter, local shape, place) of each part that ranks store
+    before any data strategy. One part, the whole, where no tensor strategy splits it."""
+    out: dict[str, dict[str, StoredPart]] = {}
+    mesh_dims = [(mesh_dim, degree) for mesh_dim, degree in plan.mesh.mesh_dims if mesh_dim not in ("pp", "dp")]
+    for pp_rank in range(plan.mesh.size("pp")):
+        for held in held_parameters(plan, pp_rank):
+            if held.shared or held.spec.frozen:
+                continue
+            for place in product(*(range(degree) for _, degree in mesh_dims)):
+                coordinate = {"pp": pp_rank, "dp": 0, **dict(zip([mesh_dim for mesh_dim, _ in mesh_dims], place))}
+                rank = plan.mesh.rank(**coordinate)
+                ranges = held.layout.ranges(held.spec.shape, plan.mesh.sizes, plan.mesh.coordinate(rank))
+                shape = tuple(stop - start for start, stop in ranges)
+                slices = tuple(slice(start, stop) for start, stop in ranges)
+                out.setdefault(held.name, {})[str(ranges)] = (held, shape, slices)
+    return out

@@ -1,0 +1,163 @@
+"""Gradient compression at run time: fp16 (Horovod) and PowerSGD (Vogels, Karimireddy and Jaggi 2019).
+
+After the wait a bucket's buffer holds the sum or its approximation, bitwise equal on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from parallelrun import torch_private
+from parallelrun.comm import Waitable
+from parallelrun.mesh import Group
+from parallelrun.plan.structure import Plan
+
+from ..bucketed_plan import BucketedAllReduce
+from ..reducer import BucketedRuntime, Part
+from . import powersgd
+from .plan import Compression, is_factored, matrix_shape, num_columns
+
+Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
+
+
+class CompressedRuntime(BucketedRuntime):
+    """Sums gradients in buckets, compressed as the strategy says."""
+
+    def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
+        compression = BucketedAllReduce.of(self._plan).compression
+        return compress(compression, self._plan, buffer, parts, partial(self.start_sum, group=group))
+
+
+def compress(
+    compression: Compression, plan: Plan, buffer: Tensor, parts: Sequence[Part], start_sum: Sum
+) -> Callable[[], Waitable]:
+    """Return what starts the exchange of `buffer`, in the messages that `plan.messages` predicts."""
+    if compression.kind == "fp16":
+        return HalfSum(buffer, start_sum).start
+    factored = [(h, g) for h, g in parts if is_factored(h, g.shape, plan, compression)]
+    if not factored:
+        return lambda: start_sum(buffer)
+    whole = [gradient for held, gradient in parts if not is_factored(held, gradient.shape, plan, compression)]
+    return FactoredSum(whole, factored, compression.rank, start_sum).start
+
+
+class HalfSum:
+    """Cast to fp16, sum, cast back (Horovod's `Compression.fp16`)."""
+
+    def __init__(self, buffer: Tensor, start_sum: Sum):
+        self._buffer, self._start_sum = buffer, start_sum
+        self._half = torch.empty_like(buffer, dtype=torch.float16)
+        self._work: Waitable | None = None
+
+    def start(self) -> Waitable:
+        """Start the exchange of the buffer's current values."""
+        self._half.copy_(self._buffer)
+        self._work = self._start_sum(self._half)
+        return self
+
+    def wait(self) -> None:
+        """Wait until the buffer holds the sum."""
+        assert self._work is not None, "nothing was started"
+        self._work.wait()
+        self._buffer.copy_(self._half)
+
+
+class Stack:
+    """The matrices of one shape in a bucket, stacked, with the state that this rank keeps of them between steps.
+
+    error: the part of past gradients that has not been sent; during a step, the corrected gradient. right: the Q of the
+    next step. left and summed_right: this step's P and Q, views of the flat tensors that are summed.
+    """
+
+    def __init__(self, parts: Sequence[Part], rank: int):
+        self.gradients = [gradient.view(matrix_shape(gradient.shape)) for _, gradient in parts]
+        like = self.gradients[0]
+        rows, columns = like.shape
+        rank = num_columns(like.shape, rank)
+        first = [powersgd.first_right_factor(held.name, columns, rank) for held, _ in parts]
+        self.first = torch.stack(first).to(like)
+        self.right = self.first
+        self.error = like.new_zeros(len(parts), rows, columns)
+        self.left_shape, self.right_shape = (len(parts), rows, rank), (len(parts), columns, rank)
+        self.left = self.summed_right = like.new_empty(0)
+
+    def project(self) -> None:
+        """P = (gradient + error) Q."""
+        torch_private.add_all(list(self.error.unbind()), self.gradients)
+        torch.bmm(self.error, self.right, out=self.left)
+
+    def answer(self) -> None:
+        """Make the summed P orthonormal, compute Q = (gradient + error)^T P, and keep the error of P Q^T."""
+        self.left.copy_(powersgd.orthonormal(self.left))
+        torch.bmm(self.error.mT, self.left, out=self.summed_right)
+        self.error.baddbmm_(self.left, self.summed_right.mT, alpha=-1)
+
+    def finish(self) -> None:
+        """Replace the gradients by P Q^T with the summed Q."""
+        torch_private.copy_all(self.gradients, list(torch.bmm(self.left, self.summed_right.mT).unbind()))
+        self.right = powersgd.next_right_factor(self.summed_right, self.first)
+
+
+class FactoredSum:
+    """PowerSGD with error feedback: a rank adds the error of one step's approximation to its next gradient.
+
+    The error is kept in memory only: a resumed run starts with an error of zero.
+    """
+
+    def __init__(self, whole: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
+        self._start_sum = start_sum
+        self._whole = list(whole)
+        like = factored[0][1]
+        self._flat = like.new_empty(sum(gradient.numel() for gradient in whole))
+        by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        for held, gradient in factored:
+            by_shape[matrix_shape(gradient.shape)].append((held, gradient))
+        self.stacks = [Stack(parts, rank) for parts in by_shape.values()]
+        self._left = _places(self.stacks, "left", like)
+        self._right = _places(self.stacks, "summed_right", like)
+        self._works: list[Waitable] = []
+
+    @torch.no_grad()
+    def start(self) -> Waitable:
+        """Start the sums of the gradients that are not factored and of P."""
+        self._works = []
+        if self._whole:
+            torch_private.copy_all(_views(self._flat, self._whole), self._whole)
+            self._works.append(self._start_sum(self._flat))
+        for stack in self.stacks:
+            stack.project()
+        self._works.append(self._start_sum(self._left))
+        return self
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Sum Q, then write all results into the bucket."""
+        self._works.pop().wait()
+        for stack in self.stacks:
+            stack.answer()
+        self._works.append(self._start_sum(self._right))
+        for work in self._works:
+            work.wait()
+        if self._whole:
+            torch_private.copy_all(self._whole, _views(self._flat, self._whole))
+        for stack in self.stacks:
+            stack.finish()
+
+
+def _places(stacks: Sequence[Stack], name: str, like: Tensor) -> Tensor:
+    """One flat tensor; every stack's attribute `name` becomes its part of it."""
+    shapes = [stack.left_shape if name == "left" else stack.right_shape for stack in stacks]
+    sizes = [shape[0] * shape[1] * shape[2] for shape in shapes]
+    flat = like.new_zeros(sum(sizes))
+    for stack, part, shape in zip(stacks, flat.split(sizes), shapes):
+        setattr(stack, name, part.view(shape))
+    return flat
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in like]), like)]

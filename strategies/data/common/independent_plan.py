@@ -1,0 +1,86 @@
+"""The base class of strategies whose replicas train independently and synchronise every few steps. Torch-free.
+
+Between two synchronisations replicas exchange only the few control numbers of a step, so gradient traffic is divided by
+`sync_every`. `collectives` lists a step that synchronises; the mean over steps is the SYNC rows over `sync_every`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
+
+from parallelrun.plan import data_cost
+from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import SYNC, Collective, Plan
+from parallelrun.precision import BYTES
+
+from . import buckets
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class IndependentReplicas(DataStrategy):
+    """Every rank of dp holds the complete weights, gradients and optimizer state of its own replica.
+
+    sync_every: steps between two synchronisations. steps: of the run, whose last step always synchronises, so that a
+    run ends with one model. A checkpoint between two synchronisations holds the weights of every replica.
+    """
+
+    default_sync_every: ClassVar[int]
+
+    sync_every: int = 1
+    steps: int = 1
+
+    @classmethod
+    def resolve(cls, request: Request) -> Self:
+        data = request.config.strategy.data
+        return cls(
+            bucket_bytes=int(data.bucket_mb * 2**20),
+            sync_every=data.sync_every or cls.default_sync_every,
+            steps=request.config.steps,
+        )
+
+    @property
+    def detail(self) -> str:
+        """How often replicas meet."""
+        return f"replicas meet every {self.sync_every} steps and after the last"
+
+    @property
+    def independent(self) -> bool:
+        """Always."""
+        return True
+
+    def is_sync(self, step: int) -> bool:
+        """Do replicas meet at the end of step `step` (from 1)? By its number, so that resuming changes nothing."""
+        return step % self.sync_every == 0 or step == self.steps
+
+    def checked(self, steps: int) -> Self:
+        """Rounds short enough for two meetings, so that what one leaves for the next (DiLoCo's momentum) is seen."""
+        return replace(self, sync_every=min(self.sync_every, (steps + 1) // 2), steps=steps)
+
+    def full_step(self, step: int) -> int:
+        """The first synchronisation from `step` on."""
+        due = -(-step // self.sync_every) * self.sync_every
+        return min(due, self.steps) if step <= self.steps else due
+
+    def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        """Of a step that synchronises: one all-reduce per bucket of weights; of every step: what gradients need."""
+        out = []
+        if plan.mesh.size("dp") > 1:
+            sizes = weight_bytes(pp_rank, coordinate, plan)
+            num_buckets = len(buckets.fill(sizes, self.bucket_bytes))
+            out.append(Collective("dp", "all_reduce", SYNC, num_buckets, sum(sizes)))
+        return out + buckets.final_collectives(pp_rank, coordinate, plan)
+
+    def exchange_form(self, plan: Plan) -> ExchangeForm:
+        return ExchangeForm(data_cost.RING)
+
+
+def weight_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
+    """Bytes of every weight that the replicas of a pp rank average, in the plan's order."""
+    shapes = buckets.local_shapes(buckets.trained_parameters(plan, pp_rank), coordinate, plan)
+    return [prod(shape) * BYTES[plan.precision.stored] for shape in shapes]

@@ -1,0 +1,66 @@
+"""The shared runtime of independent replicas: gradients and updates are local, and replicas meet every few steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallelrun import comm
+from parallelrun.mesh import Mesh
+from parallelrun.plan.structure import SYNC, Plan
+from parallelrun.train.data_runtime import DataRuntime, Pair, match
+
+from .buckets import fill
+from .independent_plan import IndependentReplicas
+
+
+class IndependentRuntime(DataRuntime):
+    """A replica that trains by itself; `synchronise` is called at the end of the steps that the strategy names."""
+
+    @classmethod
+    def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
+        return cls(match(parts, plan, mesh), plan, mesh)  # DiLoCo has an outer step at dp=1 too
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
+        self._strategy, self._group = IndependentReplicas.of(plan), mesh.group("dp")
+        self._weights = [parameter.tensor.detach() for parameter in self.parameters]
+        sizes = [weight.numel() * weight.element_size() for weight in self._weights]
+        self._buckets = fill(sizes, plan.data.bucket_bytes)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if self._strategy.is_sync(step):
+            self.synchronise()
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Exchange with the other replicas. Called without autograd."""
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor (one per weight, of its shape) by its mean over replicas, bitwise equal on all of them.
+
+        Two buckets are pending at a time; their flat copies are all the memory that it needs.
+        """
+        if self._group.size == 1:
+            return
+        pending: list[tuple[Tensor, list[Tensor], dist.Work | None]] = []
+        for bucket in self._buckets:
+            members = [tensors[index] for index in bucket]
+            flat = torch.cat([member.flatten() for member in members])
+            pending.append((flat, members, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
+            if len(pending) == 2:
+                self._finish(*pending.pop(0))
+        for one in pending:
+            self._finish(*one)
+
+    def _finish(self, flat: Tensor, members: list[Tensor], work: dist.Work | None) -> None:
+        assert work is not None, "a group of one averages nothing"
+        work.wait()
+        flat.div_(self._group.size)
+        for member, part in zip(members, flat.split([member.numel() for member in members])):
+            member.copy_(part.view_as(member))

@@ -1,0 +1,207 @@
+"""The shared runtime of ZeRO stages 1 and 2: weights are cut into chunks, one for each copy, which sums and updates it.
+
+A bucket is sent as a buffer (copies, width): row r holds chunk r of every weight in it, padded to equal lengths.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun import comm
+from parallelrun.comm import Waitable
+from parallelrun.layout import chunk_range
+from parallelrun.mesh import Group, Mesh
+from parallelrun.plan.parameters import HeldParameter, LocalParameter
+from parallelrun.plan.structure import Plan
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
+
+from .buckets import Filled, shard_dim, shard_layout, sum_axis
+from .reducer import GradientBucket, Reducer
+from .zero_plan import ZeRO
+
+
+@dataclass(frozen=True)
+class ChunkedWeight:
+    """One weight and its chunks along `dim`.
+
+    shape: of a chunk; along dim 0 it may be padded. mine: this rank's chunk, contiguous, as optimizers need it. It
+    shares the weight's storage where it is contiguous there (`shard_dim` 0, or one expert), else it is a copy.
+    """
+
+    weight: nn.Parameter
+    dim: int
+    shape: tuple[int, ...]
+    mine: Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of a chunk, padding included."""
+        return prod(self.shape)
+
+    def regions(self, rows: Tensor) -> Tensor:
+        """View `rows` (copies, numel), a chunk each, as (copies, *shape)."""
+        regions: Tensor = rows.unflatten(1, self.shape)
+        return regions
+
+    def pieces(self, regions: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(part of `regions`, part of `whole`) pairs: the full chunks at once, then the shorter last one.
+
+        whole: a tensor of the weight's shape. Padding is in no pair.
+        """
+        dim, size = self.dim, self.shape[self.dim]
+        if size == 0:
+            return []
+        full, rest = divmod(whole.shape[dim], size)
+        chunks = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+        out = [(regions[:full].movedim(0, dim), chunks)] if full else []
+        return [*out, (regions[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest))] if rest else out
+
+    def own(self, row: Tensor) -> Tensor:
+        """The part of one chunk's `row` (numel,) that is no padding, in the shape and strides of `mine`."""
+        return row[: self.mine.numel()].view(self.mine.shape)
+
+
+def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
+    """Cut a weight that has copies on the ranks of `group`."""
+    dim = shard_dim(held.spec, held.layout, sum_axis(held, plan), plan)
+    shape = list(weight.shape)
+    shape[dim] = -(-shape[dim] // group.size)
+    start, stop = chunk_range(weight.shape[dim], group.size, group.index)
+    part = weight.detach().narrow(dim, start, stop - start)
+    # Flat and back: torch's fused optimizers compare strides, those of dims of one element too.
+    return ChunkedWeight(weight, dim, tuple(shape), part.contiguous().view(-1).view(part.shape))
+
+
+class Chunks:
+    """The chunks of one bucket's weights.
+
+    gradients: this rank's summed row; shards: its part for each weight. buffer: for all chunks of all weights, kept
+    between exchanges, or None: each exchange has a buffer of its own.
+    """
+
+    buffer: Tensor | None = None
+
+    def __init__(self, weights: Sequence[ChunkedWeight], group: Group):
+        self.weights, self.group = list(weights), group
+        self._starts = [0, *accumulate(one.numel for one in weights)]
+        self.gradients = weights[0].mine.new_zeros(self._starts[-1])
+        self.shards = self._own_parts(self.gradients)
+
+    def new_buffer(self) -> Tensor:
+        """A buffer (flat) for all chunks of all weights, filled with zeros."""
+        return self.gradients.new_zeros(self.group.size * self.gradients.numel())
+
+    def regions(self, buffer: Tensor) -> list[Tensor]:
+        """Each weight's chunks in a buffer: (copies, *shape of a chunk)."""
+        rows = buffer.view(self.group.size, -1).split([one.numel for one in self.weights], dim=1)
+        return [one.regions(rows_of) for rows_of, one in zip(rows, self.weights)]
+
+    def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
+        """Start summing this rank's row of everyone's buffer into `into`."""
+        work: Waitable = comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
+        return work
+
+    def gather(self) -> Callable[[], None]:
+        """Start sharing this rank's updated chunks; the result waits and copies all chunks into the weights."""
+        buffer = self.new_buffer() if self.buffer is None else self.buffer
+        row = buffer.view(self.group.size, -1)[self.group.index]
+        for part, one in zip(self._own_parts(row), self.weights):
+            part.copy_(one.mine)
+        work = comm.all_gather_into(buffer, row, self.group, "parameters", async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            for one, regions in zip(self.weights, self.regions(buffer)):
+                for region, part in one.pieces(regions, one.weight.detach()):
+                    part.copy_(region)
+
+        return finish
+
+    def _own_parts(self, row: Tensor) -> list[Tensor]:
+        parts = row.split([one.numel for one in self.weights])
+        return [one.own(part) for one, part in zip(self.weights, parts)]
+
+
+class PendingExchanges:
+    """Exchanges that have been started. At most `limit` are pending, so that no more of their buffers exist."""
+
+    def __init__(self, limit: int | None):
+        self._limit, self._finish = limit, deque[Callable[[], None]]()
+
+    def start(self, start: Callable[[], Callable[[], None]]) -> None:
+        """Call `start`, which returns what waits for the exchange. At the limit, first wait for the oldest."""
+        if len(self._finish) == self._limit:
+            self._finish.popleft()()
+        self._finish.append(start())
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        while self._finish:
+            self._finish.popleft()()
+
+
+class ZeRORuntime(DataRuntime):
+    """The optimizer updates this rank's chunks, and all of a weight without copies. max_pending: exchanges at once."""
+
+    max_pending: int | None = None
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        super().__init__(pairs, plan, mesh)
+        pairs, strategy = trained(pairs), ZeRO.of(plan)
+        held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
+        filled = strategy.fill(held, [tuple(weight.shape) for weight in weights], plan)
+        self.pending = PendingExchanges(self.max_pending)
+        self._chunks = [self._cut(one, pairs) for one in filled]
+        self._buckets = [self.bucket(chunks) for chunks in self._chunks]
+        self._reducers = [Reducer(own, plan, strategy.reductions(plan)) for own in self.orders(filled, held)]
+        mine = {id(one.weight): one.mine for chunks in self._chunks for one in chunks.weights}
+        self._unique = [weight for weight in weights if id(weight) not in mine]
+        self.parameters = [self._local_parameter(one, mine.get(id(weight), weight)) for one, weight in pairs]
+        self.flat_gradients = by_axis((one.axis, chunks.gradients) for one, chunks in zip(filled, self._chunks))
+
+    @abstractmethod
+    def bucket(self, chunks: Chunks) -> GradientBucket:
+        """What reduces the gradients of some chunks."""
+
+    def orders(self, filled: Sequence[Filled], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
+        """The buckets in groups, each of which is launched in its order."""
+        return [self._buckets]
+
+    def begin_step(self) -> None:
+        for parameter in self.parameters:
+            parameter.tensor.grad = None
+        for reducer in self._reducers:
+            reducer.begin_step()
+
+    def finish_gradients(self) -> None:
+        """Make every chunk's gradient its part of the sum over the parameter's copies."""
+        for reducer in self._reducers:
+            reducer.finish()
+        for chunks in self._chunks:
+            for one, gradient in zip(chunks.weights, chunks.shards):
+                one.mine.grad = gradient
+        for weight in self._unique:
+            set_gradient(weight, weight.grad)
+
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Copy every rank's updated chunks into all ranks' weights."""
+        for chunks in self._chunks:
+            self.pending.start(chunks.gather)
+        self.pending.wait()
+
+    def _cut(self, bucket: Filled, pairs: Sequence[Pair]) -> Chunks:
+        group = self._mesh.group(bucket.axis)
+        return Chunks([cut(*pairs[index], group, self._plan) for index in bucket.indices], group)
+
+    def _local_parameter(self, held: HeldParameter, mine: Tensor) -> LocalParameter:
+        layout = shard_layout(held.spec, held.layout, sum_axis(held, self._plan), self._plan)
+        return LocalParameter(held.name, mine, held.spec, layout, held.shared)

@@ -1,0 +1,84 @@
+"""The rules of horovod in plain words: process sets average apart, joined workers add nothing, Adasum in pairs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallelrun.config.schema import Config
+from parallelrun.plan.structure import Plan
+from parallelrun.verify.replay import ReplayRule
+
+from ..common.compression.reference import compressed_sum, stored_parts
+from .checks import ADASUM
+from .plan import Horovod
+
+Tensors = dict[str, Tensor]
+
+
+def rule(config: Config, plan: Plan) -> ReplayRule:
+    """The rule of a plan."""
+    strategy = Horovod.of(plan)
+    sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
+    if strategy.reduction == ADASUM:
+        return AdasumRule(plan, sets, strategy.compression.kind == "fp16")
+    if strategy.process_sets:
+        return ProcessSetRule({members: compressed_sum(plan, strategy.compression) for members in sets})
+    return compressed_sum(plan, strategy.compression)
+
+
+class ProcessSetRule(ReplayRule):
+    """Each set of workers has a rule of its own for its sums, and takes the mean."""
+
+    def __init__(self, rules: dict[tuple[int, ...], ReplayRule]):
+        self._rules = rules
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """For each worker the mean over its set."""
+        out: list[Tensors] = [{} for _ in local]
+        for members, one in self._rules.items():
+            for worker, summed in zip(members, one.gradients(step, [local[member] for member in members])):
+                out[worker] = {name: value / len(members) for name, value in summed.items()}
+        return out
+
+
+class AdasumRule(ReplayRule):
+    """Workers keep their gradients; what their optimizers have changed the weights by is combined in pairs of pairs."""
+
+    def __init__(self, plan: Plan, sets: list[tuple[int, ...]], half: bool):
+        self._parts = stored_parts(plan)
+        self._sets, self._half = sets, half
+        self._before: list[Tensors] = []
+
+    def begin(self, weights: list[Tensors]) -> None:
+        """Remember what the first update starts from."""
+        self._before = [{name: value.clone() for name, value in one.items()} for one in weights]
+
+    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
+        """Each worker's own."""
+        return local
+
+    def after_update(self, step: int, weights: list[Tensors]) -> None:
+        """Weights before, plus the combination of what each worker of the set has changed them by."""
+        for members in self._sets:
+            for name, parts in self._parts.items():
+                for _, _, place in parts.values():
+                    before = self._before[members[0]][name][place]
+                    updates = [weights[member][name][place] - self._before[member][name][place] for member in members]
+                    combined = self._combine([one.half() for one in updates] if self._half else updates)
+                    for member in members:
+                        weights[member][name][place] = before + combined.to(before.dtype)
+        self.begin(weights)
+
+    def _combine(self, updates: list[Tensor]) -> Tensor:
+        while len(updates) > 1:
+            updates = [self._pair(a, b) for a, b in zip(updates[::2], updates[1::2])]
+        return updates[0]
+
+    def _pair(self, a: Tensor, b: Tensor) -> Tensor:
+        """(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b; a vector of zeros changes nothing."""
+        dot = float((a.double() * b.double()).sum())
+        squares = [float(one.double().square().sum()) for one in (a, b)]
+        of_a, of_b = (1 - dot / (2 * square) if square else 1.0 for square in squares)
+        wide = torch.float32 if self._half else a.dtype
+        return (a.to(wide) * of_a + b.to(wide) * of_b).to(a.dtype)

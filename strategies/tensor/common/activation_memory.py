@@ -1,0 +1,113 @@
+"""What norms, attention, activations and the loss save for backward, on a rank's rows and features. Torch-free.
+
+Shared by all tensor strategies; counted per storage, as autograd keeps them.
+"""
+
+from __future__ import annotations
+
+from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import LayerBackward
+from parallelrun.precision import BYTES
+from parallelrun.product import Product
+
+INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
+RESIDUAL_KINDS = ("transformer", "mlp")
+
+
+def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
+    """Elements of the largest part of a parameter that a rank holds: `torch.chunk` makes the first parts largest."""
+    return plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
+
+
+def weight_gradients(layer: LayerSpec, plan: Plan) -> list[int]:
+    """Bytes of the gradient of each of a layer's weights, as backward leaves them; a tied head has the embedding's."""
+    weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
+    ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
+    return [local_numel(weight, plan) // ep * BYTES[plan.precision.stored] for weight in weights if not weight.frozen]
+
+
+def residual_bytes(block: BlockSpec, between: int) -> int:
+    """The gradient that waits beside a branch of a residual block. between: bytes of what passes between blocks."""
+    return between if block.kind in RESIDUAL_KINDS else 0
+
+
+def second_backward(layer: LayerSpec, plan: Plan, waiting: int, outputs: int, mixed: int) -> tuple[LayerBackward, ...]:
+    """Backward through what reads a column layer's outputs. mixed: bytes of what attention gives."""
+    if layer.layer_role != "column_parallel":
+        return ()
+    if attends(layer):
+        return (LayerBackward(0, waiting + mixed, outputs),)
+    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
+    return (LayerBackward(0, waiting + (outputs // 2 if gated else outputs), outputs),)
+
+
+def loss_backward(plan: Plan, product: Product | None) -> LayerBackward:
+    """Backward through the loss. product: of the head; None where the loss reads the whole logits.
+
+    One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two numbers
+    per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
+    """
+    targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample, plan.spec.vocab
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    if product is None or plan.mesh.size("tp") == 1:
+        logits = targets * vocab * accurate
+        return LayerBackward(logits + targets * INDEX, logits, logits)
+    rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
+    saved = rows * (columns * compute + accurate) + targets * INDEX
+    return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
+
+
+def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:
+    """Input and statistics of a norm over whole rows.
+
+    On CPU layer_norm keeps both statistics in the dtype of its input; RMSNorm keeps one, its input and the scaled
+    input, all in the accurate dtype. again: computed again in backward, for which a widened input does not do.
+    """
+    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    if plan.spec.norm != "rmsnorm":
+        return num_rows * (layer.in_features + 2) * compute
+    own = num_rows * layer.in_features * compute if again and compute != accurate else 0
+    return num_rows * (2 * layer.in_features + 1) * accurate + own
+
+
+def attends(layer: LayerSpec) -> bool:
+    """Does this column layer give q, k and v?"""
+    return any(parameter.heads for parameter in layer.parameters)
+
+
+def follows_attention(layer: LayerSpec, block: BlockSpec) -> bool:
+    """Is the column layer in front of this row layer the one that gives q, k and v?"""
+    before = [x for x in block.layers[: block.layers.index(layer)] if x.layer_role == "column_parallel"]
+    return bool(before) and attends(before[-1])
+
+
+def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
+    """q, k, v and one statistic per row and head; written out, with dropout: probabilities, mask, product.
+
+    num_rows: positions; heads: of queries; outputs: features of q, k and v together; all of this rank.
+    """
+    spec, compute, accurate = plan.spec, BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+    turned = any(layer.layer_role == "position_embedding" for layer in spec.layers())
+    angles = 0 if turned else 4 * spec.seq * (spec.hidden // spec.heads // 2) * compute
+    own = heads * (spec.hidden // spec.heads)  # features of q, and of what attention gives
+    if not spec.attention_dropout:
+        # torch's kernel for grouped heads on CPU lays its result out head by head: the row layer reads a copy.
+        copied = own if plan.device == "cpu" and outputs != 3 * own else 0
+        return num_rows * ((outputs + copied) * compute + heads * accurate) + angles
+    probabilities = num_rows * heads * spec.seq
+    kept = probabilities * (accurate + MASK + compute) + spec.seq**2 * MASK
+    return num_rows * 3 * own * compute + kept + angles  # k and v are repeated for every query head
+
+
+def activates_again(block: BlockSpec, plan: Plan) -> bool:
+    """Is the result of the MLP's middle computed again in backward? Not of relu, which keeps it for itself."""
+    return plan.recompute == "selective" and block.is_recomputed and plan.spec.activation != "relu"
+
+
+def activation_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:
+    """What the MLP's middle reads, of a column layer of so many outputs on this rank; swiglu also keeps silu(gate)."""
+    if plan.spec.activation == "relu":
+        return 0  # it keeps what it gives, which the layer behind it keeps too
+    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
+    return num_rows * (outputs + (outputs // 2 if gated else 0)) * BYTES[plan.precision.compute]

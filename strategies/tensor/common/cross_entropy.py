@@ -1,0 +1,79 @@
+"""Cross-entropy over logits whose vocabulary is split: three numbers per target are exchanged, never the logits.
+
+Source: Shoeybi et al. 2019, section 3; the smoothing term here sums over the whole vocabulary, not over a shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallelrun import comm
+from parallelrun.mesh import Group
+
+from .autograd import apply
+
+PURPOSE = "loss"
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over targets >= 0 of logsumexp(x) - (1 - s) x[target] - s mean(x), with smoothing s.
+
+    Kept for backward: the local logits as they came and one number per target; the gradient needs no collective.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: Group, start: int, vocab: int, smoothing: float
+    ) -> Tensor:
+        """logits (n, local vocab), targets (n,) global ids; `start`: the global id of the first local column."""
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = values.amax(1) if values.size(1) else values.new_full(values.shape[:1], -torch.inf)
+        comm.all_reduce(largest, group, PURPOSE, op="max")
+        shifted = values - largest.unsqueeze(1)
+        column, owned = _own_column(targets, start, values.size(1))
+        sums = values.new_zeros(2, values.size(0))  # of exponentials; of logits, weighted by the target distribution
+        if values.size(1):
+            sums[1] = torch.where(owned, shifted.gather(1, column.unsqueeze(1)).squeeze(1), 0) * (1 - smoothing)
+            if smoothing:
+                sums[1] += shifted.sum(1) * (smoothing / vocab)
+            sums[0] = shifted.exp_().sum(1)
+        comm.all_reduce(sums, group, PURPOSE)
+        log_sum = sums[0].log()
+        ctx.save_for_backward(logits, targets, log_sum + largest)
+        ctx.start, ctx.vocab, ctx.smoothing = start, vocab, smoothing
+        return torch.where(targets >= 0, log_sum - sums[1], 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        logits, targets, log_sum = ctx.saved_tensors
+        out = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp_()
+        column, owned = _own_column(targets, ctx.start, logits.size(1))
+        if ctx.smoothing:
+            out -= ctx.smoothing / ctx.vocab
+        if logits.size(1):
+            out.scatter_add_(1, column.unsqueeze(1), (owned.to(out.dtype) * (ctx.smoothing - 1)).unsqueeze(1))
+        out *= (grad * (targets >= 0)).unsqueeze(1)
+        return out.to(logits.dtype), None, None, None, None, None
+
+
+def _own_column(targets: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """(column of each target in this shard, 0 where another rank has it; whether this rank has it)."""
+    owned = (targets >= start) & (targets < start + num_columns)
+    return torch.where(owned, targets - start, 0), owned
+
+
+class VocabParallelLoss(nn.Module):
+    """`TokenLoss` on local logits: the same sum on every rank of the group, at least fp32."""
+
+    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int):
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.group, self.start, self.vocab = group, start, vocab
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (..., local vocab); targets (...) global ids, negative where ignored. Returns the sum, a scalar."""
+        rows, wanted = logits.flatten(0, -2), targets.flatten()
+        return apply(_CrossEntropy, rows, wanted, self.group, self.start, self.vocab, self.label_smoothing)

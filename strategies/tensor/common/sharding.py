@@ -1,0 +1,46 @@
+"""Shard a one-device network: cut its parameters, replace its layers. On the meta device."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from parallelrun.mesh import Mesh
+from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.structure import Plan
+
+
+class TakesOver(nn.Module):
+    """Mixin of a layer that replaces another one: it takes over its attributes and its (already cut) parameters.
+
+    Sizes among the attributes stay those of the whole layer; the local ones are those of the parameters.
+    """
+
+    def __init__(self, source: nn.Module):
+        nn.Module.__init__(self)
+        for name, value in vars(source).items():
+            self.__dict__[name] = value.copy() if isinstance(value, dict) else value
+
+
+def shard_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Give every Parameter its local shape (uninitialised); one that several modules share stays shared."""
+    originals = {copy: plan.spec.parameters[original] for copy, original in plan.spec.tied}
+    known: dict[str, ParameterSpec] = {**plan.spec.parameters, **originals}
+    local: dict[int, nn.Parameter] = {}
+    for name, parameter in list(network.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in local:
+            layout = plan.tensor.layout(known[name], plan)
+            shape = layout.local_shape(tuple(parameter.shape), plan.mesh.sizes, mesh.coordinate)
+            local[id(parameter)] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
+        module, _, attribute = name.rpartition(".")
+        setattr(network.get_submodule(module), attribute, local[id(parameter)])
+
+
+def replace_module(network: nn.Module, name: str, layer: nn.Module) -> None:
+    """Replace the module at a dotted path."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(network.get_submodule(parent), leaf, layer)
+
+
+def has_vocab_head(plan: Plan) -> bool:
+    """Return whether logits come from a head, whose outputs a tensor strategy splits."""
+    return any(layer.layer_role == "head" for layer in plan.spec.layers())

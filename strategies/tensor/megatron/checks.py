@@ -1,0 +1,134 @@
+"""What a request for Megatron's strategy can have wrong: layer roles, sizes and sequences that tp does not divide."""
+
+from __future__ import annotations
+
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.model_spec import LayerSpec, ModelSpec
+from parallelrun.models.moe.spec import inside_dim
+from parallelrun.plan.request import Request
+from parallelrun.wording import divisors, either, nearest
+
+from ..common import roles
+
+SPLIT_ROLES = ("column_parallel", "row_parallel", "embedding", "head")
+
+
+def check(request: Request) -> list[Problem]:
+    """Heads, kv heads, widths and, under sequence parallelism, the sequence must divide; the vocabulary need not."""
+    if request.tp == 1:
+        return []
+    wanted = request.config.strategy.tensor.sequence_parallel
+    problems = [*_roles(request.spec, request.config, request.tp), *_sequence(request.spec, request.tp, wanted)]
+    misfits = _misfits(request.spec, request.tp)
+    if not misfits:
+        return problems
+    legal = [tp for tp in range(1, 4 * request.tp) if _fits(request.spec, tp, wanted)]
+    fix = either("tp", nearest(request.tp, legal))
+    for key, size, what in misfits:
+        legal_sizes = nearest(size, _legal_sizes(key, size, request.spec, request.tp))
+        sizes = f" or {either(key, legal_sizes)}" if legal_sizes else ""
+        problems.append(Problem(what, "tp", fix + sizes, kind="arithmetic"))
+    return problems
+
+
+def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
+    """There must be something to split, and nothing with weights may stand where activations are split."""
+    layers = list(spec.layers())
+
+    def refuse(what: str, name: str, role: str, fits: bool) -> list[Problem]:
+        fix = f"{roles.suggestion(config, name, role)} or tp=1" if fits else "tp=1"
+        return [Problem(what, "model.roles", fix, kind="undefined")]
+
+    if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
+        candidate = roles.could_be(spec, "column_parallel")
+        name = candidate or next((layer.name for layer in layers if layer.parameters), spec.name)
+        what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
+        return refuse(what, name, "column_parallel", candidate is not None)
+    column: LayerSpec | None = None  # whose output is split here
+    for layer in layers:
+        role = layer.layer_role
+        if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
+            opener = column.name
+            what = f"layer {layer.name} reads what {opener} has split over tp={tp}: only a row_parallel layer may"
+            return refuse(what, layer.name, "row_parallel", roles.fits(layer, "row_parallel"))
+        column = layer if role == "column_parallel" else None if role == "row_parallel" else column
+    return []
+
+
+def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
+    """Sequence parallel cuts the sequence evenly, so there must be one."""
+    key = "strategy.tensor.sequence_parallel"
+    if not wanted:
+        return []
+    if spec.kind != "tokens" or not spec.seq:
+        what = f"sequence_parallel=true: {spec.name} has no sequence to cut"
+        return [Problem(what, key, f"{key}=false", kind="undefined")]
+    if spec.seq % tp == 0:
+        return []
+    what = f"model.seq={spec.seq} does not divide by tp={tp}, and sequence_parallel cuts it evenly"
+    fix = f"{either('model.seq', _multiples(spec.seq, tp))} or {key}=false"
+    return [Problem(what, "tp", fix, kind="arithmetic")]
+
+
+def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
+    """(key of the size, the size, what is wrong) for everything that tp does not divide.
+
+    Where no row layer follows, as in the matmul lesson, uneven columns are as good as even ones.
+    """
+    found = []
+    if spec.heads % tp:
+        found.append(("model.heads", spec.heads, f"model.heads={spec.heads} does not divide by tp={tp}"))
+    elif spec.kv_heads and spec.kv_heads % tp and tp % spec.kv_heads:
+        what = f"model.kv_heads={spec.kv_heads} does not divide by tp={tp}, nor tp by it (each held by some ranks)"
+        found.append(("model.kv_heads", spec.kv_heads, what))
+    if spec.ffn and spec.ffn % tp:
+        found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide by tp={tp}"))
+    for key, size in _expert_widths(spec):
+        if size % tp and size != spec.ffn:
+            found.append((key, size, f"{key}={size} does not divide by tp={tp}: it cuts the inside of every expert"))
+    if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
+        for layer in spec.layers():
+            misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
+            found += [
+                (layer.name, size, f"layer {layer.name}: {size} features do not divide by tp={tp}") for size in misfits
+            ]
+    return list(dict.fromkeys(found))
+
+
+def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:
+    """Values of the size at `key` that tp divides, as far as the rest of the model allows them."""
+    if key == "model.heads":
+        groups = spec.kv_heads if spec.kv_heads != spec.heads else 1  # as many as heads: they follow
+        return [heads for heads in divisors(spec.hidden) if heads % tp == 0 and heads % groups == 0]
+    if key == "model.kv_heads":
+        return [kv_heads for kv_heads in divisors(spec.heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
+    return _multiples(size, tp) if key.startswith("model.") else []
+
+
+def _widths(layer: LayerSpec) -> list[int]:
+    """The sizes of a layer that are cut evenly."""
+    if layer.layer_role == "row_parallel":
+        return [layer.in_features]
+    if layer.layer_role == "column_parallel":
+        return [parameter.shape[0] for parameter in layer.parameters]
+    return []
+
+
+def _expert_widths(spec: ModelSpec) -> list[tuple[str, int]]:
+    """(key, width inside) of an expert: of the first layer of them, all are alike."""
+    first = next((layer for layer in spec.layers() if layer.layer_role == "expert"), None)
+    if first is None:
+        return []
+    weight = first.parameters[0]
+    return [("model.expert_ffn", weight.shape[inside_dim(weight)])]
+
+
+def _fits(spec: ModelSpec, tp: int, sequence_parallel: bool) -> bool:
+    return not _misfits(spec, tp) and not (sequence_parallel and spec.seq % tp)
+
+
+def _multiples(size: int, tp: int) -> list[int]:
+    """The multiples of tp around `size`."""
+    below = size // tp * tp
+    return [n for n in (below, below + tp) if n > 0]
