@@ -166,7 +166,7 @@ def _wrong(kind: str, tp: int, grid: Grid | None, depth: int | None) -> tuple[st
             return "grid", f"grid={grid[0]}x{grid[1]} = {grid[0] * grid[1]} ranks, and tp={tp}"
         return (
             "tp",
-            f"tp={tp} does not fit layout=2d, which needs a square tp (4, 9, 16, ...) unless strategy.tensor.grid is set",
+            f"tp={tp} does not fit layout=2d, which needs a square tp (4, 9, 16, ...) unless grid is set",
         )
     if depth is None:
         if grid:
