@@ -1,4 +1,4 @@
-"""The base classes of models and datasets, and how an instance is found by name. Torch-free.
+"""The base classes of models and datasets, and the look-up of an instance by name. Torch-free.
 
 A model is a package with `spec.py`, which holds `MODEL`, an instance of a subclass of `ModelDefinition`, and
 `network.py`, which holds `build(config, spec, precision)` and needs torch. A dataset is a module that holds `DATASET`,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelDefinition:
-    """A model before it is built. Subclasses override `make` and the attributes that differ.
+    """A model before it is built. Subclasses override `make` and, where needed, attributes.
 
     sizes: the keys of `model` that must be whole numbers, each with its least legal value. is_lesson: `run(config,
     plan, device, show)` of the package's `network.py` replaces training; a lesson reads no dataset, and its matrices
@@ -40,7 +40,7 @@ class ModelDefinition:
 class Split:
     """Samples by index. Every rank may call its methods, which are pure functions of their arguments.
 
-    decodes_files: its samples are files to be decoded, so that training reads it in worker processes.
+    decodes_files: samples are decoded from files, so training reads them in worker processes.
     """
 
     decodes_files: ClassVar[bool] = False
@@ -54,15 +54,15 @@ class Split:
         raise NotImplementedError
 
     def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The sample as training sees it. sample_id: the global sample id, so that no two epochs are alike."""
+        """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """An opened dataset. vocab: number of token ids or classes; fingerprint: sha256 of what the samples are made of.
+    """An opened dataset. vocab: number of token ids or classes; fingerprint: sha256 of the data.
 
-    has_ignored: some targets are below 0, so that the valid ones must be counted before every step.
+    has_ignored: some targets are below 0, so valid targets must be counted before every step.
     """
 
     name: str
@@ -74,33 +74,32 @@ class Dataset:
 
 
 class DatasetDefinition:
-    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and others that differ.
+    """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
-    reads_path: it reads `dataset.path`. vocab_follows_model: it generates samples over as many token ids or classes as
-    the model has.
+    reads_path: it reads `dataset.path`. vocab_follows_model: it generates token ids or classes of the model's vocab.
     """
 
     reads_path: ClassVar[bool] = False
     vocab_follows_model: ClassVar[bool] = False
 
     def vocab_size(self, config: Config) -> int | None:
-        """Number of token ids or classes; None if it is not known before the data are read."""
+        """Number of token ids or classes; None if only the data determine it."""
         raise NotImplementedError
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
-        """(channels, height and width) of its images, the size None where it differs; None for a dataset of tokens."""
+        """(channels, height and width) of images, with size None if it varies; None for other samples."""
         return None
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         """The dataset as samples for the model. Fast enough to be called before any rank is started.
 
-        Raises EnvironmentProblem for data that are missing, unreadable or too small for one global batch, ConfigError
-        for a model that reads another kind of samples.
+        Raises EnvironmentProblem for data that are missing, unreadable or too small for one global batch, and
+        ConfigError for a model of another kind of samples.
         """
         raise NotImplementedError
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
-        """Sentences that the user should read before a run: images are smaller than what the model reads."""
+        """Notes for the user before a run, such as that images are enlarged."""
         _, size = self.image_shape(config) or (0, None)
         wanted = spec.sample_shape[-1] if len(spec.sample_shape) == 3 else 0
         if size is None or size >= wanted:

@@ -1,4 +1,4 @@
-"""A model as torch-free data, from which `plan` works and which the model's module matches (a test compares them).
+"""A model as torch-free data. `plan` uses it, and a test checks that the model's module matches it.
 
 A spec lists, in order, the blocks (pipeline stages are cut between them), their layers with a layer role, and each
 layer's logical parameters by one-device name.
@@ -19,17 +19,14 @@ SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a
 
 def too_small(sizes: dict[str, int]) -> list[Problem]:
     """A problem for each of the model's sizes (by key of `model`) that is below 1."""
-    return [
-        Problem(f"model.{key}={size} must be at least 1", f"model.{key}", f"model.{key}=1")
-        for key, size in sizes.items()
-        if size < 1
-    ]
+    wrong = {f"model.{key}": size for key, size in sizes.items() if size < 1}
+    return [Problem(f"{key}={size} must be at least 1", key, f"{key}=1") for key, size in wrong.items()]
 
 
 @dataclass(frozen=True)
 class Initialiser:
-    """kind: normal(0, std), zeros, ones, uniform(-std, std), or own: the values that a user's module gives itself when
-    it is built under the run's seed."""
+    """kind: normal(0, std), zeros, ones, uniform(-std, std), or own (a user's module initialises itself under the
+    run's seed)."""
 
     kind: str
     std: float = 0.0
@@ -40,7 +37,7 @@ class ParameterSpec:
     """One logical parameter of the one-device model. Logical parameters are never fused (wq, wk, wv are three).
 
     heads: the number of attention heads in dim 0 (kv heads for wk, wv), None if it has none. frozen: it keeps its
-    initial (or resumed) values: no gradient, no optimizer state, not in the gradient norm.
+    initial or resumed values, without gradient and optimizer state.
     """
 
     name: str
@@ -58,22 +55,22 @@ class ParameterSpec:
 def weight_and_bias(
     name: str, shape: tuple[int, ...], initialiser: Initialiser, role: str, bias: bool = True, heads: int | None = None
 ) -> tuple[ParameterSpec, ...]:
-    """The parameters of a layer or of one of its outputs: a weight and, with `bias`, a bias over dim 0 of zeros."""
+    """The parameters of a layer or of one of its outputs: a weight and, with `bias`, a zero bias over dim 0."""
     weight = ParameterSpec(f"{name}.weight", shape, initialiser, role, heads)
     return (weight, ParameterSpec(f"{name}.bias", shape[:1], Initialiser("zeros"), role, heads)) if bias else (weight,)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One role layer: the unit that a tensor strategy replaces.
+    """One layer with a role, which a tensor strategy may replace.
 
     name: one-device module name (`layers.0.attention.qkv`). layer_role: `column_parallel` (one input, one or more
     outputs that may be split), `row_parallel` (its input may be split), `linear` (never split), `embedding`,
     `position_embedding`, `head`, `norm`, `dropout`, `router`, `expert`; `expert_input` and `expert_output` (without
     parameters) around router and experts; empty for a user's layer without a role.
     in_features and out_features are global; `column_parallel` counts the sum of its outputs. A `head` with a tied
-    weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: of a user's own layer, the
-    roles that its kind of module can have.
+    weight has no `parameters`, and `tied` names the parameter it reads. possible_roles: the roles
+    that a user's own layer can have.
     """
 
     name: str
@@ -102,7 +99,7 @@ class Pair:
 class BlockSpec:
     """One block, which a pipeline stage never divides.
 
-    kind: `embedding`, `transformer`, `head`, or a model's own word. forward_flops: for one sample. saved_elements:
+    kind: `embedding`, `transformer`, `head`, or a model's own kind. forward_flops: for one sample. saved_elements:
     activation elements saved for backward per sample; None for transformer blocks, for which the tensor strategy
     computes them. input_shape: of one sample, if it differs from block to block (images); None: the model's
     boundary_shape.
@@ -125,12 +122,12 @@ class BlockSpec:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether `recompute` applies to it: not at the ends of a model, where it would save nothing."""
+        """Whether `recompute` repeats it: not the embedding or the head, where it would save nothing."""
         return self.kind not in ("embedding", "head")
 
 
 def renamed(block: BlockSpec, name: str) -> BlockSpec:
-    """The same block under another name, with which all names in it begin."""
+    """The same block with another name, which is also the prefix of all names in it."""
     old = len(block.name)
     names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
     assert all(inside.startswith(f"{block.name}.") for inside in names)
@@ -170,7 +167,7 @@ class RouterSpec:
 
     @property
     def limited(self) -> bool:
-        """Whether experts have a capacity, as they always have under expert choice."""
+        """Whether experts have a capacity; under expert choice they always have."""
         return self.capacity_factor is not None or self.kind == "expert_choice"
 
     @property
@@ -181,9 +178,9 @@ class RouterSpec:
         return f"top-{self.top_k}" + (f" ({self.kind})" if self.kind != "top_k" else "")
 
     def capacity(self, num_tokens: int, num_experts: int, training: bool = True) -> int:
-        """The most tokens that an expert takes of a routing group of `num_tokens`; all of them if it has no capacity.
+        """The capacity of an expert for a routing group of `num_tokens`; all of them without a limit.
 
-        top_k x tokens / experts x factor (GShard), rounded up; at least min_capacity, at most the group.
+        top_k x tokens / experts x factor (GShard), rounded up; at least min_capacity, at most num_tokens.
         """
         factor = self.capacity_factor
         if not training and self.eval_capacity_factor is not None:
@@ -203,8 +200,8 @@ class ModelSpec:
 
     sample_shape, boundary_shape: of one sample, at the input and between blocks (`(seq, hidden)` for gpt).
     targets_per_sample: loss terms of a sample (seq for gpt, 1 for a classifier). tied: (copy, original) names of
-    parameters that are one logical tensor; `parameters` lists only the original. mask_token: the id of [MASK], which no
-    token of the data has, for models that fill in masked tokens.
+    parameters that are one logical tensor; `parameters` lists only the original. mask_token: for masked
+    language models, the id of [MASK], which does not occur in the data.
     """
 
     name: str
@@ -257,10 +254,7 @@ class ModelSpec:
 
     @cached_property
     def first_alike(self) -> dict[str, str]:
-        """By block name: the first block with the same costs. A deep model has few of those.
-
-        A block with a tied weight equals no other.
-        """
+        """By block name: the first block with equal costs. A block with a tied weight equals no other."""
         tied = {name for pair in self.tied for name in pair}
         found: dict[object, str] = {}
         return {block.name: found.setdefault(_block_key(block, tied), block.name) for block in self.blocks}
@@ -277,7 +271,7 @@ class ModelSpec:
 
     @cached_property
     def distinct_pairs(self) -> tuple[Pair, ...]:
-        """The first of all pairs with the same shapes and heads: a deep model has few."""
+        """The first of all pairs with equal shapes and heads."""
         found: dict[object, Pair] = {}
         for pair in self.pairs:
             layers = (*pair.columns, *((pair.row,) if pair.row else ()))
@@ -286,7 +280,7 @@ class ModelSpec:
 
     @cached_property
     def distinct_layers(self) -> tuple[LayerSpec, ...]:
-        """The first of all layers with the same role, shapes and heads."""
+        """The first of all layers with equal roles, shapes and heads."""
         found: dict[object, LayerSpec] = {}
         for layer in self.layers():
             found.setdefault(_key(layer), layer)
@@ -294,7 +288,7 @@ class ModelSpec:
 
     @cached_property
     def pair_of(self) -> dict[str, Pair]:
-        """By layer name: the pair that a layer is part of or inside of."""
+        """By layer name: the pair that contains a layer."""
         return {name: pair for block in self.blocks for name, pair in _pairs(block).items()}
 
     def layers(self) -> Iterator[LayerSpec]:

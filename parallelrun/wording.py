@@ -1,4 +1,4 @@
-"""Small helpers for what a user is told: the closest names and the nearest numbers."""
+"""Helpers for messages: the closest names, the nearest numbers, amounts with units."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ DETAILS = ("ranks", "stages", "schedule", "traffic", "data_axis", "layouts")  # 
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The closest three of `known`, else all of them, each after `prefix`: `schedule=1f1b or schedule=naive`."""
+    """The suggestion `schedule=1f1b or schedule=naive` with the closest three of `known`, or all if none is close."""
     return " or ".join(f"{prefix}{one}" for one in closest(name, known))
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """The closest three of `known`, else all of them."""
+    """The closest three of `known`, or all of them if none is close."""
     known = list(known)
     return get_close_matches(str(name).lower(), known, n=3, cutoff=0.5) or known
 
@@ -26,14 +26,8 @@ def one_of(key: str, value: str, known: Iterable[str], command: str = "") -> lis
     known = list(known)
     if value in known:
         return []
-    return [
-        Problem(
-            f"{key}={value} is unknown; it is one of {', '.join(known)}",
-            key,
-            did_you_mean(value, known, f"{key}="),
-            command,
-        )
-    ]
+    what = f"{key}={value} is unknown; it is one of {', '.join(known)}"
+    return [Problem(what, key, did_you_mean(value, known, f"{key}="), command)]
 
 
 def divisors(number: int) -> list[int]:
@@ -43,12 +37,12 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(value: int, legal: Iterable[int], count: int = 2) -> list[int]:
-    """The nearest of `legal` at or below `value` and above it (at most `count` in all), ascending."""
+    """The `count` values of `legal` nearest to `value`, ascending."""
     return sorted(sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))[:count])
 
 
 def gib(count: float) -> str:
-    """Bytes in the one unit in which memory is told: `74.5 GiB`."""
+    """Bytes of memory as text: `74.5 GiB`."""
     number = count / 2**30
     return f"{number:.1f} GiB" if number >= 1 else f"{number:.3g} GiB"
 

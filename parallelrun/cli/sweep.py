@@ -233,8 +233,7 @@ def _known(
 def _plan(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
     from parallelrun.cli.verbs import show_plan, write_plot
     from parallelrun.plan.document import document as plan_document
-    from parallelrun.plan.document import facts
-    from parallelrun.plan.figures import figures
+    from parallelrun.plan.facts import facts, figures
     from parallelrun.report import layouts
 
     found = facts(plan, composed.config)

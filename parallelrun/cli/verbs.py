@@ -166,7 +166,7 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
     found: the plan's facts, if already computed.
     """
     from parallelrun.plan.document import document as plan_document
-    from parallelrun.plan.document import facts
+    from parallelrun.plan.facts import facts
     from parallelrun.report import plan as report
 
     found = found or facts(plan, config)
@@ -184,7 +184,7 @@ def show_plan(plan: Plan, config: Config, as_json: bool, point: int | None = Non
 
 def show_explanation(plan: Plan, config: Config, as_json: bool) -> None:
     """Print every message of the plan's strategies; `plot=NAME` draws them."""
-    from parallelrun.plan.explain import explain
+    from parallelrun.plan.messages import explain
     from parallelrun.report import explain as report
 
     found = explain(plan)

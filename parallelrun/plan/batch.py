@@ -1,9 +1,9 @@
-"""Batch arithmetic: global_batch = dp x micro_batch x microbatches, with what is not given filled in.
+"""Batch arithmetic: global_batch = dp x micro_batch x microbatches, and the defaults of unset counts.
 
-The number of microbatches follows one rule, whatever the schedule, so that schedules are compared on equal work.
-Without a pipeline: the fewest whose memory fits a device. With one: the fewest of at least MICROBATCHES_PER_STAGE for
-each stage whose memory fits a device and of which none has more than EFFICIENT_TOKENS. Few and large microbatches keep
-kernels efficient; many make the bubble small.
+The number of microbatches follows the same rule for all schedules, so that they are compared on equal work. Without a
+pipeline: the fewest whose memory fits a device. With a pipeline: the fewest, but at least MICROBATCHES_PER_STAGE per
+stage, that fit a device and have at most EFFICIENT_TOKENS tokens each. Few large microbatches keep kernels efficient;
+many make the bubble small.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from parallelrun.plan.structure import Batch
 from parallelrun.wording import divisors, either, nearest
 
 MICROBATCHES_PER_STAGE = 4  # the bubble of gpipe and 1f1b is then (pp - 1) / (5 pp - 1) of a step: below 20 %
-# More tokens in a microbatch make no kernel faster: SC21 (Narayanan et al. 2021, figures 7 and 16) is fastest at 2 to 8
-# samples of 2,048 tokens, and its largest models run at 1 or 2.
+# More tokens in a microbatch do not make kernels faster: SC21 (Narayanan et al. 2021, figures 7 and 16) is fastest at 2
+# to 8 samples of 2,048 tokens, and its largest models run at 1 or 2.
 EFFICIENT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What a batch must satisfy, and what decides between legal ones.
+class BatchRules:
+    """The conditions for a legal batch, and the choice between legal ones.
 
-    parts: micro_batch must divide by it (parts that the tensor strategy cuts it into, whole routing groups).
-    violations:
-    what the schedule has against a Batch. suits: whether the model can compute it so (sets of samples). fits: whether
-    its memory fits a device, as far as the cluster says. tokens: of a sample, 0 if it has none.
+    parts: divides micro_batch (parts of the tensor strategy, routing groups). violations: of the schedule by a batch.
+    suits: whether the model can compute the batch (sample sets). fits: whether its memory fits a device, as far as the
+    cluster gives its size. tokens: per sample, 0 for other samples.
     """
 
     parts: int = 1
@@ -43,7 +42,9 @@ class Rules:
         return batch.micro_batch % self.parts == 0 and not self.violations(batch) and self.suits(batch)
 
 
-def fill(config: Config, dp: int, pp: int, rules: Rules, filled: list[str], problems: list[Problem]) -> Batch | None:
+def fill(
+    config: Config, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
+) -> Batch | None:
     """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
     before = len(problems)
     problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
@@ -90,8 +91,8 @@ def _indivisible(config: Config, global_batch: int, dp: int, parts: int) -> Prob
     return Problem(what, "global_batch", fix, kind="arithmetic")
 
 
-def _default_global_batch(config: Config, dp: int, pp: int, rules: Rules) -> int:
-    """48; where 48 are too few for the plan, the fewest samples that its schedule and its grid allow."""
+def _default_global_batch(config: Config, dp: int, pp: int, rules: BatchRules) -> int:
+    """The default, or the fewest samples that the plan's schedule and layout allow if the default is too small."""
     step = config.micro_batch or (config.microbatches or 1) * rules.parts
     if DEFAULT_GLOBAL_BATCH % dp == 0 and DEFAULT_GLOBAL_BATCH // dp % step == 0:
         counts = _counts(config, DEFAULT_GLOBAL_BATCH // dp)
@@ -105,7 +106,7 @@ def _default_global_batch(config: Config, dp: int, pp: int, rules: Rules) -> int
         batch = Batch(dp * step * count, step, count)
         if batch.global_batch >= DEFAULT_GLOBAL_BATCH and rules.allow(batch):
             return batch.global_batch
-    # no small count gives both 48 samples and a legal schedule: let the schedule say why
+    # No small count gives enough samples and a legal schedule: the schedule's own check reports the reason.
     return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
 
 
@@ -114,7 +115,7 @@ def _batch(global_batch: int, dp: int, count: int) -> Batch:
 
 
 def _counts(config: Config, replica: int) -> list[int]:
-    """The numbers of microbatches that the arithmetic leaves open, ascending."""
+    """The numbers of microbatches that divide the replica's batch, ascending."""
     if config.micro_batch is not None:
         return [replica // config.micro_batch] if replica % config.micro_batch == 0 else []
     if config.microbatches is not None:
@@ -123,7 +124,7 @@ def _counts(config: Config, replica: int) -> list[int]:
 
 
 def _microbatches(
-    config: Config, global_batch: int, dp: int, pp: int, rules: Rules, filled: list[str], problems: list[Problem]
+    config: Config, global_batch: int, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
 ) -> Batch | None:
     replica = global_batch // dp
     counts = _counts(config, replica)
@@ -139,7 +140,7 @@ def _microbatches(
     batches = [_batch(global_batch, dp, m) for m in counts]
     if len(batches) == 1 and (config.micro_batch is not None or config.microbatches is not None):
         return batches[0]
-    # where none is legal, the strategies' own checks name what is wrong with the one that the schedule at least allows
+    # If none is legal, the strategies' own checks report the violations of one that the schedule allows.
     legal = [batch for batch in batches if rules.allow(batch)]
     legal = legal or [batch for batch in batches if not rules.violations(batch)] or batches[-1:]
     batch, why = _best(legal, pp, rules) if len(legal) > 1 else (legal[0], "the only legal number")
@@ -148,13 +149,15 @@ def _microbatches(
 
 
 def in_whole_rounds(microbatches: int, pp: int) -> bool:
-    """Does every schedule of several microbatches allow this many? Interleaved ones go through a rank's stages in equal
-    rounds of about pp microbatches."""
+    """Return whether every schedule of several microbatches allows this many.
+
+    Interleaved schedules run through a rank's stages in equal rounds of about pp microbatches.
+    """
     return microbatches >= pp and microbatches % (microbatches // pp) == 0
 
 
-def _best(legal: list[Batch], pp: int, rules: Rules) -> tuple[Batch, str]:
-    """(the batch by the module's rule, the reason), among legal ones by ascending number of microbatches."""
+def _best(legal: list[Batch], pp: int, rules: BatchRules) -> tuple[Batch, str]:
+    """(the batch chosen by the module's rule, the reason). legal: by ascending number of microbatches."""
     why = "the fewest"
     if pp > 1:
         rounds = [batch for batch in legal if in_whole_rounds(batch.microbatches, pp)] or legal
@@ -166,7 +169,7 @@ def _best(legal: list[Batch], pp: int, rules: Rules) -> tuple[Batch, str]:
             legal, why = small, f"of at most {EFFICIENT_TOKENS:,} tokens"
     if len(legal) == 1:
         return legal[0], why
-    index = bisect_left(legal, True, key=rules.fits)  # fewer samples at once never need more memory
+    index = bisect_left(legal, True, key=rules.fits)  # a smaller microbatch never needs more memory
     if index == len(legal):
         return legal[-1], "the smallest: no larger ones fit a device"
     return legal[index], "the fewest whose memory fits" if index else why

@@ -1,4 +1,4 @@
-"""What a plan costs on a cluster: does it fit, how much does it compute, how long would it take. Torch-free."""
+"""The cost of a plan on a cluster: whether it fits, its FLOPs and its time. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from parallelrun.wording import gib
 
 POINT_TO_POINT = ("send", "recv")
 DAY = 86400.0  # seconds
-# The part of a GPU's peak rate that whole trainings reach, repeated forwards counted as work: the median of the ten
+# The part of a GPU's peak rate that full training runs reach, with recomputation counted as work: the median of the ten
 # models of 1.7 B to 1 T parameters in table 1 of Narayanan et al. (SC21), which reach 43 % to 52 % of an A100's peak.
 SUSTAINED = 0.455
-SURE = 0.9  # of a device's memory: the rest is left to what the figure does not count
+SURE = 0.9  # of a device's memory: the rest may be needed by what `Memory.leaves_out` lists
 
 
 def device_bytes(cluster: ClusterConfig) -> float | None:
-    """Memory of a device (`cluster.memory_gb` of 10^9 bytes); None where the cluster does not say."""
+    """Memory of a device (`cluster.memory_gb` of 10^9 bytes); None if the cluster does not give it."""
     return cluster.memory_gb * 1e9 if cluster.memory_gb else None
 
 
 def fits(memory: Memory, cluster: ClusterConfig) -> str:
-    """yes | no | unknown. Unknown without a size, and in the last tenth, where what the figure leaves out decides."""
+    """yes | no | unknown: unknown without a memory size, and above SURE of it, where uncounted memory decides."""
     available = device_bytes(cluster)
     if not available:
         return "unknown"
@@ -37,7 +37,7 @@ def fits(memory: Memory, cluster: ClusterConfig) -> str:
 
 
 def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
-    """The reason for what `fits` answers, in one unit."""
+    """The reason for the result of `fits`."""
     available = device_bytes(cluster)
     if not available:
         return "cluster.memory_gb is not given"
@@ -47,8 +47,7 @@ def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
 
 
 def peak_flops(cluster: ClusterConfig, precision: str) -> float | None:
-    """FLOPs a second of a device that computes in `precision` (fp64 | fp32 | bf16 | fp16); None where the cluster does
-    not say."""
+    """FLOP/s of a device in `precision` (fp64 | fp32 | bf16 | fp16); None if the cluster does not give them."""
     peak = cluster.peak_tflops
     peak = peak.get(precision) if isinstance(peak, Mapping) else peak
     return peak * 1e12 if peak else None
@@ -56,13 +55,12 @@ def peak_flops(cluster: ClusterConfig, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of one step over all ranks, and seconds where the cluster gives rates (else None).
+    """FLOPs of one step over all ranks, and seconds if the cluster gives rates (else None).
 
-    model_flops: forward and twice that backward ("72-form": 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a gpt, SC21).
-    hardware_flops: with the forwards that recompute=full repeats. compute_s: at the peak rate of the plan's precision,
-    bubble included.
-    communication_s: of the busiest rank, its wire bytes and calls at the links' rates, nothing overlapped; data_s: the
-    part of it that the data axis takes.
+    model_flops: forward and twice as much for backward (72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a gpt, SC21).
+    hardware_flops: with recomputation. compute_s: at the peak rate of the plan's precision, bubble included.
+    communication_s: wire bytes and calls of the busiest rank at the links' rates, not overlapped; data_s: its part on
+    the data axis.
     """
 
     model_flops: float
@@ -73,19 +71,19 @@ class Cost:
 
     @property
     def beside_s(self) -> float:
-        """Communication of all other axes."""
+        """Seconds of communication on all axes except data."""
         return (self.communication_s or 0.0) - (self.data_s or 0.0)
 
     @property
     def step_s(self) -> tuple[float, float] | None:
-        """Seconds of a step: with no communication overlapped, and with all of it; None where they are not known."""
+        """Seconds of a step (without overlap of communication, with full overlap); None if unknown."""
         if self.compute_s is None or self.communication_s is None:
             return None
         return self.compute_s + self.communication_s, max(self.compute_s, self.communication_s)
 
 
 def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan_flops: float) -> Cost:
-    """rows: of `traffic`. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
+    """Return the Cost of a plan. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
     forward = plan.spec.forward_flops * plan.batch.global_batch
     repeated = sum(block.forward_flops for block in plan.spec.blocks if block.is_recomputed)
     again = repeated * plan.batch.global_batch if plan.recompute == "full" else 0.0
@@ -99,10 +97,10 @@ def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan
 
 
 @dataclass(frozen=True)
-class Training:
-    """How long `tokens` tokens take on the devices of the plan, in days, where the cluster gives rates (else None).
+class TrainingTime:
+    """Days of training on `tokens` tokens, if the cluster gives rates (else None).
 
-    at_peak: no communication overlapped, and all of it. sustained: at SUSTAINED of the peak rate.
+    at_peak: (without overlap of communication, with full overlap). sustained: at SUSTAINED of the peak rate.
     """
 
     tokens: float
@@ -111,22 +109,21 @@ class Training:
     sustained: float | None
 
 
-def training(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> Training:
-    """Of a model of tokens."""
+def training_time(plan: Plan, cluster: ClusterConfig, cost: Cost, tokens: float) -> TrainingTime:
+    """Return the time to train a language model on `tokens` tokens."""
     steps = ceil(tokens / (plan.batch.global_batch * plan.spec.seq))
     peak = peak_flops(cluster, plan.precision.name)
     sustained = steps * cost.hardware_flops / (plan.num_workers * peak * SUSTAINED) / DAY if peak else None
     at_peak = (steps * cost.step_s[0] / DAY, steps * cost.step_s[1] / DAY) if cost.step_s else None
-    return Training(tokens, steps, at_peak, sustained)
+    return TrainingTime(tokens, steps, at_peak, sustained)
 
 
 def _is_of_data(plan: Plan, axis: str) -> bool:
-    """Does the data strategy send over `axis` what `data_axis` compares? Not the gradients of spread experts, nor
-    tokens."""
+    """Return whether `axis` carries traffic that `data_axis` compares: not tokens or gradients of sharded experts."""
     if plan.data.group_size(axis) is not None:
         return True
     if axis == WORLD:
-        return plan.servers > 0  # what is pushed and pulled
+        return plan.servers > 0  # pushes and pulls
     if axis == EMBEDDING or axis.startswith("expert_"):
         return False
     mesh_dims = {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}

@@ -1,7 +1,7 @@
 """TensorFlow's cluster notation: `cluster.ps=[host:port,...] cluster.worker=[host:port,...]`. Torch-free.
 
-One task is one rank. The workers come first, in the order given (a chief is worker 0), then the servers, so that what
-TensorFlow calls `worker 1` is rank 1, and `ps 0` the first rank after the workers.
+One task is one rank. Workers come first, in the order given (a chief is worker 0), then servers: TensorFlow's
+`worker 1` is rank 1, and its `ps 0` is the first rank after the workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ClusterSpec:
         return f"cluster of {counted(len(self.worker), 'worker')}{servers}"
 
     def disagreement(self, servers: int | None, strategy: str, has_servers: bool) -> list[Problem]:
-        """What else was said of servers: how many (`servers`), and whether the strategy has any."""
+        """Check that the servers agree with `servers` and with the strategy."""
         if self.ps and not has_servers:
             what = f"cluster.ps names {counted(len(self.ps), 'server')}, and {strategy} has none"
             return [Problem(what, "cluster.ps", "strategy=ps, or leave cluster.ps out", kind="contradiction")]
@@ -53,14 +53,14 @@ class ClusterSpec:
 
 
 def split(address: str) -> tuple[str, int]:
-    """(host, port) of a sound address."""
+    """(host, port) of a valid address."""
     match = ADDRESS.fullmatch(address)
     assert match is not None, f"{address} was not checked"
     return match["host"], int(match["port"])
 
 
 def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
-    """The cluster spec of a config, None if there is none or it is not sound; appends its violations."""
+    """The cluster spec of a config; None if there is none or it is invalid. Appends its violations."""
     jobs = {job: getattr(config.cluster, job) for job in _JOBS}
     if not any(jobs.values()):
         return None
@@ -68,8 +68,8 @@ def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
     if not jobs["worker"]:
         what = "cluster.ps is given without cluster.worker"
         found.append(Problem(what, "cluster.worker", "cluster.worker=[localhost:2223]", kind="usage"))
-    everyone = [address for addresses in jobs.values() for address in addresses or []]
-    for address in sorted({str(address) for address in everyone if everyone.count(address) > 1}):
+    every = [address for addresses in jobs.values() for address in addresses or []]
+    for address in sorted({str(address) for address in every if every.count(address) > 1}):
         found.append(Problem(f"{address} is the address of two tasks", "cluster", "another port for one of them"))
     problems += found
     return None if found else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
@@ -82,14 +82,14 @@ def _check(key: str, addresses: list[str]) -> list[Problem]:
         if match is None:
             host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
             host = host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
-            what = f"{key}: {address!r} is no host:port"
+            what = f"{key}: {address!r} is not host:port"
             found.append(Problem(what, key, _corrected(key, addresses, address, host)))
         elif not 0 < int(match["port"]) < 65536:
-            what = f"{key}: {address} has no port from 1 to 65535"
+            what = f"{key}: {address}: the port must be from 1 to 65535"
             found.append(Problem(what, key, _corrected(key, addresses, address, match["host"])))
     return found
 
 
 def _corrected(key: str, addresses: list[str], wrong: str, host: str) -> str:
-    """The list with `host` and a port in the place of the wrong address."""
+    """The list with the wrong address replaced by `host` and a port."""
     return f"{key}=[{','.join(f'{host}:2222' if str(address) == wrong else str(address) for address in addresses)}]"

@@ -1,6 +1,6 @@
-"""The degrees: what is given, what is filled from the world, and whether they multiply to it.
+"""The degrees pp, dp and tp: those that are given, those filled from the world, and a check that their product fits.
 
-ep is none of the factors: it divides dp, whose ranks also hold the experts (`expert_axes`).
+ep is not a factor of the product: it divides dp, whose ranks also hold the experts (`expert_axes`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LARGEST = 2**20
 
 @dataclass
 class Degrees:
-    """pp, dp, tp, the ep that divides dp, the servers beside them, and the world they make.
+    """pp, dp, tp, ep (a divisor of dp) and the number of servers, which together determine the world.
 
-    filled: what was filled in and why. sound: they can be planned with. demonstrated: nothing was given, so they are
-    the preset's demonstrating plan.
+    filled: sentences on values that were filled in. sound: the degrees can be planned with. demonstrated: no degree was
+    given, so these are the preset's demonstration plan.
     """
 
     pp: int = 1
@@ -40,7 +40,7 @@ class Degrees:
     demonstrated: bool = False
 
     def shorten(self, most: int, config: Config) -> None:
-        """Fewer stages than the demonstrating plan has, for a model that cannot be cut so often."""
+        """Reduce pp of the demonstration plan to `most`, the number of stages that the model can be cut into."""
         if not self.demonstrated or self.pp <= most or config.strategy.own_axis == "pp":
             return
         self.pp = most
@@ -62,25 +62,20 @@ def fill(
     experts: int = 0,
     num_problems: Callable[[Degrees], int] = lambda degrees: 0,
 ) -> Degrees:
-    """The degrees of a run, appending every violation to `problems`.
+    """Return the degrees of a run; append every violation to `problems`.
 
-    world: the number of ranks a launcher has started (None: not attached). gpus: GPUs of this host (None or 0: none).
-    servers: ranks of the world that are no workers. cluster: the tasks that a TensorFlow user names, one rank each. The
-    axes that the preset fills, as far as they are not given, take what the other degrees and the servers leave of the
-    world, or what the degrees leave of the GPUs (servers need none); with neither degrees nor world on CPU the preset's
-    demonstrating plan is used. experts: of a layer of the model; ep divides them and dp, and where only ep is given dp
-    is as large. num_problems: how many violations a plan of these degrees would have, asked where a preset fills
-    several axes (`fill_order`).
+    The preset's axes that are not given share the ranks that the given degrees and the servers leave of the world, or
+    the GPUs that the degrees leave (servers need no GPU). On CPU without degrees or a world, the preset's demonstration
+    plan is used. If only ep is given, dp equals it.
+
+    world: the number of ranks that a launcher has started, None without a launcher. gpus: GPUs of this host. servers:
+    ranks that are not workers. cluster: the tasks of a TensorFlow cluster spec, one rank each. experts: number in a
+    layer of the model. num_problems: returns the number of violations of a plan with these degrees; used if a preset
+    fills several axes (`fill_order`).
     """
     before = len(problems)
     degrees = Degrees(servers=servers, device=_device(config, gpus))
-    asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
-    for key, value in asked.items():
-        if value is not None and not _is_degree(value):
-            problems.append(
-                Problem(f"{key}={value} is not a whole number from 1 to {LARGEST}", key, f"{key}=1", kind="arithmetic")
-            )
-            asked[key] = None
+    asked = _asked(config, problems)
     if cluster is None:
         degrees.servers = servers = _enough_servers(config, asked, world, servers, degrees.filled)
     target, source = _target(asked["world"], world, servers, cluster, problems)
@@ -90,18 +85,18 @@ def fill(
         _single({**given, **({"ep": asked["ep"]} if asked["ep"] else {})}, target, degrees, problems)
         return degrees
     ep = asked["ep"] or 1
-    fills_dp = "dp" in fill_order.axes(config.strategy)
-    says_dp = fills_dp and (target is not None or (degrees.device == "cuda" and gpus))
-    if ep > 1 and "dp" not in given and not says_dp:
+    fills_gpus = target is None and degrees.device == "cuda" and bool(gpus)
+    fills_dp = "dp" in fill_order.axes(config.strategy) and (target is not None or fills_gpus)
+    if ep > 1 and "dp" not in given and not fills_dp:
         given["dp"] = ep
         degrees.filled.append(f"dp={ep} (filled: ep, which divides it)")
-    spread = _Spread(config, given, gpus, ep, degrees, num_problems)
-    if target is None and degrees.device == "cuda" and gpus:
-        _fill_gpus(spread, gpus)
+    open_axes = OpenAxes(config, given, gpus, ep, degrees, num_problems)
+    if fills_gpus:
+        _fill_gpus(open_axes, gpus or 0)
     elif target is None:
         _fill_freely(config, given, degrees)
     elif degrees.sound:
-        _fill_world(spread, target, source, problems)
+        _fill_world(open_axes, target, source, problems)
     for axis, degree in given.items():
         setattr(degrees, axis, degree)
     if degrees.sound and degrees.world > LARGEST:
@@ -113,10 +108,21 @@ def fill(
     return degrees
 
 
+def _asked(config: Config, problems: list[Problem]) -> dict[str, int | None]:
+    """The degrees and the world that the user set; None, with the violation appended, for those that are illegal."""
+    asked = {axis: getattr(config, axis) for axis in (*AXES, "ep", "world")}
+    for key, value in asked.items():
+        if value is not None and not (type(value) is int and 1 <= value <= LARGEST):
+            what = f"{key}={value} is not a whole number from 1 to {LARGEST}"
+            problems.append(Problem(what, key, f"{key}=1", kind="arithmetic"))
+            asked[key] = None
+    return asked
+
+
 def _enough_servers(
     config: Config, asked: dict[str, int | None], launched: int | None, servers: int, filled: list[str]
 ) -> int:
-    """As many servers as asked for; if nobody said, the fewest that leave a dp which divides the batch."""
+    """The number of servers that the user set; else the fewest that leave a dp which divides the batch."""
     target = asked["world"] or launched
     free = servers and config.strategy.data.servers is None and config.strategy.own_axis == "dp"
     if not free or target is None or asked["dp"] is not None or config.local_batch is not None:
@@ -133,10 +139,6 @@ def _enough_servers(
     return servers
 
 
-def _is_degree(value: object) -> bool:
-    return type(value) is int and 1 <= value <= LARGEST
-
-
 def _device(config: Config, gpus: int | None) -> str:
     if config.device in ("cpu", "cuda"):
         return config.device
@@ -146,7 +148,7 @@ def _device(config: Config, gpus: int | None) -> str:
 def _target(
     asked: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
 ) -> tuple[int | None, str]:
-    """(the world that the degrees must multiply to, what said so)."""
+    """(the world that the degrees must multiply to, its source for messages)."""
     if asked is not None and launched is not None and asked != launched:
         what = f"world={asked}, but the launcher has started {launched} ranks"
         problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
@@ -163,7 +165,7 @@ def _target(
 
 
 def _single(given: dict[str, int], target: int | None, degrees: Degrees, problems: list[Problem]) -> None:
-    """`strategy=single` is one device and nothing else."""
+    """Check that `strategy=single` runs on one device."""
     wrong = {axis: degree for axis, degree in given.items() if degree != 1}
     if target not in (None, 1):
         wrong["world"] = target
@@ -174,8 +176,8 @@ def _single(given: dict[str, int], target: int | None, degrees: Degrees, problem
 
 
 @dataclass
-class _Spread:
-    """The axes that the preset fills and that are not given, and how they share ranks."""
+class OpenAxes:
+    """The axes that the preset fills and the user has not given."""
 
     config: Config
     given: dict[str, int]
@@ -185,22 +187,23 @@ class _Spread:
     num_problems: Callable[[Degrees], int]
 
     @property
-    def open_axes(self) -> list[str]:
+    def names(self) -> list[str]:
         return [axis for axis in fill_order.axes(self.config.strategy) if axis not in self.given]
 
-    def over(self, ranks: int) -> tuple[fill_order.Sizes, bool]:
-        """(the degrees of the open axes on `ranks` ranks together, whether they make a legal plan)."""
+    def degrees_for(self, ranks: int) -> tuple[fill_order.Sizes, bool]:
+        """(the degrees of the open axes, whose product is `ranks`; whether they give a legal plan)."""
         cluster, workers = self.config.cluster, ranks * prod(self.given.values())
         per_host = ranks_per_node(cluster, workers) if cluster.gpus_per_node or cluster.nodes else self.gpus or workers
-        candidates = fill_order.choices(self.config.strategy, self.open_axes, ranks, min(per_host, workers))
+        candidates = fill_order.choices(self.config.strategy, self.names, ranks, min(per_host, workers))
         return fill_order.first_legal(candidates, self._problems_with)
 
-    def take(self, sizes: fill_order.Sizes, why: str) -> None:
-        """Set the open axes, and say why."""
+    def set(self, sizes: fill_order.Sizes, why: str) -> None:
+        """Set the degrees of the open axes and note the reason."""
         for axis, degree in sizes.items():
             setattr(self.degrees, axis, degree)
         shown = " ".join(f"{axis}={degree}" for axis, degree in sizes.items())
-        self.degrees.filled.append(f"{shown} (filled: {why}{_others(self.given)})")
+        given = "".join(f", {axis} {degree}" for axis, degree in self.given.items())
+        self.degrees.filled.append(f"{shown} (filled: {why}{given})")
 
     def _problems_with(self, sizes: fill_order.Sizes) -> int:
         trial = replace(self.degrees, filled=[], warnings=[])
@@ -209,23 +212,24 @@ class _Spread:
         return self.num_problems(trial)
 
 
-def _fill_gpus(spread: _Spread, gpus: int) -> None:
-    """The open axes take the GPUs that are left, dp as many as ep divides; they are no contract, so some may idle."""
-    if not spread.open_axes:
+def _fill_gpus(open_axes: OpenAxes, gpus: int) -> None:
+    """Spread the open axes over the remaining GPUs, with a dp that ep divides. Some GPUs may stay idle."""
+    if not open_axes.names:
         return
-    rest = prod(spread.given.values())
-    step = spread.ep if "dp" in spread.open_axes else 1
+    rest = prod(open_axes.given.values())
+    step = open_axes.ep if "dp" in open_axes.names else 1
     most = max(step, gpus // rest // step * step)
-    sizes, _ = next((found for ranks in range(most, 0, -step) if (found := spread.over(ranks))[1]), spread.over(most))
-    spread.take(sizes, f"{gpus} GPU{'s' * (gpus > 1)}")
+    found = (open_axes.degrees_for(ranks) for ranks in range(most, 0, -step))
+    sizes = next((sizes for sizes, is_legal in found if is_legal), None) or open_axes.degrees_for(most)[0]
+    open_axes.set(sizes, f"{gpus} GPU{'s' * (gpus > 1)}")
     used = rest * prod(sizes.values())
     if used < gpus:
         why = f"{rest * step} does not divide {gpus}" if gpus % (rest * step) else f"no plan on {gpus} is legal"
-        spread.degrees.warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: {why}")
+        open_axes.degrees.warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: {why}")
 
 
 def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> None:
-    """Nothing says how large the world is: the demonstrating plan, or its own axis beside the degrees given."""
+    """Fill the demonstration plan, or its own axis beside the given degrees: no world limits them."""
     own, demo = config.strategy.own_axis, config.strategy.demo
     if not given:
         for axis in AXES:
@@ -241,47 +245,46 @@ def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> Non
         degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {why})")
 
 
-def _fill_world(spread: _Spread, target: int, source: str, problems: list[Problem]) -> None:
-    """The open axes take what is left of the world; or all degrees must multiply to it."""
-    given, degrees, open_axes = spread.given, spread.degrees, spread.open_axes
+def _fill_world(open_axes: OpenAxes, target: int, source: str, problems: list[Problem]) -> None:
+    """Spread the open axes over the rest of the world; without open axes, check that the degrees multiply to it."""
+    given, degrees, unfilled = open_axes.given, open_axes.degrees, open_axes.names
     product = prod(given.values())
     if target <= degrees.servers:
         degrees.sound = False
         fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
-        fix = "" if problems else fix  # the world cannot be mended before what is said already is
+        fix = "" if problems else fix  # the right world is unknown until earlier violations are fixed
         problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
         return
     target -= degrees.servers  # from here on: workers
-    if open_axes and target % product == 0:
-        spread.take(spread.over(target // product)[0], source)
-        return
-    if product == target:
-        return
-    degrees.sound = False
+    if unfilled and target % product == 0:
+        open_axes.set(open_axes.degrees_for(target // product)[0], source)
+    elif product != target:
+        degrees.sound = False
+        problems.append(_wrong_product(given, target, source, degrees.servers, unfilled))
+
+
+def _wrong_product(given: dict[str, int], target: int, source: str, servers: int, unfilled: list[str]) -> Problem:
+    """The given degrees do not multiply to `target` workers, or do not divide them if other axes are to be filled."""
+    product = prod(given.values())
     shown = " x ".join(f"{axis} {degree}" for axis, degree in given.items())
     fixes = []
     for axis, degree in given.items():
         rest = product // degree
-        legal = [n for n in divisors(target // rest)] if target % rest == 0 else []
-        if not open_axes:
-            legal = legal[-1:]
+        legal = divisors(target // rest) if target % rest == 0 else []
+        legal = legal if unfilled else legal[-1:]
         fixes += [f"{axis}={n}" for n in nearest(degree, legal)]
-    if not open_axes:
-        fixes.append(f"world={product + degrees.servers}")
-        if degrees.servers and product < target:
-            fixes.append(f"servers={degrees.servers + target - product}")
+    if not unfilled:
+        fixes.append(f"world={product + servers}")
+        if servers and product < target:
+            fixes.append(f"servers={servers + target - product}")
         what = f"{shown} = {product} ranks, but {source}; divisors of {target}: {', '.join(map(str, divisors(target)))}"
     else:
         multiples = sorted({max(1, target // product) * product, (target // product + 1) * product})
-        fixes += [f"world={n + degrees.servers}" for n in multiples]
+        fixes += [f"world={n + servers}" for n in multiples]
         remainder = f"{target} = {target // product} x {product} + {target % product}"
-        unfilled = " and ".join(open_axes)
-        what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {unfilled} cannot be filled"
-    problems.append(Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic"))
-
-
-def _others(given: dict[str, int]) -> str:
-    return "".join(f", {axis} {degree}" for axis, degree in given.items())
+        axes = " and ".join(unfilled)
+        what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {axes} cannot be filled"
+    return Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic")
 
 
 def _product(degrees: Degrees) -> str:

@@ -1,13 +1,13 @@
-"""ep among the axes: a degree that divides dp, and the mesh dims that dp then consists of. Torch-free.
+"""The ep axis: its degree, which divides dp, and the mesh dims that dp is then flattened from. Torch-free.
 
-The experts of a layer are distributed over ep ranks, which are also data replicas: ep uses ranks of dp and adds none.
-The copies of an expert are on `expert_dp`, the rest of dp; every other parameter has copies on all of dp
+The experts of a layer are sharded over ep ranks, which are also data replicas: ep adds no ranks. Each expert is
+replicated over `expert_dp`, the ranks of dp that have the same ep rank; every other parameter is replicated over dp
 (GShard, Lepikhin et al. 2020; the "expert data parallel" groups of DeepSpeed-MoE and Megatron).
 """
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, prod
 
 from parallelrun import definitions
 from parallelrun.config.schema import Config
@@ -22,16 +22,15 @@ EP, DP, EXPERT = "ep", "dp", "expert_"
 
 
 def degree(config: Config, asked: int | None, dp: int, experts: int, filled: list[str], problems: list[Problem]) -> int:
-    """The ep of a run at that dp: as asked, or filled by an expert preset; 1, with the violations appended, if illegal.
+    """ep as the user set it, or as a preset of experts fills it; 1, with the violations appended, if it is illegal.
 
-    experts: of a layer of the model, 0 if it has none. A preset fills an unset ep with the largest divisor of dp that
-    also divides the experts.
+    experts: number in a layer of the model, 0 for none. A preset fills an unset ep with the largest common divisor of
+    dp and the experts.
     """
-    preset = config.strategy.name
     if experts < 1:
         if config.strategy.expert.fills or (asked or 1) > 1:
-            said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={preset}"
-            what = f"{said} spreads the experts of a layer over ranks, and model={config.model.preset} has none"
+            said = f"ep={asked}" if (asked or 1) > 1 else f"strategy={config.strategy.name}"
+            what = f"{said} shards the experts of a layer, and model={config.model.preset} has none"
             fixes = ["model.experts=8"] if "experts" in definitions.model(config).sizes else []
             fixes += ["model=moe_gpt"] if config.model.preset != "moe_gpt" else []
             fix = " or ".join(fixes)
@@ -63,68 +62,87 @@ def _listed(number: int) -> str:
 
 
 def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
-    """The reasons why a data strategy cannot have its experts distributed over its ranks."""
-    if strategy.check(request):  # an illegal strategy cannot be resolved
+    """Check that a data strategy allows experts that are sharded over its ranks."""
+    if strategy.check(request):  # reported on their own: an illegal strategy cannot be resolved
         return []
     data = strategy.resolve(request)
     return [*_check_data_strategy(request, data), *_check_mesh_dims(request, data.mesh_dims(request.dp)[0])]
 
 
 def _check_data_strategy(request: Request, data: DataStrategy) -> list[Problem]:
-    """Tokens go to other ranks inside every step, and experts have copies on a part of dp only."""
+    """Check that replicas step together, which exchanges of tokens need, and that the strategy `takes_experts`."""
     if data.in_step and data.takes_experts:
         return []
     where, said = "strategy.data.kind", f"strategy.data.kind={data.kind}" + (f" ({data.detail})" if data.detail else "")
     if data.in_step:
-        what = f"ep={request.ep}: {said} holds whole layers only, and no layer of experts that is spread over dp"
+        what = f"ep={request.ep}: {said} does not support experts that are sharded over dp"
     else:
-        what = f"ep={request.ep} sends tokens to other ranks of dp inside every step; under {said} they are not in step"
+        what = f"ep={request.ep} sends tokens to other ranks of dp in every step; {said} does not step together"
     return [Problem(what, where, f"{where}=ddp or ep=1", kind="not_built" if data.in_step else "undefined")]
 
 
 def _check_mesh_dims(request: Request, data_dims: MeshDims) -> list[Problem]:
-    """ep is inside the minor-most mesh dim of dp and must divide it (HSDP: the ranks that share one copy)."""
+    """Check that ep divides the innermost mesh dim of dp (under HSDP, the ranks that share one copy)."""
     axis, size = data_dims[-1]
     if axis == DP or size % request.ep == 0:
         return []
     shard = "strategy.data.shard"
     legal = [n for n in divisors(request.dp) if n % request.ep == 0]
     fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
-    what = f"ep={request.ep} does not divide {shard}={size}, the inner part of dp={request.dp}, in which it lies"
+    what = f"ep={request.ep} does not divide {shard}={size}, the inner part of dp={request.dp}"
     return [Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic")]
 
 
 def split(
     data_dims: MeshDims, data_flattened: FlattenedDims, ep_dims: MeshDims, ep_flattened: FlattenedDims
 ) -> tuple[MeshDims, FlattenedDims]:
-    """(mesh dims, flattened dims) of dp with ep: the data strategy's minor-most dim becomes `expert_<dim>` x ep.
+    """(mesh dims, flattened dims) of dp with ep: the innermost mesh dim of dp becomes `expert_<dim>` x ep.
 
-    data_*: dp as the data strategy divides it; ep_*: ep as the expert dispatcher divides it (one level or two). Without
-    ep_dims nothing changes. `expert_dp` is dp without ep, whatever dims it consists of.
+    data_*: the data strategy's dims of dp. ep_*: the expert dispatcher's dims of ep (one level or two), empty without
+    ep. `expert_dp` is dp without ep.
     """
     if not ep_dims:
         return data_dims, data_flattened
     *outer, (minor, size) = data_dims
-    inner = 1
-    for _, part in ep_dims:
-        inner *= part
+    inner = prod(part for _, part in ep_dims)
     assert size % inner == 0, f"ep={inner} does not divide {minor}={size}"
     rest, names = EXPERT + minor, tuple(name for name, _ in ep_dims)
     mesh_dims = (*outer, (rest, size // inner), *ep_dims)
-    made = {minor: (rest, *names)}
+    flattened = {minor: (rest, *names)}
     for axis, parts in data_flattened:
-        made[axis] = tuple(mesh_dim for part in parts for mesh_dim in made.get(part, (part,)))
+        flattened[axis] = tuple(mesh_dim for part in parts for mesh_dim in flattened.get(part, (part,)))
     if minor != DP:
-        made[EXPERT + DP] = tuple(mesh_dim for mesh_dim in made[DP] if mesh_dim not in names)
-    return mesh_dims, (*ep_flattened, *made.items())
+        flattened[EXPERT + DP] = tuple(mesh_dim for mesh_dim in flattened[DP] if mesh_dim not in names)
+    return mesh_dims, (*ep_flattened, *flattened.items())
 
 
 def is_of_experts(axis: str) -> bool:
-    """Whether ep makes this axis: ep, its two levels, or the rest of dp."""
+    """Return whether the axis exists only because of ep: ep, its two levels, or `expert_dp` and its parts."""
     return axis.partition("_")[0] in (EP, EXPERT.rstrip("_"))
 
 
 def replica_axis(layout: Layout, plan: Plan) -> str:
-    """The axis of a parameter's copies, over which its gradients are summed: `expert_dp` of experts that are
-    distributed over ep, else `dp`. Nothing is averaged: losses are sums, divided by the global count beforehand."""
+    """The axis over which a parameter is replicated and its gradients are summed: `expert_dp` for sharded experts,
+    else `dp`. Gradients need no division: losses are sums that are scaled by the global count before backward."""
     return EXPERT + DP if EP in layout.axes and plan.mesh.size(EP) > 1 else DP
+
+
+def axis_views(plan: Plan) -> dict[str, str]:
+    """What is sharded or replicated over each axis, if ep splits dp into several views; else empty."""
+    ep, experts = plan.mesh.size(EP), plan.spec.experts
+    if ep == 1:
+        return {}
+    texts = {
+        "pp": "stages",
+        "dp": "replicas of the data",
+        "dp_replicate": "copies of each shard",
+        "dp_shard": "shards of all but experts",
+        "expert_dp": "copies of the same experts",
+        "expert_dp_shard": "shards of the same experts",
+        "ep": f"{experts} experts, {experts // ep} each",
+        "ep_outer": f"groups of {plan.mesh.size('ep_inner')} ranks of ep",
+        "ep_inner": "ranks of ep inside a group",
+        "tp": "features",
+    }
+    names = (*plan.mesh.mesh_dim_names, *(axis for axis, _ in plan.mesh.flattened))
+    return {axis: texts[axis] for axis in names if axis in texts}

@@ -1,4 +1,4 @@
-"""The base class of expert dispatchers: what every dispatcher answers before a run. Torch-free."""
+"""The base class of expert dispatchers. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertDispatcher(ABC):
-    """How tokens reach experts that other ranks of the ep axis hold; `plan.expert` is one, or None where ep is 1.
+    """How tokens reach experts on other ranks of the ep axis; `plan.expert` is one, or None if ep is 1.
 
     Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
 
@@ -61,7 +61,7 @@ class ExpertDispatcher(ABC):
 
     @abstractmethod
     def equivalence(self, plan: Plan) -> Equivalence:
-        """Return what the dispatcher promises against one device."""
+        """Return how the dispatcher's result compares with that of one device."""
 
     @abstractmethod
     def explain(self, plan: Plan) -> Explanation:

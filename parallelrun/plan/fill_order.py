@@ -1,4 +1,4 @@
-"""In which degrees a preset spreads ranks over several axes (`strategy.fill_order`). Torch-free."""
+"""The degrees that a preset gives to several axes (`strategy.fill_order`). Torch-free."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ def axes(strategy: StrategyConfig) -> list[str]:
 
 
 def choices(strategy: StrategyConfig, open_axes: Sequence[str], ranks: int, per_host: int) -> list[Sizes]:
-    """Every way to spread `ranks` over `open_axes`, the best one first.
+    """All degrees of `open_axes` whose product is `ranks`, the best ones first.
 
-    A tensor-parallel group lies inside a host of `per_host` ranks. Every axis of the preset's demonstrating plan first
-    gets the degree it has there, so that the plan shows what the preset is about; then the first axis grows as large as
-    it can, then the second. The last axis takes what is left.
+    A tensor-parallel group must fit in a host of `per_host` ranks. The best choice gives every axis at least its degree
+    in the preset's demonstration plan, then makes the first axis as large as possible, then the second.
     """
     *first, last = open_axes
     if not first:
@@ -37,12 +36,12 @@ def choices(strategy: StrategyConfig, open_axes: Sequence[str], ranks: int, per_
 
 
 def _missing(strategy: StrategyConfig, sizes: Sizes) -> int:
-    """How many axes are smaller than in the demonstrating plan."""
+    """The number of axes that are smaller than in the demonstration plan."""
     return sum(degree < strategy.demo.get(axis, 1) for axis, degree in sizes.items())
 
 
 def first_legal(candidates: Sequence[Sizes], num_problems: Callable[[Sizes], int]) -> tuple[Sizes, bool]:
-    """(the first candidate without a violation, True); if each has some, (the one with the fewest, False)."""
+    """(the first candidate without violations, True); if there is none, (the one with the fewest, False)."""
     if len(candidates) == 1:
         return candidates[0], True
     fewest, best = None, candidates[0]

@@ -57,9 +57,10 @@ def identity(config: Config, plan: Plan | None = None) -> str:
 
 
 def _filled(config: Config, plan: Plan) -> Config:
-    from parallelrun.plan import lr_scale, routing, sample_sets, shorthands
+    from parallelrun.plan import routing, sample_sets, shorthands
+    from parallelrun.plan.optimizers import with_lr_scale
 
-    folded, problems = shorthands.fold(routing.frozen(lr_scale.numbered(config, plan), plan), frozenset())
+    folded, problems = shorthands.fold(routing.frozen(with_lr_scale(config, plan), plan), frozenset())
     assert not problems, "only a config that was resolved is frozen with its plan"
     # The ranks resolve again, and would refuse short names beside their full keys, and unread keys (notes in a sweep).
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}

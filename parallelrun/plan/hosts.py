@@ -1,4 +1,4 @@
-"""Which ranks share a host of the cluster, and how fast a group of them communicates. Torch-free."""
+"""The ranks that share a host of the cluster, and the communication rate of a group of ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
 
 
 def ranks_per_node(cluster: ClusterConfig, world: int) -> int:
-    """Devices a host has, as far as the cluster says; else all ranks are on one host."""
+    """Devices of a host; if the cluster does not give them, the ranks are spread evenly over its nodes."""
     return cluster.gpus_per_node or -(-world // (cluster.nodes or 1))
 
 
 def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
-    """Do all groups of `axis` lie inside one host of `cluster.gpus_per_node` consecutive ranks?"""
+    """Return whether every group of `axis` is inside a host of `cluster.gpus_per_node` consecutive ranks."""
     per_node = cluster.gpus_per_node or plan.world
     if plan.world <= per_node:
         return True
     if axis in (WORLD, EMBEDDING, "pp"):
         return False
-    span, inner = 1, 1  # ranks from a group's first to its last, for a group aligned to its span
-    varying = _leaves(plan, axis)
+    span, inner = 1, 1  # span: from the first to the last rank of a group that is aligned to it
+    varying = _mesh_dims(plan, axis)
     for name, degree in reversed(plan.mesh.mesh_dims):
         inner *= degree
         if name in varying and degree > 1:
@@ -30,13 +30,13 @@ def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
 
 
 def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
-    """How many ranks of a group of `axis` share a host, in the host that has fewest of those it reaches."""
+    """The number of ranks of a group of `axis` that share a host, in the host with the fewest of them."""
     per_node = cluster.gpus_per_node or plan.world
     if axis in (WORLD, EMBEDDING):
         return min(per_node, plan.world) if axis == WORLD else 1
     members = [0]
     inner = 1
-    varying = _leaves(plan, axis)
+    varying = _mesh_dims(plan, axis)
     for name, degree in reversed(plan.mesh.mesh_dims):
         if name in varying:
             members = [rank + inner * i for i in range(degree) for rank in members]
@@ -44,17 +44,17 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     return min(Counter(rank // per_node for rank in members).values())
 
 
-def _leaves(plan: Plan, axis: str) -> set[str]:
-    """The mesh dims that a group of `axis` varies over."""
+def _mesh_dims(plan: Plan, axis: str) -> set[str]:
+    """The mesh dims over which the coordinates of a group of `axis` vary."""
     axis = axis if plan.data.group_size(axis) is None else "dp"
     return {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}
 
 
 def rate_gb_s(plan: Plan, cluster: ClusterConfig, axis: str, point_to_point: bool) -> float | None:
-    """GB/s of one rank in a group of `axis`; None where the cluster does not say.
+    """GB/s of one rank in a group of `axis`; None if the cluster does not give the rates.
 
-    A collective that leaves a host uses the ports of all its q ranks on that host: min(intra, q x inter). A message
-    from rank to rank uses the sender's port.
+    A collective across hosts uses the ports of all its q ranks on a host: min(intra, q x inter). A point-to-point
+    message uses the sender's port.
     """
     if stays_in_node(plan, cluster, axis):
         return cluster.intra_gb_s

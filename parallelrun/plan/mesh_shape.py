@@ -1,4 +1,4 @@
-"""MeshShape: ranks, axes and coordinates as arithmetic. Torch-free; `mesh` turns it into process groups."""
+"""MeshShape: arithmetic on ranks, axes and coordinates. Torch-free; `parallelrun.mesh` creates process groups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from math import prod
 class MeshShape:
     """The worker ranks 0..W-1 laid out on named mesh dims, slowest first.
 
-    leaves: ordered (axis, degree), for example (("pp", 2), ("dp", 2), ("tp", 2)); the last varies fastest.
-    factors: an axis made of leaves, major first, for example ("dp", ("dp_replicate", "dp_shard")) for HSDP or
-    ("tp", ("tp_kv", "tp_copy")) for kv-head replication. An axis that is not named has degree 1 and coordinate 0.
+    mesh_dims: ordered (axis, degree), for example (("pp", 2), ("dp", 2), ("tp", 2)); the last varies fastest.
+    flattened: axes that combine mesh dims, slowest first, for example ("dp", ("dp_replicate", "dp_shard")) for HSDP or
+    ("tp", ("tp_kv", "tp_copy")) for replicated kv heads. An axis without an entry has degree 1 and coordinate 0.
     """
 
     mesh_dims: tuple[tuple[str, int], ...]
@@ -23,7 +23,7 @@ class MeshShape:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Degree of every axis, leaves and flattened ones."""
+        """Degree of every mesh dim and flattened dim."""
         sizes = dict(self.mesh_dims)
         for axis, parts in self.flattened:
             sizes[axis] = prod(sizes.get(part, 1) for part in parts)
@@ -42,38 +42,37 @@ class MeshShape:
         return self.sizes.get(axis, 1)
 
     def mesh_dims_of(self, axis: str) -> tuple[str, ...]:
-        """The leaves that `axis` is made of: itself, unless it is factored."""
+        """The mesh dims of a flattened dim; for a mesh dim, itself."""
         return dict(self.flattened).get(axis, (axis,))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Place of `rank` on every axis, leaves and flattened ones."""
+        """The coordinate of `rank` on every mesh dim and flattened dim."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} is not a worker of {self}"
-        place: dict[str, int] = {}
+        coordinate: dict[str, int] = {}
         for name, degree in reversed(self.mesh_dims):
-            rank, place[name] = divmod(rank, degree)
+            rank, coordinate[name] = divmod(rank, degree)
         for axis, parts in self.flattened:
             index = 0
             for part in parts:
-                index = index * self.size(part) + place.get(part, 0)
-            place[axis] = index
-        return place
+                index = index * self.size(part) + coordinate.get(part, 0)
+            coordinate[axis] = index
+        return coordinate
 
     def rank(self, **coordinate: int) -> int:
         """The rank at a coordinate given on mesh dims or flattened dims; axes left out are 0."""
-        place = dict(coordinate)
         for axis, parts in self.flattened:
-            if axis in place:
-                index = place.pop(axis)
+            if axis in coordinate:
+                index = coordinate.pop(axis)
                 for part in reversed(parts):
-                    index, place[part] = divmod(index, self.size(part))
+                    index, coordinate[part] = divmod(index, self.size(part))
         number = 0
         for name, degree in self.mesh_dims:
-            assert place.get(name, 0) < degree, f"{name}={place.get(name)} is outside its degree {degree}"
-            number = number * degree + place.get(name, 0)
+            assert coordinate.get(name, 0) < degree, f"{name}={coordinate[name]} is outside its degree {degree}"
+            number = number * degree + coordinate.get(name, 0)
         return number
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
-        """The rank groups that vary over `axes` (in mesh order), every other leaf fixed: they partition the mesh."""
+        """The groups of ranks that differ only on `axes`, in mesh order; they partition the mesh."""
         varying = {mesh_dim for axis in axes for mesh_dim in self.mesh_dims_of(axis)}
         fixed = [[(name, i) for i in range(degree)] for name, degree in self.mesh_dims if name not in varying]
         moving = [[(name, i) for i in range(degree)] for name, degree in self.mesh_dims if name in varying]
@@ -86,7 +85,7 @@ class MeshShape:
         varying = {mesh_dim for axis in axes for mesh_dim in self.mesh_dims_of(axis)}
         members, stride = [rank], 1
         for name, degree in reversed(self.mesh_dims):
-            if name in varying:  # faster leaves have been laid out already: this one is slower than they
+            if name in varying:  # members already vary over the faster mesh dims
                 first = members[0] - coordinate[name] * stride
                 offsets = [member - members[0] for member in members]
                 members = [first + i * stride + offset for i in range(degree) for offset in offsets]

@@ -1,7 +1,7 @@
-"""What `parallelrun explain` shows: every message of a strategy's algorithm, as plain data. Torch-free.
+"""The messages of each strategy's algorithm as plain data, for `parallelrun explain`. Torch-free.
 
-A strategy's `explain(plan)` answers with an Explanation for the group of ranks that rank 0 belongs to; other groups do
-the same with their own tensors. A test adds the messages up, and they must equal the predicted calls and bytes.
+A strategy's `explain(plan)` returns an Explanation for the group of rank 0; other groups do the same with their own
+tensors. A test checks that the sums of all messages equal the predicted calls and bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.structure import Collective, Plan
 
-WORDS = {  # what collectives of a purpose carry, where the purpose alone does not say it
+WORDS = {  # contents of collectives whose purpose is not self-explanatory
     "tied": "gradients of the tied weight",
     "partial": "gradients that are partial sums",
     "parameters": "updated weights",
@@ -22,7 +23,7 @@ MESH_AXES = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep"}
 
 @dataclass(frozen=True)
 class Message:
-    """From one rank to another. calls: how many the runtime starts for it, which sends long ones in pieces."""
+    """A message from one rank to another. calls: number of transfers; the runtime splits long messages."""
 
     source: int
     target: int
@@ -34,7 +35,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Call:
-    """`calls` alike collectives over `ranks`, of `payload_bytes` together. Their inner messages are the backend's."""
+    """`calls` equal collectives over `ranks`, of `payload_bytes` in total. The backend chooses their messages."""
 
     operation: str
     ranks: tuple[int, ...]
@@ -47,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """What happens together, before the next round."""
+    """Messages and collectives that run at the same time, before the next round."""
 
     title: str
     messages: tuple[Message, ...] = ()
@@ -56,7 +57,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rounds one after the other. repeats: how often in a step, such as once a microbatch."""
+    """Consecutive rounds. repeats: their number of repetitions in a step, such as one per microbatch."""
 
     title: str
     rounds: tuple[Round, ...]
@@ -65,9 +66,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One strategy of a plan. axis: data | tensor | pipeline | expert. message_axis: the axis that its messages are
-    counted under. text: what it does, in sentences; source: the paper; ranks: those whose messages are listed, of
-    `num_groups` groups that do the same."""
+    """The explanation of one strategy of a plan.
+
+    axis: data | tensor | pipeline | expert. text: a description in sentences. source: the paper. ranks: the group whose
+    messages are listed, one of `num_groups` equal groups. message_axis: the axis of its messages in the prediction.
+    """
 
     axis: str
     kind: str
@@ -79,8 +82,22 @@ class Explanation:
     exchanges: tuple[Exchange, ...]
 
 
+def explain(plan: Plan) -> tuple[Explanation, ...]:
+    """The messages of the strategy of each axis with several ranks. Raises ConfigError for a plan of one rank."""
+    if plan.world == 1:
+        what = "one rank sends nothing, so there is nothing to explain"
+        raise ConfigError(Problem(what, "world", "world=4", "parallelrun explain strategy=ring world=4"))
+    axes = [
+        (plan.tensor, plan.mesh.size("tp") > 1),
+        (plan.expert, plan.expert is not None),
+        (plan.pipeline, plan.mesh.size("pp") > 1),
+        (plan.data, plan.mesh.size("dp") > 1 or plan.servers > 0),
+    ]
+    return tuple(strategy.explain(plan) for strategy, has_ranks in axes if has_ranks and strategy is not None)
+
+
 def rows(explanation: Explanation, rank: int) -> list[Collective]:
-    """What the explanation says that `rank` sends and receives in a step, as rows of the prediction."""
+    """The messages and collectives of `rank` in a step, as rows that can be compared with the prediction."""
     found = []
     for exchange in explanation.exchanges:
         for one in exchange.rounds:
@@ -99,8 +116,8 @@ def rows(explanation: Explanation, rank: int) -> list[Collective]:
 
 
 def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
-    """The group of `rank` over a mesh axis (or several, joined by `+`), over `embedding`, over the `world`, or over
-    groups of the data strategy's own."""
+    """The group of `rank` over a mesh axis (or several, joined by `+`), `embedding`, `world`, or an axis of the data
+    strategy."""
     coordinate = plan.mesh.coordinate(rank) if rank < plan.num_workers else {}
     if (own := plan.data.members(axis, coordinate.get("dp", 0))) is not None:
         everyone = plan.mesh.group_of(rank, "dp")
@@ -115,36 +132,27 @@ def ranks_over(plan: Plan, axis: str, rank: int = 0) -> tuple[int, ...]:
 
 
 def calls_of(found: Iterable[Collective], plan: Plan, ranks: Sequence[int]) -> list[tuple[Call, ...]]:
-    """Predicted rows, which are the same on all of `ranks`, as calls: for each row one in every group that they are in.
+    """Predicted collectives, which are equal on all of `ranks`, as calls: for each row, one per group of these ranks.
 
-    Only for collectives; of messages the algorithm itself must tell the peers.
+    Not for point-to-point rows, which do not contain the peers.
     """
-    return [
-        tuple(
-            Call(
-                row.operation,
-                members,
-                WORDS.get(row.purpose, row.purpose.replace("_", " ")),
-                row.payload_bytes,
-                row.axis,
-                row.purpose,
-                row.calls,
-            )
-            for members in groups_over(plan, row.axis, ranks)
-        )
-        for row in found
-    ]
+
+    def call(row: Collective, members: tuple[int, ...]) -> Call:
+        what = WORDS.get(row.purpose, row.purpose.replace("_", " "))
+        return Call(row.operation, members, what, row.payload_bytes, row.axis, row.purpose, row.calls)
+
+    return [tuple(call(row, members) for members in groups_over(plan, row.axis, ranks)) for row in found]
 
 
 def groups_over(plan: Plan, axis: str, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """The groups over `axis` that the ranks are in, each once."""
+    """The distinct groups over `axis` that contain the ranks."""
     return list(dict.fromkeys(ranks_over(plan, axis, rank) for rank in ranks))
 
 
 def explanation_of_calls(
     axis: str, kind: str, text: str, source: str, plan: Plan, found: Sequence[Collective]
 ) -> Explanation:
-    """Of a strategy all of whose traffic is collectives: one round for each row of the prediction of rank 0."""
+    """Explain a strategy that only uses collectives: one round for each predicted row of rank 0."""
     mesh_axis = MESH_AXES[axis]
     ranks = ranks_over(plan, mesh_axis)
     rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(found, plan, ranks))

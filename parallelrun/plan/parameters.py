@@ -1,4 +1,4 @@
-"""What a rank holds and updates: parameters by one-device name, with the layouts that say which part. Torch-free."""
+"""The parameters that a rank holds and updates, by one-device name, each with its layout. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """One parameter that a pp rank holds, as its stage's module stores it before any data strategy.
+    """One parameter that a pp rank holds, as its stage's module stores it before a data strategy shards it.
 
     name: its name in the module (a tied copy's own name). spec: its logical parameter. stage: index into plan.stages.
-    layout: its module_layout. shared: a tied copy on another coordinate than its original, counted by that one.
+    layout: its module_layout. shared: a tied copy on another pp rank than its original, which counts it.
     """
 
     name: str
@@ -34,12 +34,11 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What the optimizer updates: this rank's part of one logical parameter.
+    """This rank's part of one logical parameter, as the optimizer updates it.
 
-    tensor: local leaf whose `.grad` the data strategy fills; it shares storage with what the module computes with, or
-    `DataRuntime.finish_update` brings it there. layout: which part it is (the data strategy's state_layout), with the
-    axes
-    its gradient is partial over.
+    tensor: a leaf whose `.grad` the data strategy sets. It shares storage with the module's parameter, or
+    `DataRuntime.finish_update` copies it there. layout: the data strategy's state_layout, with the axes over which its
+    gradient is partial.
     """
 
     name: str
@@ -50,9 +49,10 @@ class LocalParameter:
 
 
 def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
-    """How the modules of a stage store a parameter, before any data strategy: as the tensor strategy lays it on its
-    axes, and of
-    layers of experts, which are spread over ep, only this rank's experts (dim 0)."""
+    """The layout of a parameter in a stage's modules before a data strategy shards it.
+
+    It is the tensor strategy's layout; expert weights are also sharded over ep on dim 0.
+    """
     layout = plan.tensor.layout(spec, plan)
     if spec.layer_role != "expert" or plan.mesh.size("ep") == 1:
         return layout
@@ -60,10 +60,10 @@ def module_layout(spec: ParameterSpec, plan: Plan) -> Layout:
 
 
 def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
-    """The parameters of pp rank `position`, in the order of stages, blocks and layers.
+    """The parameters of a pp rank in the order of stages, blocks and layers.
 
-    A tied copy follows its block's own parameters; where its original lies on the same coordinate it is the same
-    tensor and is not listed.
+    A tied copy follows its block's own parameters. A copy on the same pp rank as its original is the same tensor and is
+    not listed.
     """
     key = "held_parameters", pp_rank
     if key not in plan.cache:
@@ -72,9 +72,9 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
 
 
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:
-    """(parameter, how many) of a pp rank: those of blocks that are alike are counted, not listed."""
+    """(parameter, count) of a pp rank: equal blocks of a stage are counted instead of listed."""
     alike = plan.spec.first_alike
-    first: dict[tuple[int, str], str] = {}  # stage and kind of block -> the first such block there
+    first: dict[tuple[int, str], str] = {}  # (stage, first equal block of the model) -> first equal block of the stage
     counts: Counter[str] = Counter()
     for stage in plan.stages_of(pp_rank):
         for name in stage.blocks:
@@ -84,7 +84,7 @@ def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, i
 
 def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:
     copies = {original: copy for copy, original in plan.tied_copies}
-    layouts: dict[str, list[Layout]] = {}  # of the parameters of blocks that are alike
+    layouts: dict[str, list[Layout]] = {}  # of the parameters of equal blocks
     for stage in plan.stages_of(pp_rank):
         for name in stage.blocks:
             block, kind = plan.spec.block(name), plan.spec.first_alike[name]
@@ -100,8 +100,8 @@ def _held(plan: Plan, pp_rank: int) -> Iterator[HeldParameter]:
 def owns(layout: Layout, shape: MeshShape, coordinate: Mapping[str, int]) -> bool:
     """True on exactly one of the ranks that hold the same part of a tensor of one pipeline stage.
 
-    The rank with coordinate 0 on every mesh dim that holds copies; pp is not such an axis (other stages hold other
-    tensors), and an axis made of leaves covers all of them.
+    It is the rank with coordinate 0 on every mesh dim over which the tensor is replicated. pp is excluded: other stages
+    hold other tensors.
     """
     covered = {mesh_dim for axis in layout.axes for mesh_dim in shape.mesh_dims_of(axis)}
     return all(

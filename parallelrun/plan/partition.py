@@ -1,4 +1,4 @@
-"""Cutting the ordered blocks of a model into pipeline stages: exact min-max by cost, evenly, or by hand."""
+"""Partition of a model's blocks into pipeline stages: by cost (exact min-max), uniformly, or as the user lists."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import accumulate, pairwise
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import BlockSpec, ModelSpec
-from parallelrun.wording import closest
+from parallelrun.wording import closest, divisors
 
 
 def partition(costs: list[float], num_stages: int) -> list[int]:
     """Sizes of `num_stages` non-empty contiguous parts of `costs` (>= 0) whose largest sum is the smallest possible.
 
-    Among those, the one with the least sum of squared part costs (so the lighter stages are even too). Exact: a greedy
-    test finds the least bound, then a dynamic programme runs over the cuts that can keep it. Those are few where costs
-    are alike, so that thousands of layers take no time.
+    Ties are broken by the least sum of squared part costs, which makes the lighter stages even too. Exact: bisection
+    with a greedy test finds the least bound, then a dynamic programme searches the cuts within that bound. These are
+    few if costs are similar, so thousands of layers are fast.
     """
     num_blocks = len(costs)
     assert 1 <= num_stages <= num_blocks, f"{num_blocks} blocks do not make {num_stages} non-empty stages"
@@ -25,10 +25,10 @@ def partition(costs: list[float], num_stages: int) -> list[int]:
 
 
 def _least_bound(prefix: list[float], num_stages: int) -> float:
-    """The least bound that `num_stages` contiguous parts can keep: the sum of one of them.
+    """The least bound on the sums of `num_stages` contiguous parts; it is the sum of one of them.
 
-    Bisection between bounds that are sums of parts: what a bound that can be kept really needs, and the least sum by
-    which one that cannot is exceeded.
+    Bisection on sums of parts: a feasible bound is lowered to the largest sum that it needs, an infeasible one is
+    raised to the least sum that exceeds it.
     """
     low = max(prefix[i + 1] - prefix[i] for i in range(len(prefix) - 1))
     high = prefix[-1]
@@ -44,11 +44,11 @@ def _least_bound(prefix: list[float], num_stages: int) -> float:
 
 
 def _greedy_ends(prefix: list[float], bound: float) -> list[int]:
-    """Where the fewest contiguous parts of cost <= bound end; no block alone exceeds it."""
+    """The ends of the fewest contiguous parts of cost <= bound. No single block exceeds the bound."""
     ends, end, last = [], 0, len(prefix) - 1
     while end < last:
         start, end = end, bisect_right(prefix, prefix[end] + bound, end + 1) - 1
-        while end < last and prefix[end + 1] - prefix[start] <= bound:  # a sum and a difference may round otherwise
+        while end < last and prefix[end + 1] - prefix[start] <= bound:  # a sum and a difference may round differently
             end += 1
         while end > start + 1 and prefix[end] - prefix[start] > bound:
             end -= 1
@@ -60,8 +60,7 @@ def _greedy_ends(prefix: list[float], bound: float) -> list[int]:
 def _even_parts(prefix: list[float], num_stages: int, limit: float) -> list[int]:
     """Part sizes with every part <= limit and the least sum of squares, by dynamic programming from the right.
 
-    After k parts the cut is at most where k greedy parts end, and at least where the other parts, greedy from the
-    right, begin.
+    Cut k is not after the end of k greedy parts, and not before the begin of the other parts, greedy from the right.
     """
     num_blocks = len(prefix) - 1
     ends = [0, *_greedy_ends(prefix, limit)]
@@ -69,7 +68,7 @@ def _even_parts(prefix: list[float], num_stages: int, limit: float) -> list[int]
     begins = [num_blocks, *(num_blocks - end for end in _greedy_ends(mirrored, limit * (1 + 1e-9)))]
     latest = [min(ends[min(k, len(ends) - 1)], num_blocks - num_stages + k) for k in range(num_stages + 1)]
     earliest = [max(begins[min(num_stages - k, len(begins) - 1)], k) for k in range(num_stages + 1)]
-    best: dict[int, float] = {num_blocks: 0.0}  # blocks i.. in the number of parts handled so far
+    best: dict[int, float] = {num_blocks: 0.0}  # first block -> least sum of squares of the parts handled so far
     choices: list[dict[int, int]] = []
     for cut in reversed(range(num_stages)):
         row: dict[int, float] = {}
@@ -108,7 +107,7 @@ def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[st
 
 
 def num_cuttable(spec: ModelSpec) -> int:
-    """The most stages a model can be cut into: its layers, or its blocks if it has no layers."""
+    """The largest number of stages: the model's layers, or its blocks if it has no layers."""
     return min(spec.num_layers or len(spec.blocks), len(spec.blocks))
 
 
@@ -119,21 +118,15 @@ def _by_cost(spec: ModelSpec, num_stages: int) -> tuple[list[int], list[Problem]
 
 
 def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int], list[Problem]]:
-    """As many transformer blocks on every stage; what precedes them goes to the first, what follows to the last."""
-    middle = [i for i, block in enumerate(blocks) if block.kind not in ("embedding", "head")]
-    if not middle:
-        middle = list(range(len(blocks)))
+    """Equally many transformer blocks per stage; the embedding goes to the first stage, the head to the last."""
+    middle = [i for i, block in enumerate(blocks) if block.is_recomputed] or list(range(len(blocks)))
     if len(middle) % num_stages:
-        legal = [n for n in range(1, len(middle) + 1) if len(middle) % n == 0]
-        return [], [
-            Problem(
-                f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for; "
-                f"numbers of stages that do: {', '.join(map(str, legal))}",
-                "strategy.pipeline.partition",
-                "strategy.pipeline.partition=cost",
-                kind="arithmetic",
-            )
-        ]
+        what = (
+            f"{len(middle)} layers do not divide by {num_stages} stages, and partition=uniform was asked for; "
+            f"numbers of stages that do: {', '.join(map(str, divisors(len(middle))))}"
+        )
+        where = "strategy.pipeline.partition"
+        return [], [Problem(what, where, f"{where}=cost", kind="arithmetic")]
     each = len(middle) // num_stages
     sizes = [each] * num_stages
     sizes[0] += middle[0]
@@ -142,7 +135,7 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int],
 
 
 def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) -> tuple[list[int], list[Problem]]:
-    """The first block of every stage but the first, in model order."""
+    """The stages that begin at the blocks of `split`, after a first stage that begins at the first block."""
     where = "strategy.pipeline.split"
     names = [block.name for block in blocks]
     unknown = [name for name in split if name not in names]

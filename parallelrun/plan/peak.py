@@ -1,8 +1,8 @@
-"""The most bytes a worker holds at once in a step: a walk through its schedule's backward passes. Torch-free.
+"""The peak memory of a worker in a step, from a walk through its schedule's backward passes. Torch-free.
 
-Memory is highest in backward: when the pass of a stage begins, everything that its microbatches in flight have saved is
-there, and while it goes through the blocks, gradients of activations and of weights come in addition. Forward needs
-less than the backward pass that follows it, and so does the optimizer, unless a step has hardly any activations.
+Memory is highest in backward: a stage's backward pass begins with the activations of all its microbatches in flight,
+and adds gradients of activations and weights block by block. Forward needs less than the backward pass that follows it,
+and so does the optimizer, unless a step has hardly any activations.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from parallelrun.plan.structure import Plan, Stage
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
-INDEX_BYTES = 8  # of a token, a target and the number of a sample
+INDEX_BYTES = 8  # of a token, of a target and of a sample's index
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds at one moment beside weights, optimizer state and what its data strategy always holds.
+    """The bytes of a rank at one moment, without weights, optimizer state and the data strategy's permanent buffers.
 
-    gradients: complete ones of whole stages. activations: saved for backward. temporary: all that is there only while a
-    block's backward pass runs, and the batch.
+    gradients: of stages whose backward has run. activations: saved for backward. temporary: tensors that exist only
+    during a block's backward pass, and the batch.
     """
 
     gradients: int
@@ -41,17 +41,20 @@ class Moment:
 
 @dataclass(frozen=True)
 class BackwardBlock:
-    """A block as its backward pass finds it. kept: what every microbatch in flight holds of it. passes: its layers in
-    forward order. again: saved tensors that recomputation brings back first."""
+    """The bytes of a block in its backward pass.
+
+    kept: saved by every microbatch in flight. passes: its layers in forward order. again: saved tensors that are
+    recomputed first.
+    """
 
     kept: int
     passes: tuple[LayerBackward, ...]
     again: int = 0
 
     def working_bytes(self, accumulates: bool) -> int:
-        """The most that the pass holds at once beyond `kept`.
+        """The peak of the pass beyond `kept`.
 
-        accumulates: gradients of weights stay until the pass is over; else each is added to a sum and freed.
+        accumulates: weight gradients are kept until the pass ends; else each is added to a sum and freed.
         """
         remaining = total = sum(one.kept for one in self.passes)
         most, produced = 0, 0
@@ -64,20 +67,18 @@ class BackwardBlock:
 
 
 def worst(plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> Moment:
-    """The moment of a step at which the rank at that coordinate holds most."""
+    """The moment of a step at which a rank holds most."""
     return _Walk(plan, pp_rank, coordinate).worst()
 
 
 def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
-    """Bytes of the gradients as backward leaves them: in the stored dtype, whole on the data axis."""
-    sizes, each = plan.mesh.sizes, BYTES[plan.precision.stored]
-    return each * sum(
-        p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in held if not p.spec.frozen
-    )  # fmt: skip
+    """Bytes of the gradients that backward produces: in the stored dtype, not sharded by the data strategy."""
+    sizes, trained = plan.mesh.sizes, (p for p in held if not p.spec.frozen)
+    return BYTES[plan.precision.stored] * sum(p.layout.local_numel(p.spec.shape, sizes, coordinate) for p in trained)
 
 
-def looks(plan: Plan, pp_rank: int) -> object:
-    """Equal for pp ranks whose ranks send the same and hold the same weights: alike in blocks and neighbours."""
+def alike_key(plan: Plan, pp_rank: int) -> object:
+    """A key that is equal for pp ranks with equal blocks and neighbours: their ranks send and store the same."""
     last, alike = len(plan.stages) - 1, plan.spec.first_alike
     holder = [stage.pp_rank for stage in plan.stages]
     return tuple(
@@ -91,15 +92,15 @@ def looks(plan: Plan, pp_rank: int) -> object:
 
 
 class _Walk:
-    """One rank's step. Stages are looked at once each; the order of actions says what is in flight at each backward."""
+    """A walk through one rank's step. Each stage is measured once; the actions give the microbatches in flight."""
 
     def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
         self._stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
-        others = tuple(sorted((axis, place) for axis, place in coordinate.items() if axis != "pp"))
-        # Coordinates that are alike differ only in what is in flight, so all else is computed once for them.
-        self._shared: dict[object, Any] = plan.cache.setdefault(("peak", looks(plan, pp_rank), others), {})
+        others = tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
+        # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
+        self._shared: dict[object, Any] = plan.cache.setdefault(("peak", alike_key(plan, pp_rank), others), {})
         self._gradients = {index: self._gradients_of(index) for index in self._stages}
         self._blocks = {
             index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
@@ -109,7 +110,7 @@ class _Walk:
 
     def worst(self) -> Moment:
         begun: Counter[int] = Counter()  # backward passes by stage
-        waiting: Counter[int] = Counter()  # microbatches by stage whose weights' gradients are still to be computed
+        waiting: Counter[int] = Counter()  # by stage: microbatches whose weight gradients are not computed yet
         batch = _batch_bytes(self._plan, self._pp_rank)
         worst: Moment | None = None
         for action, activations in self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
@@ -133,7 +134,7 @@ class _Walk:
         return end if worst is None or end.total > worst.total else worst
 
     def _backward_block(self, name: str) -> BackwardBlock:
-        """Blocks that are alike are looked at once; the loss is behind the model's last."""
+        """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
         spec = self._plan.spec
         key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
         if key not in self._plan.cache:
@@ -148,11 +149,11 @@ class _Walk:
         return self._shared[key]
 
     def _apart(self, index: int) -> int:
-        """What a microbatch of a stage keeps, beside what forward has saved, from its input pass to its weight pass."""
+        """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
         return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
 
     def _largest(self, index: int) -> int:
-        """The gradient of the largest layer's weights, before it is added up."""
+        """Bytes of the largest layer's weight gradient, before it is accumulated."""
         return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
@@ -164,13 +165,12 @@ class _Walk:
         return waiting
 
     def _complete(self, begun: Iterable[int]) -> int:
-        """Gradients that the data strategy does not take from the weights: those of stages whose backward has run
-        before."""
+        """Bytes of gradients of stages whose backward has run, unless the data strategy takes them away."""
         return sum(sum(self._gradients[index]) for index in begun if self._waiting[index] is None)
 
     def _beyond_kept(self, index: int, number: int) -> int:
-        """The most that backward pass `number` of a stage holds beyond what all microbatches in flight have saved."""
-        middle = 0 < number < self._plan.batch.microbatches - 1  # all alike from the third on
+        """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight."""
+        middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
         number = min(number, 2) if middle else number
         key = "beyond", self._number[index], number
         if key not in self._shared:
@@ -180,18 +180,17 @@ class _Walk:
     def _compute_beyond(self, index: int, number: int) -> int:
         blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)
         accumulates = number == 0 or waiting is not None
-        freed = produced = 0
-        most = 0
-        for place in reversed(range(len(blocks))):
-            beside = waiting[place] if waiting is not None else produced
-            most = max(most, blocks[place].working_bytes(accumulates) + beside - freed)
-            freed += blocks[place].kept
-            produced += gradients[place] if accumulates else 0
+        freed = produced = most = 0
+        for i in reversed(range(len(blocks))):
+            other = waiting[i] if waiting is not None else produced
+            most = max(most, blocks[i].working_bytes(accumulates) + other - freed)
+            freed += blocks[i].kept
+            produced += gradients[i] if accumulates else 0
         return most
 
 
 def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinate: dict[str, int]) -> list[int]:
-    """Per block of a stage, bytes of its gradients. That of a tied weight comes first with the block that reads it."""
+    """Bytes of gradients per block of a stage. A tied weight counts in the block that reads it, which runs first."""
     reader = {original: block.name for block in plan.spec.blocks for layer in block.layers for original in [layer.tied]}
     sizes = dict.fromkeys(stage.blocks, 0)
     for parameter in held:
@@ -210,7 +209,7 @@ def _backward_block(block: BlockSpec, plan: Plan) -> BackwardBlock:
 
 
 def _batch_bytes(plan: Plan, pp_rank: int) -> int:
-    """The samples of the data replica in this step: inputs on the first stage, targets on the last."""
+    """Bytes of the data replica's samples of a step: inputs on the first stage, targets on the last."""
     spec, samples = plan.spec, plan.batch.replica_batch
     each = INDEX_BYTES if spec.kind == "tokens" else BYTES[plan.precision.compute]
     inputs = prod(spec.sample_shape) * each if pp_rank == plan.stages[0].pp_rank else 0

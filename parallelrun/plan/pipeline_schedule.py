@@ -1,4 +1,4 @@
-"""The base class of pipeline schedules: what every schedule answers before a run. Torch-free."""
+"""The base class of pipeline schedules. Torch-free."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PipelineSchedule(ABC):
 
     @classmethod
     def default_virtual_stages(cls, pp: int, num_layers: int) -> int:
-        """Return the stages per rank where the user gives none. num_layers: the most stages the model can have."""
+        """Return the default number of stages per rank. num_layers: the most stages the model can have."""
         return 2 if cls.takes_virtual_stages else 1
 
     @classmethod

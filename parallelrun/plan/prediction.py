@@ -1,7 +1,7 @@
-"""What a plan sends and holds before it runs: collectives, bytes in memory. Torch-free, closed form.
+"""Predicted collectives and memory of a plan, in closed form. Torch-free.
 
-Ranks that differ only in copies or in even shards cost the same, and so do pp ranks with the same kinds of
-blocks, so each class of ranks is computed once: 16,384 ranks take no longer than 16 (a test compares with every rank).
+Ranks with copies or even shards of the same tensors cost the same, and so do pp ranks with equal blocks. Each class of
+ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares with every rank).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallelrun.precision import BYTES
 
 CONTROL = "control"
 INT64_BYTES = 8
-# The part of a full-size buffer of n ranks that one rank must send under a bandwidth-optimal algorithm.
+# The part of a full-size buffer that each of n ranks sends under a bandwidth-optimal algorithm.
 WIRE = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -38,13 +38,13 @@ LEAVES_OUT = (
 
 
 def wire_bytes(row: Collective, size: int) -> int:
-    """Bytes one rank must send for `row` over a group of `size` ranks under a bandwidth-optimal algorithm."""
+    """Bytes that one of `size` ranks sends for `row` under a bandwidth-optimal algorithm."""
     return round(row.payload_bytes * WIRE[row.operation](size)) if size > 1 else 0
 
 
 def group_size(plan: Plan, axis: str) -> int:
-    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (servers too), `embedding`, or one of the
-    data strategy's own."""
+    """Ranks in a group of `axis`: a mesh axis, several joined by `+`, `world` (with servers), `embedding`, or an axis
+    of the data strategy."""
     own = plan.data.group_size(axis)
     if own is not None:
         return own
@@ -54,18 +54,16 @@ def group_size(plan: Plan, axis: str) -> int:
 
 
 def steps_between(plan: Plan, purpose: str) -> int:
-    """Every how many steps rows of a purpose are sent: 1, but for what independent replicas tell each other."""
+    """The number of steps from one transfer of a purpose to the next: above 1 for SYNC of independent replicas."""
     return plan.data.sync_every if purpose == SYNC else 1
 
 
 def collectives(plan: Plan, rank: int) -> list[Collective]:
-    """Everything `rank` sends in one steady training step, by axis, operation and purpose; control traffic apart.
+    """Everything that `rank` sends in one steady training step, by axis, operation and purpose.
 
-    The step is one that sends all that is ever sent (`DataStrategy.full_step`); `steps_between` says how rare a row is.
-
-    The strategies' own rows (the data strategy's include the sums over partial axes and of tied copies, which are sized
-    by its
-    shards) and one all-reduce of the control numbers. Where there are servers, these agree with each worker instead.
+    The step is one in which every row is sent (`DataStrategy.full_step`); see `steps_between` for rarer rows. The data
+    strategy's rows include the sums over partial axes and of tied copies, because its shards determine their size.
+    Control numbers take one all-reduce; servers exchange them with each worker instead.
     """
     if plan.role(rank) == "server":
         return merge(plan.data.server_collectives(rank - plan.num_workers, plan))
@@ -86,12 +84,12 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
         elements = CONTROL_ELEMENTS + plan.num_norms
         rows.append(Collective(WORLD, "all_reduce", CONTROL, 1, elements * BYTES["float64"]))
     if plan.spec.mask_token is not None and pp_rank == plan.last_stage_pp_rank and plan.mesh.size("dp") > 1:
-        rows.append(Collective("dp", "all_reduce", CONTROL, 1, INT64_BYTES))  # how many targets are not ignored
+        rows.append(Collective("dp", "all_reduce", CONTROL, 1, INT64_BYTES))  # the number of valid targets
     return merge(rows)
 
 
 def merge(rows: list[Collective]) -> list[Collective]:
-    """One row per axis, operation and purpose of which there are calls, sorted."""
+    """Merge rows with equal axis, operation and purpose; sort them and drop those without calls."""
     merged: dict[tuple[str, str, str], Collective] = {}
     for row in rows:
         key = row.axis, row.operation, row.purpose
@@ -106,14 +104,14 @@ def merge(rows: list[Collective]) -> list[Collective]:
 
 
 def _most(a: Collective, b: Collective) -> int | None:
-    """The bound of two rows together; None where both are exact."""
+    """The bound of the sum of two rows; None if both are exact."""
     if a.most_bytes is None and b.most_bytes is None:
         return None
     return sum(row.payload_bytes if row.most_bytes is None else row.most_bytes for row in (a, b))
 
 
 def matches_prediction(row: Mapping[str, Any]) -> bool:
-    """Does a row of comm.json agree with its prediction (`Collective.allows`)?"""
+    """Return whether a row of comm.json matches its prediction (`Collective.allows`)."""
     said = row["predicted_calls"], row["predicted_payload_bytes"], row.get("predicted_most_bytes")
     return Collective("", "", "", *said).allows(row["calls"], row["payload_bytes"])
 
@@ -123,7 +121,7 @@ def _numel(held: HeldParameter, layout: Layout, plan: Plan, coordinate: Mapping[
 
 
 def memory(plan: Plan, rank: int) -> Memory:
-    """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers keep the optimizer's state."""
+    """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers hold the optimizer state."""
     if plan.role(rank) == "server":
         return plan.data.server_memory(rank - plan.num_workers, plan)
     data, coordinate = plan.data, plan.mesh.coordinate(rank)
@@ -144,30 +142,24 @@ def memory(plan: Plan, rank: int) -> Memory:
     gradients += data.held_bytes(coordinate["pp"], coordinate, plan) if is_combined else 0
     gathered = data.gathered_bytes(coordinate["pp"], coordinate, plan)
     moment = peak.worst(plan, coordinate["pp"], coordinate)
-    return Memory(
-        weights + gathered,
-        gradients + moment.gradients,
-        states,
-        moment.activations,
-        moment.temporary,
-        LEAVES_OUT,
-    )
+    gradients += moment.gradients
+    return Memory(weights + gathered, gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
-    """pp ranks whose ranks send the same and hold the same weights: see `peak.looks`."""
+    """Group pp ranks whose ranks send the same and hold the same weights (`peak.alike_key`)."""
     classes: dict[object, list[int]] = {}
     for pp_rank in range(plan.mesh.size("pp")):
-        classes.setdefault(peak.looks(plan, pp_rank), []).append(pp_rank)
+        classes.setdefault(peak.alike_key(plan, pp_rank), []).append(pp_rank)
     return list(classes.values())
 
 
 def rank_classes(plan: Plan) -> list[tuple[int, int]]:
-    """(a rank, how many ranks send the same), the first of all holding most.
+    """(first rank, number of ranks) of every class of ranks that send the same; the very first rank holds most.
 
-    Classes of workers are made by pp ranks that look alike, by tensor coordinate where weights lie unevenly on
-    the tensor axes, and by data coordinate where shards of what is summed last (partial axes, tied copies) are uneven,
-    or where the data strategy says so (`sending_classes`). Every server is one by itself.
+    Workers are classified by equal pp ranks, then by tp rank if weights are sharded unevenly over tp, then by dp rank
+    if shards of the last sums (partial axes, tied copies) are uneven or the data strategy distinguishes dp ranks
+    (`sending_classes`). Every server is its own class.
     """
     num_tensor, num_data = plan.mesh.size("tp"), plan.mesh.size("dp")
     originals = {original for _, original in plan.tied_copies}
@@ -189,7 +181,7 @@ def rank_classes(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[int]) -> list[tuple[int, int]]:
-    """(the first, how many) of those ranks that hold parts of the same shapes of all these tensors."""
+    """(first rank, number of ranks) of each class of `ranks` whose parts of all tensors have equal shapes."""
     found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in ranks:
         coordinate = plan.mesh.coordinate(rank)
@@ -200,9 +192,10 @@ def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[i
 
 @dataclass(frozen=True)
 class Traffic:
-    """One row of the account: what the busiest rank sends and what all ranks together send, in one step of `every`.
+    """Predicted traffic of one axis, operation and purpose: of the busiest rank, and in total over all ranks.
 
-    most_bytes: the busiest rank's bound on payload_bytes, where that depends on the data.
+    every: the traffic occurs once in so many steps. most_bytes: the busiest rank's bound on payload_bytes, if these
+    depend on the data.
     """
 
     axis: str
@@ -220,7 +213,7 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
-    """(the rank that must send most, a row per axis, operation and purpose)."""
+    """(the rank that sends most, a row per axis, operation and purpose)."""
     per_class = [(rank, num_ranks, collectives(plan, rank)) for rank, num_ranks in rank_classes(plan)]
 
     def sends(rows: list[Collective]) -> float:
@@ -247,5 +240,5 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
 
 
 def memories(plan: Plan) -> dict[int, Memory]:
-    """Per pp rank the Memory of the rank of it that holds most (the first)."""
+    """Per pp rank, the Memory of its first rank, which holds most."""
     return {pp_rank: memory(plan, plan.mesh.rank(pp=pp_rank)) for pp_rank in range(plan.mesh.size("pp"))}

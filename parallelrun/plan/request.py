@@ -1,4 +1,4 @@
-"""What a strategy is asked about before the plan exists. Torch-free."""
+"""The input of the checks that strategies run before the plan exists. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from parallelrun.plan.structure import Batch
 
 @dataclass(frozen=True)
 class Request:
-    """The degrees and batch as filled, before they are known to be legal. batch is None if it does not divide.
+    """The filled degrees and batch, before they are known to be legal. batch: None if it is not divisible.
 
-    servers: ranks beside the dp x tp x pp workers.
+    servers: ranks in addition to the pp x dp x tp workers.
     """
 
     config: Config

@@ -11,9 +11,10 @@ from parallelrun.config.keys import Key, known_keys
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
-from parallelrun.plan import lr_scale
-from parallelrun.plan.optimizers import OPTIMIZERS
+from parallelrun.plan.load import tensor_strategy
+from parallelrun.plan.optimizers import OPTIMIZERS, check_lr_scale
 from parallelrun.precision import TABLE
+from parallelrun.registry import has
 from parallelrun.wording import DETAILS, did_you_mean, one_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -40,7 +41,7 @@ def too_large(config: Config) -> list[Problem]:
 def check(config: Config) -> list[Problem]:
     """Every violation that needs neither degrees nor a model's spec."""
     problems = out_of_bounds(config) + one_of("optimizer", config.optimizer.name, OPTIMIZERS)
-    problems += _betas(list(config.optimizer.betas)) + lr_scale.check(config) + _profile(config)
+    problems += _betas(list(config.optimizer.betas)) + check_lr_scale(config) + _profile(config)
     problems += _peaks(config.cluster.peak_tflops)
     for section in config.detail.split(",") if config.detail is not None else ():
         problems += one_of("detail", section, (*DETAILS, "all"))
@@ -67,6 +68,23 @@ def check_tokens(config: Config, spec: ModelSpec | None) -> list[Problem]:
         return []
     what = f"tokens={config.tokens:g}: model={spec.name} reads {spec.kind}, not tokens"
     return [Problem(what, "tokens", "leave tokens out", kind="undefined")]
+
+
+def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
+    """Check that the tensor strategy can split an image classifier.
+
+    Layout 1d splits large linear layers, which hold most weights of AlexNet and VGG; convolutions are replicated.
+    """
+    if spec.kind != "images" or tp == 1:
+        return []
+    if not any(layer.layer_role == "column_parallel" for layer in spec.layers()):
+        what = f"model={spec.name}: convolutions are not split by channels, so tp={tp} has nothing to split"
+        return [Problem(what, "tp", f"tp=1 dp={tp} or tp=1 pp={tp}", kind="not_built")]
+    kind = config.strategy.tensor.kind
+    if not (has("strategies", f"tensor.{kind}") and tensor_strategy(kind).splits_images):
+        what = f"model={spec.name}: layout={kind} does not split images, only layout=1d is built"
+        return [Problem(what, "layout", "layout=1d or strategy=tp", kind="not_built")]
+    return []
 
 
 def out_of_bounds(config: Config, section: str = "") -> list[Problem]:

@@ -1,7 +1,7 @@
-"""Sets of samples that BatchNorm takes statistics over: by global sample index, so that no plan changes the model.
+"""Sample sets for BatchNorm statistics, defined by global sample index, so that no plan changes the model. Torch-free.
 
-`model.norm_samples` = G: sets of G consecutive samples; null: the whole global batch; `local`: the micro-batch of this
-plan, kept as a number, so that the one-device reference has the same sets. Torch-free.
+`model.norm_samples` = G: sets of G consecutive samples; null: the global batch; `local`: the micro-batch of this plan,
+stored as a number, so that the single-device reference has the same sets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PURPOSE = "statistics"
 
 
 def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, list[Problem]]:
-    """(the sets of the plan, None for a model without BatchNorm; violations). The request has no others."""
+    """(the sets of the plan, None for a model without BatchNorm; violations). The request has no other violations."""
     if not any(layer.layer_role == SAMPLE_SET_ROLE for layer in request.spec.layers()):
         return None, []
     assert request.batch is not None
@@ -33,22 +33,21 @@ def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, li
     said = f"{KEY}={size}" if request.config.model.norm_samples is not None else f"{KEY} (unset: the global batch)"
     if not is_local and batch.microbatches > 1:
         what = (
-            f"{said}: a set of {size} samples is seen whole only after several of the {batch.microbatches} "
-            f"microbatches of {batch.micro_batch}, and each is normalised before the next is read"
+            f"{said}: a set of {size} samples needs several of the {batch.microbatches} microbatches of "
+            f"{batch.micro_batch}, and each is normalised before the next is read"
         )
         first = "microbatches=1 or " if request.pp == 1 else ""
         problems = [Problem(what, KEY, first + fix, kind="undefined")]
     elif not is_local and not data.in_step:
         what = (
-            f"{said}: a set of {size} samples lies on several data replicas, and under {data.kind} they do not go "
-            "through a step together"
+            f"{said}: a set of {size} samples is split over data replicas, which do not step together under {data.kind}"
         )
         problems = [Problem(what, KEY, fix, kind="undefined")]
     return SampleSets(size, spread=not is_local, exchanged=data.in_step and request.dp > 1), problems
 
 
 def _size(asked: str | None, global_batch: int, micro_batch: int) -> tuple[int | None, list[Problem]]:
-    """(samples of a set, nothing), or (None, why not)."""
+    """(samples of a set, no problems), or (None, problems)."""
     if asked is None or str(asked) == LOCAL:
         return (global_batch if asked is None else micro_batch), []
     text = str(asked)
@@ -61,17 +60,17 @@ def _size(asked: str | None, global_batch: int, micro_batch: int) -> tuple[int |
 
 
 def filled(config_value: str | None, sets: SampleSets | None) -> tuple[str, ...]:
-    """The sentence on what was filled in."""
+    """The sentence on a size that was filled in; empty otherwise."""
     if sets is None or config_value not in (None, LOCAL):
         return ()
     return (f"{KEY}={sets.size} (filled: {'the global batch' if config_value is None else 'the micro-batch'})",)
 
 
 def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-    """What one rank sends for the BatchNorms of `blocks` in a steady step.
+    """One rank's traffic for the BatchNorms of `blocks` in a steady step.
 
-    Sets on several replicas: sums of every set, one call per layer and pass (in fp64 forward, also where recompute=full
-    runs it again). Whole sets: the replicas' means for the running statistics, together in one call.
+    Sets that are split over replicas: the sums of every set, one call per layer and pass (forward in fp64, repeated by
+    recompute=full). Other sets: the replicas' means for the running statistics, in one call.
     """
     sets = plan.sample_sets
     if sets is None or not sets.exchanged:
@@ -92,5 +91,5 @@ def collectives(blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
 
 
 def number(plan: Plan) -> str | None:
-    """`model.norm_samples` as the plan settled it, for the frozen config and the one-device reference; None without."""
+    """The resolved `model.norm_samples` for the frozen config and the reference; None without BatchNorm."""
     return str(plan.sample_sets.size) if plan.sample_sets is not None else None

@@ -1,8 +1,7 @@
-"""Event simulation of a pipeline schedule: when each pp rank computes what, and how long it stands idle.
+"""Event simulation of a pipeline schedule: the begin and end of every action, and each pp rank's idle time. Torch-free.
 
-The order of actions is the pipeline schedule's; the times are relative to the model's forward FLOPs. Messages take no
-time
-here, so the bubble is the schedule's own. Torch-free.
+The schedule gives the order of actions, and the model's FLOPs give their times. Messages take no time, so the bubble is
+that of the schedule alone.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The timeline of one step. orders: per pp rank its actions; ends: when each of them ends; busy: per pp
-    coordinate its working time.
+    """The timeline of one step. Per pp rank, orders: its actions; ends: the end of each action; busy: its working time.
 
-    num_microbatches: those in `orders`. makespan and busy are of the whole step even where `orders` shows fewer
+    num_microbatches: the number in `orders`. makespan and busy cover the full step even if `orders` has fewer
     microbatches (see `of_plan`).
     """
 
@@ -52,38 +50,38 @@ class Simulation:
 
     @property
     def ideal(self) -> float:
-        """The step's time if all coordinates worked all the time."""
+        """The step's time if no pp rank were ever idle."""
         return sum(self.busy) / len(self.busy)
 
     @property
     def bubble_of_total(self) -> float:
-        """Idle part of the step, averaged over the coordinates."""
+        """The idle part of the step, averaged over pp ranks."""
         return 1 - self.ideal / self.makespan if self.makespan else 0.0
 
     @property
     def bubble_of_ideal(self) -> float:
-        """Idle time as a part of the ideal time: (p - 1) / m for GPipe and 1F1B on equal stages."""
+        """Idle time over ideal time: (p - 1) / m for GPipe and 1F1B on equal stages."""
         return self.makespan / self.ideal - 1 if self.ideal else 0.0
 
 
 def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) -> Simulation:
-    """Run every coordinate through its actions, each as early as its coordinate and its inputs allow.
+    """Run every pp rank through its actions, each as early as its rank and its inputs allow.
 
-    A forward needs the forward of the stage before; a backward (B or I) needs the backward of the stage after, and its
-    own forward. A schedule in which actions wait for each other in a circle is an assertion: it would hang.
+    A forward needs the forward of the previous stage; a backward (B or I) needs the backward of the next stage and its
+    own forward. Asserts that the schedule does not deadlock.
     """
     assert len(times["F"]) == num_stages
     number = 1 + max((action.microbatch for order in orders for action in order), default=0)
     forward_end: list[float | None] = [None] * (num_stages * number)  # stage x number + microbatch -> end
     backward_end: list[float | None] = [None] * (num_stages * number)
-    waiting: dict[tuple[bool, int], int] = {}  # (forward?, key) that a stopped coordinate waits for -> that coordinate
+    waiting: dict[tuple[bool, int], int] = {}  # (is forward, key) -> the pp rank that is blocked on it
     ends: list[list[float]] = [[] for _ in orders]
     clock = [0.0] * len(orders)
     last = num_stages - 1
     runnable = list(range(len(orders)))
     while runnable:
-        lane = runnable.pop()
-        order, finished, now = orders[lane], ends[lane], clock[lane]
+        pp_rank = runnable.pop()
+        order, finished, now = orders[pp_rank], ends[pp_rank], clock[pp_rank]
         for index in range(len(finished), len(order)):
             action = order[index]
             kind, stage = action.kind, action.stage
@@ -93,14 +91,14 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
                 continue
             key = stage * number + action.microbatch
             forward = kind == "F"
-            if forward or stage == last:  # the stage before; a backward on the last stage needs its own forward
+            if forward or stage == last:  # a backward of the last stage needs its own forward
                 inputs, needed = forward_end, key - number if forward else key
             else:
                 inputs, needed = backward_end, key + number
             if needed >= 0:
                 ready = inputs[needed]
                 if ready is None:
-                    waiting[inputs is forward_end, needed] = lane
+                    waiting[inputs is forward_end, needed] = pp_rank
                     break
                 if ready > now:
                     now = ready
@@ -109,9 +107,9 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
             (forward_end if forward else backward_end)[key] = now
             if waiting and (forward, key) in waiting:
                 runnable.append(waiting.pop((forward, key)))
-        clock[lane] = now
-    left = [lane for lane, order in enumerate(orders) if len(ends[lane]) < len(order)]
-    assert not left, f"pp ranks {left} wait for each other in a circle"
+        clock[pp_rank] = now
+    left = [pp_rank for pp_rank, order in enumerate(orders) if len(ends[pp_rank]) < len(order)]
+    assert not left, f"pp ranks {left} are in a deadlock"
     busy = tuple(sum(times[action.kind][action.stage] for action in order) for order in orders)
     return Simulation(tuple(orders), tuple(ends), times, max(clock, default=0.0), busy, number)
 
@@ -119,8 +117,8 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, num_stages: int) 
 def action_times(plan: Plan) -> dict[str, list[float]]:
     """FLOPs of one microbatch on one rank per action kind and stage: B = 2F, I = W = F, and recomputation with B or I.
 
-    Recomputation repeats the blocks that a model says can be repeated: neither its embedding nor its head.
-    On stage 0 there is no input gradient to send: torch leaves the whole backward to W there.
+    Recomputation repeats all blocks except the embedding and the head. Stage 0 has no input gradient, so W computes
+    its entire backward.
     """
     forward = stage_flops(plan)
     again = stage_flops(plan, recomputed=True) if plan.recompute == "full" else [0.0] * len(forward)
@@ -131,9 +129,9 @@ def action_times(plan: Plan) -> dict[str, list[float]]:
 
 
 def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
-    """Forward FLOPs of one microbatch on one rank, per stage: the tensor axes share them evenly.
+    """Forward FLOPs of one microbatch on one rank, per stage: an equal share for each tp rank.
 
-    recomputed: only of the blocks that recomputation repeats.
+    recomputed: count only the blocks that recomputation repeats.
     """
     share = plan.batch.micro_batch / plan.mesh.size("tp")
     stages = [[plan.spec.block(name) for name in stage.blocks] for stage in plan.stages]
@@ -141,10 +139,10 @@ def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
 
 
 def of_plan(plan: Plan) -> Simulation:
-    """The simulation of a plan's step.
+    """Simulate a plan's step.
 
-    Many microbatches repeat: above 16 per coordinate, 3, 4 and 5 rounds of one microbatch per coordinate are simulated;
-    if the last two rounds took equal times, the others do so too and are added up instead of simulated.
+    Above 16 microbatches per pp rank, only 3, 4 and 5 rounds of one microbatch per pp rank are simulated. If the last
+    two rounds take equal times, so do all others, and their times are added.
     """
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     if pp == 1 or count <= 16 * pp:
@@ -162,14 +160,17 @@ def of_plan(plan: Plan) -> Simulation:
 
 
 def of_schedule(plan: Plan) -> Simulation:
-    """The whole step with stages that all take the same time: a forward takes 1, a backward 2."""
-    times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
-    return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
+    """Simulate the full step with equal stages: a forward takes 1, a backward 2."""
+    return simulate(plan.pipeline.actions(plan), _equal_times(plan), len(plan.stages))
+
+
+def _equal_times(plan: Plan) -> Times:
+    return {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
 
 
 def _simulate_with(plan: Plan, count: int) -> Simulation:
     batch = replace(plan.batch, microbatches=count)
-    times = action_times(plan)
-    if not any(times["F"]):  # a model that counts no FLOPs: equal stages
-        times = {kind: [length] * len(plan.stages) for kind, length in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    times: Times = action_times(plan)
+    if not any(times["F"]):  # the model gives no FLOPs
+        times = _equal_times(plan)
     return simulate(plan.pipeline.actions(replace(plan, batch=batch)), times, len(plan.stages))

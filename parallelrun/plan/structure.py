@@ -1,7 +1,7 @@
-"""The frozen Plan: the answer to who does what. Torch-free; made by `resolve`, never changed after.
+"""The Plan: the immutable result of `resolve`. Torch-free.
 
-A Plan is made from the config and the world alone, and every rank of a run derives the same one from the frozen
-`config.yaml`, so it is not shipped between processes.
+A Plan depends only on the config and the world. Every rank derives the same one from the frozen `config.yaml`, so it is
+not sent between processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
-# fp64 numbers that all ranks agree on in every step (`train.step`): loss sum, valid targets, stop, and the squared
-# norms of `Plan.num_norms` gradients
+# fp64 numbers that are summed over all ranks in every step (`train.step`): loss sum, valid targets and stop, besides
+# the squared norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
-WORLD, EMBEDDING = "world", "embedding"  # axes of groups beside the mesh's: all ranks, the holders of a tied weight
-SYNC = "sync"  # the purpose of what independent replicas tell each other, once every `DataStrategy.sync_every` steps
+WORLD, EMBEDDING = "world", "embedding"  # groups that are not mesh axes: all ranks; the holders of a tied weight
+SYNC = "sync"  # purpose of the traffic between independent replicas, once every `DataStrategy.sync_every` steps
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class SampleSets:
-    """Which samples share BatchNorm statistics: `size` consecutive ones of the global batch.
+    """The samples that share BatchNorm statistics: sets of `size` consecutive samples of the global batch.
 
-    spread: a set lies on several data replicas, which exchange its sums in forward and backward; else every microbatch
-    is cut into whole sets. exchanged: the replicas exchange statistics in every step (the running ones, if not spread).
+    spread: a set is split over data replicas, which exchange its sums in forward and backward; else every microbatch
+    consists of complete sets. exchanged: replicas exchange statistics in every step (only running ones if not spread).
     """
 
     size: int
@@ -65,9 +65,11 @@ class SampleSets:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """What a plan promises against one device. kind: `exact`, `exact_when` or `replay`; detail: when, or of what.
+    """How a plan's result compares with that of one device.
 
-    bound: how far a replay may be off where the backend chooses the order of low-precision sums; None: as any other.
+    kind: `exact`, `exact_when` (under the condition in `detail`) or `replay` (equals a single-process replay of the
+    algorithm in `detail`). bound: the largest error of a replay if the backend chooses the order of low-precision
+    sums; None: the usual bound.
     """
 
     kind: str
@@ -77,11 +79,11 @@ class Equivalence:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a worker needs to know that is not a hyper-parameter.
+    """Everything that a worker must know except hyper-parameters.
 
-    optimizer_states: tensors of state that the optimizer keeps per weight (`plan.optimizers`).
-    servers: ranks that are no workers: the last ones, outside the mesh (server k has rank num_workers + k).
-    filled: sentences on values that were filled in (`dp=3 (filled: world 4, tp 1)`); warnings: likewise for the user.
+    optimizer_states: state tensors that the optimizer keeps per weight. servers: the last ranks, which are outside the
+    mesh (server k has rank num_workers + k). filled: sentences on values that were filled in (`dp=3 (filled: world 4,
+    tp 1)`). warnings: sentences for the user.
     """
 
     preset: str
@@ -103,14 +105,12 @@ class Plan:
     servers: int = 0
     filled: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    sample_sets: SampleSets | None = None  # None: nothing takes statistics over samples
-    expert: ExpertDispatcher | None = None  # None: every rank has all experts (ep=1)
+    sample_sets: SampleSets | None = None  # None: the model has no BatchNorm
+    expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
 
     @cached_property
     def cache(self) -> dict[object, Any]:
-        """Results that were computed from this plan and are needed again. Each user has a key of its own.
-
-        A plan never changes, so the results stay valid."""
+        """A cache of values computed from this plan, each under a unique key. Valid because a plan never changes."""
         return {}
 
     @property
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def num_norms(self) -> int:
-        """Gradients that are measured and clipped by themselves: the global one, or each independent replica's."""
+        """The number of gradient norms: one for the global gradient, or one for each independent replica."""
         return self.mesh.size("dp") if self.data.independent else 1
 
     @property
@@ -134,23 +134,23 @@ class Plan:
         return "worker" if rank < self.num_workers else "server"
 
     def stages_of(self, pp_rank: int) -> tuple[Stage, ...]:
-        """The stages that pp rank `position` runs, by stage index."""
+        """The stages that a pp rank runs, by stage index."""
         return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
 
     @property
     def counts_right_answers(self) -> bool:
-        """Does evaluation count them (top-1)? Of classifiers whose last stage has every class's logit on each rank."""
+        """Whether evaluation counts top-1 hits: for classifiers whose last stage has all logits on each rank."""
         splits_classes = self.mesh.size("tp") > 1 and any(layer.layer_role == "head" for layer in self.spec.layers())
         return self.spec.kind != "tokens" and not splits_classes
 
     @property
     def last_stage_pp_rank(self) -> int:
-        """pp rank that computes the loss."""
+        """The pp rank that computes the loss."""
         return self.stages[-1].pp_rank
 
     @property
     def tied_copies(self) -> tuple[tuple[str, str], ...]:
-        """(copy, original) names whose two holders lie on different pp ranks and need the embedding group."""
+        """(copy, original) names of tied weights on two pp ranks, which need the embedding group."""
         if not self.spec.tied or self.stages[0].pp_rank == self.stages[-1].pp_rank:
             return ()
         return self.spec.tied
@@ -158,13 +158,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank does in one training step over one axis for one purpose.
+    """One rank's predicted communication in a training step over one axis for one purpose.
 
     operation: all_reduce | all_gather | reduce_scatter | broadcast | reduce | all_to_all | send | recv. payload_bytes:
-    the sum over calls of the buffer (all-reduce, broadcast, reduce: the tensor; all-gather, reduce-scatter, all-to-all:
-    the full-size buffer; point to point: counted at the sender, `recv` rows carry 0).
-    most_bytes: where payload depends on the data (dropless experts), payload_bytes is that of an even load and no step
-    can send more than this; else None.
+    the sum of the calls' buffers (all-reduce, broadcast, reduce: the tensor; all-gather, reduce-scatter, all-to-all:
+    the full-size buffer; point to point: counted at the sender, `recv` rows have 0). most_bytes: None if the payload is
+    exact. If it depends on the data (dropless experts), payload_bytes assumes an even load and most_bytes is the bound.
     """
 
     axis: str
@@ -175,18 +174,20 @@ class Collective:
     most_bytes: int | None = None
 
     def allows(self, calls: int, payload_bytes: int) -> bool:
-        """Is what was counted what this row predicts? Calls are exact, and so are bytes, but where they depend on the
-        data: there they must not exceed the bound."""
+        """Return whether the measured calls and bytes match this prediction.
+
+        Calls must be equal, and bytes too, unless they depend on the data: then they must not exceed the bound.
+        """
         within = payload_bytes == self.payload_bytes if self.most_bytes is None else payload_bytes <= self.most_bytes
         return calls == self.calls and within
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they hold. `leaves_out` says what the figure does not count.
+    """Bytes of one rank at the peak of a step, by purpose. leaves_out: memory that is not counted.
 
-    activations: saved for backward. temporary: what is there only while backward computes at that moment (gradients of
-    activations, recomputed and gathered tensors, what is on its way), and the batch.
+    activations: saved for backward. temporary: tensors that exist only during the current backward computation
+    (gradients of activations, recomputed and gathered tensors, messages), and the batch.
     """
 
     weights: int

@@ -1,4 +1,4 @@
-"""Keeps only suggestions that help: each `key=value` is tried, and must cure its violation and cause no other."""
+"""Removal of suggestions that do not help: each `key=value` must fix its violation and cause no other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import Any
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 
-MOST_TRIALS, MOST_SEARCHED = 12, 40  # a wrong plan is answered in well under a second
+MOST_TRIALS, MOST_SEARCHED = 12, 40  # keeps the time for a refusal well below a second
 _PAIR = re.compile(r"([a-z_][a-z_.]*)=([\w.+-]+)")
 _SEPARATOR = re.compile(r",? or ")
-
-
 Solve = Callable[[Config, str], list[Problem]]
 
 
 def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[Problem]:
-    """The problems with only those suggestions that help; if none of them does, with the nearest values that do.
+    """Keep only the suggestions that help; if none does, suggest the nearest values that do.
 
-    solve: the violations of a config in which a user has set that key. What is no `key=value` of the schema (a preset's
-    name, "leave it out") is kept untried, and so is all that comes after MOST_TRIALS trials.
+    solve: returns the violations of a config in which the user has set a key. Suggestions that are not `key=value`
+    (a preset's name, "leave it out") are kept without a trial, and so are those after MOST_TRIALS trials.
     """
     trials = 0
     out = []
@@ -44,14 +42,14 @@ def keep_helpful(problems: list[Problem], config: Config, solve: Solve) -> list[
 
 
 def _helps(problem: Problem, before: list[Problem], after: list[Problem]) -> bool:
-    """Is `problem` gone, and has none come up that was not there before?"""
-    places = {other.where for other in before}
+    """Return whether `problem` is fixed and no new problem occurs."""
+    known = {other.where for other in before}
     cured = all(left.what != problem.what for left in after)
-    return cured and len(after) < len(before) and all(left.where in places for left in after)
+    return cured and len(after) < len(before) and all(left.where in known for left in after)
 
 
 def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
-    """For each whole-number key that the problem names: the value nearest to its own that makes a legal plan."""
+    """For each integer key in the problem: the nearest value that gives a legal plan."""
     found = []
     keys = dict.fromkeys(key for key, _ in _PAIR.findall(f"{problem.where}= {problem.what} {problem.suggestion}"))
     trials = 0
@@ -71,7 +69,7 @@ def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
 
 
 def _around(value: int) -> Iterator[int]:
-    """1 below, 1 above, 2 below, ... and then the multiples."""
+    """The value - 1, + 1, - 2, + 2, ..., then its fractions and multiples."""
     for distance in range(1, 9):
         if value - distance >= 1:
             yield value - distance
@@ -110,7 +108,7 @@ def _has(node: Any, name: str) -> bool:
 
 
 def _value(text: str) -> object:
-    """The number, truth value or text that a user's `key=text` stands for."""
+    """The int, float, bool or str that `key=text` sets."""
     for parse in (int, float):
         try:
             return parse(text)
@@ -120,8 +118,7 @@ def _value(text: str) -> object:
 
 
 def pairs(suggestion: str) -> Iterator[tuple[str, str]]:
-    """Every (key, value) that a suggestion names."""
+    """Every (key, value) of a suggestion."""
     for alternative in _SEPARATOR.split(suggestion):
-        match = _PAIR.fullmatch(alternative)
-        if match:
+        if match := _PAIR.fullmatch(alternative):
             yield match[1], match[2]

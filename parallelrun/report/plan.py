@@ -7,8 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import cluster_cost, expert_facts, prediction
-from parallelrun.plan.document import Facts, document, facts, server_rows, warnings
+from parallelrun.plan import cluster_cost, prediction
+from parallelrun.plan.advice import warnings
+from parallelrun.plan.document import document, experts, server_rows
+from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.prediction import Traffic
 from parallelrun.plan.structure import Plan
@@ -125,7 +127,7 @@ def _filled(plan: Plan, most: int) -> str:
 
 
 def _experts(plan: Plan) -> str:
-    found, router, ep = expert_facts.facts(plan), plan.spec.router, plan.mesh.size("ep")
+    found, router, ep = experts(plan), plan.spec.router, plan.mesh.size("ep")
     assert found is not None and router is not None
     layers = found["layers"] if len(found["layers"]) <= 4 else [*found["layers"][:3], "..", found["layers"][-1]]
     shown = ", ".join(layers)
@@ -145,9 +147,9 @@ def _experts(plan: Plan) -> str:
 
 
 def _memory(found: Facts, config: Config) -> Text:
-    worst = found.memories[found.heaviest_position]
+    worst = found.memories[found.heaviest_pp_rank]
     fits, why = cluster_cost.fits(worst, config.cluster), cluster_cost.why_fits(worst, config.cluster)
-    rank = f" (pp={found.heaviest_position})" if len(found.memories) > 1 else ""
+    rank = f" (pp={found.heaviest_pp_rank})" if len(found.memories) > 1 else ""
     return Text.assemble(
         "fits: ",
         (fits, FITS_STYLE.get(fits, "bold yellow")),
@@ -156,7 +158,7 @@ def _memory(found: Facts, config: Config) -> Text:
 
 
 def _memory_by_kind(found: Facts) -> Table:
-    worst = found.memories[found.heaviest_position]
+    worst = found.memories[found.heaviest_pp_rank]
     unit, size = byte_unit(worst.total)
     kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
     drawn = table(*(f">{kind}" for kind in kinds), "", rule=False, padding=(0, 2, 0, 0))

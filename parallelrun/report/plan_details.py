@@ -9,8 +9,10 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import expert_facts, prediction
-from parallelrun.plan.document import Facts, axis_rows, link_rows, rank_row, server_rows, stage_rows
+from parallelrun.plan import prediction
+from parallelrun.plan.document import axis_rows, link_rows, rank_row, server_rows, stage_rows
+from parallelrun.plan.expert_axes import axis_views
+from parallelrun.plan.facts import Facts
 from parallelrun.plan.structure import Plan
 from parallelrun.report import data_axis, layouts, timeline
 from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
@@ -46,7 +48,7 @@ def _layouts(found: Facts) -> RenderableType:
 
 def _ranks(plan: Plan, config: Config) -> Group:
     """The axes, then the ranks: above MOST_RANKS the first and the last of them."""
-    views = expert_facts.views(plan)
+    views = axis_views(plan)
     axes = table("axis", ">degree", ">groups", "first group", *(["of"] if views else []))
     for row in axis_rows(plan):
         members = ranks_text(row["first_group"]) if row["degree"] > 1 else "no communicator"
@@ -80,7 +82,7 @@ def _stages(plan: Plan, found: Facts) -> Group:
     """Per pp rank: its blocks, its parameters and the bytes of its rank that holds most; then the servers."""
     kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
     drawn = table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
-    stages, heaviest = stage_rows(plan), found.heaviest_position
+    stages, heaviest = stage_rows(plan), found.heaviest_pp_rank
     unit, size = byte_unit(found.memories[heaviest].total)
     shown = sorted({*timeline.shown_ranks(plan.mesh.size("pp")), heaviest})
     for pp_rank in shown:

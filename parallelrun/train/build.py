@@ -17,7 +17,7 @@ from parallelrun.models import initialise, recompute
 from parallelrun.models.network import Network, compile_blocks
 from parallelrun.models.vision.batch_norm import give_sets
 from parallelrun.optimizer import Optimizer
-from parallelrun.plan import lr_scale
+from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, data_runtime
@@ -115,7 +115,7 @@ def build_model_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
 
 def build(config: Config, plan: Plan, device: torch.device) -> Training:
     """Build the training of this rank. Collective: every rank of the world calls it."""
-    config = lr_scale.numbered(config, plan)
+    config = with_lr_scale(config, plan)
     mesh = build_mesh(plan, device)
     model_parts = build_model_parts(config, plan, mesh)
     runtime = data_runtime(plan)

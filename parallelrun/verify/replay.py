@@ -18,7 +18,7 @@ from parallelrun.config.schema import Config
 from parallelrun.data.order import Sampler
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE
-from parallelrun.plan import lr_scale
+from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training, build
@@ -73,7 +73,7 @@ def record_replay(
     if plan.sample_sets is not None and plan.sample_sets.spread and plan.mesh.size("dp") > 1:
         what = f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
         raise ConfigError(Problem(what, "model.norm_samples", "model.norm_samples=local"))
-    config = lr_scale.numbered(config, plan)
+    config = with_lr_scale(config, plan)
     rule, steps = rule_of(config, plan), config.verify.steps
     replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
     if decisions is not None:

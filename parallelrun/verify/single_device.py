@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
-from parallelrun.plan import lr_scale, routing, sample_sets
+from parallelrun.plan import routing, sample_sets
+from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
 
@@ -27,6 +28,6 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         microbatches=1, micro_batch=None, local_batch=None, global_batch=plan.batch.global_batch,
         recompute="none", compile=False, device=plan.device,
         model=replace(config.model, norm_samples=sample_sets.number(plan)),
-        optimizer=lr_scale.numbered(config, plan).optimizer,
+        optimizer=with_lr_scale(config, plan).optimizer,
     )  # fmt: skip
     return single, resolve(single)

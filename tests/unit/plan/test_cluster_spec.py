@@ -38,15 +38,15 @@ class TestInTheConfiguration:
         [
             (
                 {"cluster.worker": ["a"], "cluster.ps": SERVERS},
-                "cluster.worker: 'a' is no host:port (cluster.worker=[a:2222])",
+                "cluster.worker: 'a' is not host:port (cluster.worker=[a:2222])",
             ),
             (
                 {"cluster.worker": ["grpc://a:1"], "cluster.ps": SERVERS},
-                "'grpc://a:1' is no host:port (cluster.worker=[a:2222])",
+                "'grpc://a:1' is not host:port (cluster.worker=[a:2222])",
             ),
             (
                 {"cluster.worker": ["a:70000"], "cluster.ps": SERVERS},
-                "a:70000 has no port from 1 to 65535 (cluster.worker=[a:2222])",
+                "a:70000: the port must be from 1 to 65535 (cluster.worker=[a:2222])",
             ),
             ({"cluster.worker": ["a:1", "a:1"], "cluster.ps": SERVERS}, "a:1 is the address of two tasks"),
             ({"cluster.ps": SERVERS}, "cluster.ps is given without cluster.worker"),
@@ -121,7 +121,7 @@ class TestTfConfig:
             ('{"cluster": {"paramserver": ["a:1"]}}', "no job is called 'paramserver' (worker or ps or chief)"),
             ('{"cluster": {"wroker": ["a:1"]}}', "no job is called 'wroker' (worker)"),
             ('{"cluster": {"worker": "a:1"}}', "worker is not a list of host:port"),
-            ('{"cluster": {"worker": ["a"]}}', "'a' is no host:port (cluster.worker=[a:2222])"),
+            ('{"cluster": {"worker": ["a"]}}', "'a' is not host:port (cluster.worker=[a:2222])"),
             ('{"cluster": {"worker": ["a:1"], "evaluator": ["b:1"]}}', "has an evaluator; the workers evaluate"),
             ('{"cluster": {"chief": ["a:1", "b:1"]}}', "at most one chief"),
             ('{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}', "last one is worker:1"),

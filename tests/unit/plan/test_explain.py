@@ -9,8 +9,7 @@ import pytest
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan import prediction
-from parallelrun.plan.explain import explain
-from parallelrun.plan.messages import Explanation, rows
+from parallelrun.plan.messages import Explanation, explain, rows
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.report import explain as report

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from parallelrun.config.schema import Config
-from parallelrun.plan import resolve as resolve_module
+from parallelrun.plan.advice import warnings
 from parallelrun.plan.batch import EFFICIENT_TOKENS, in_whole_rounds
-from parallelrun.plan.document import facts, warnings
+from parallelrun.plan.draft import PlanDraft
+from parallelrun.plan.facts import facts
 from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
@@ -97,8 +98,8 @@ def test_gpus_are_filled_in_the_same_order_and_idle_where_no_plan_is_legal():
 
 def test_a_world_of_a_million_ranks_tries_few_plans(monkeypatch):
     tried = []
-    real = resolve_module._request
-    monkeypatch.setattr(resolve_module, "_request", lambda *of: (tried.append(of), real(*of))[1])
+    real = PlanDraft.request
+    monkeypatch.setattr(PlanDraft, "request", lambda *of: (tried.append(of), real(*of))[1])
     assert degrees(resolve(tiny_config({**PTDP, "world": 2**20, "global_batch": None}))) == (8, 8, 2**14)
     assert len(tried) < 40
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.errors import ConfigError
-from parallelrun.plan import lr_scale
 from parallelrun.plan.freeze import freeze, load_frozen
+from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.schedules import learning_rate
 from parallelrun.verify.single_device import single_device as single_device
@@ -18,7 +18,7 @@ LINEAR = {"dp": 4, "tp": 2, "optimizer.lr_scale": "linear"}
 def test_linear_is_the_number_of_replicas_and_is_said():
     config = tiny_config(LINEAR)
     plan = resolve(config)
-    assert lr_scale.numbered(config, plan).optimizer.lr_scale == 4.0
+    assert with_lr_scale(config, plan).optimizer.lr_scale == 4.0
     assert "lr_scale=4 (filled: linear, dp 4)" in plan.filled
 
 
@@ -30,7 +30,7 @@ def test_ranks_and_the_reference_read_a_number():
 
 
 def test_the_rate_is_that_many_times_as_large_after_its_warm_up():
-    scaled = lr_scale.numbered(tiny_config({**LINEAR, "optimizer.warmup": 2}), tiny_plan(LINEAR)).optimizer
+    scaled = with_lr_scale(tiny_config({**LINEAR, "optimizer.warmup": 2}), tiny_plan(LINEAR)).optimizer
     plain = tiny_config({"optimizer.warmup": 2}).optimizer
     for step in (1, 2, 5):
         assert learning_rate(scaled, step, 10) == pytest.approx(4 * learning_rate(plain, step, 10))
@@ -44,4 +44,4 @@ def test_anything_else_is_refused(value):
 
 def test_off_by_default():
     config = tiny_config(dp=4)
-    assert lr_scale.numbered(config, resolve(config)).optimizer.lr_scale is None
+    assert with_lr_scale(config, resolve(config)).optimizer.lr_scale is None

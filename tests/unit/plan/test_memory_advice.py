@@ -8,8 +8,8 @@ import pytest
 
 from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost
-from parallelrun.plan.document import facts, warnings
-from parallelrun.plan.memory_advice import advice, heaviest
+from parallelrun.plan.advice import heaviest, memory_advice, warnings
+from parallelrun.plan.facts import facts
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Memory
 from parallelrun.plan.suggest import with_value
@@ -44,7 +44,7 @@ def test_every_change_that_is_advised_makes_the_plan_fit_and_is_not_made_already
     config = config_of(**overrides)
     plan = resolve(config)
     assert cluster_cost.fits(heaviest(plan), config.cluster) == "no"
-    said = advice(plan, config)
+    said = memory_advice(plan, config)
     assert said.endswith("fits") or " fits (" in said, said
     for alternative in said.split(" or "):
         changed = as_typed(config, alternative)
@@ -55,7 +55,7 @@ def test_every_change_that_is_advised_makes_the_plan_fit_and_is_not_made_already
 
 def test_what_fits_no_device_is_said_with_the_least_that_was_found():
     config = config_of(dp=2, **{"cluster.memory_gb": 1e-4})
-    assert re.search(r"=.* needs the least that was found, 0\.\d+ GiB", advice(resolve(config), config))
+    assert re.search(r"=.* needs the least that was found, 0\.\d+ GiB", memory_advice(resolve(config), config))
 
 
 def test_need_and_device_are_told_in_one_unit():

@@ -78,7 +78,7 @@ def test_sets_must_divide_the_batch(asked: str) -> None:
 
 def test_replicas_that_go_their_own_ways_share_nothing() -> None:
     found = problem(dp=2, strategy__data__kind="local_sgd")
-    assert "do not go through a step together" in found.what and "model.norm_samples=local" in found.suggestion
+    assert "do not step together" in found.what and "model.norm_samples=local" in found.suggestion
     plan = tiny_plan({**RESNET, "dp": 2, "strategy.data.kind": "local_sgd", "model.norm_samples": "local"})
     assert plan.sample_sets == SampleSets(8, spread=False, exchanged=False)
     assert not [row for row in prediction.collectives(plan, 0) if row.purpose == "statistics"]

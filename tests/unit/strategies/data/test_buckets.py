@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ParameterSpec
+from parallelrun.plan.load import data_strategy
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.request import Request
-from parallelrun.plan.resolve import data_strategy
 from parallelrun.strategies.data.common import buckets
 from tests.plans import tiny_config, tiny_plan
 

@@ -321,7 +321,7 @@ def test_a_stall_is_looked_for_within_process_sets():
     ],
 )
 def test_plan_can_show_it(settings):
-    from parallelrun.plan.document import facts
+    from parallelrun.plan.facts import facts
 
     config = tiny_config({"dp": 4, "cluster.inter_gb_s": 3.0, "cluster.intra_gb_s": 3.0, **HOROVOD, **data(**settings)})
     assert facts(resolve(config), config)

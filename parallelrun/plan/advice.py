@@ -1,0 +1,181 @@
+"""Warnings about a plan, each with a change that avoids it and has been planned to check that. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import ceil, gcd
+from typing import Any
+
+from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.plan import cluster_cost, prediction, simulate
+from parallelrun.plan.batch import in_whole_rounds
+from parallelrun.plan.draft import REFERENCE_SCHEDULE
+from parallelrun.plan.facts import Facts
+from parallelrun.plan.hosts import ranks_per_node, stays_in_node
+from parallelrun.plan.load import pipeline_schedule
+from parallelrun.plan.resolve import solve
+from parallelrun.plan.simulate import Simulation
+from parallelrun.plan.structure import Memory, Plan
+from parallelrun.plan.suggest import with_value
+from parallelrun.wording import counted, divisors, gib
+
+Change = dict[str, Any]  # key -> the value to type
+MOST_CHANGES = 8  # applied one after the other
+LARGEST_BUBBLE = 0.15  # of a step's time; a larger one is warned about
+
+
+def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
+    """The plan's own warnings, and those that follow from its cost."""
+    cluster, texts = config.cluster, list(plan.warnings)
+    memory = found.memories[found.heaviest_pp_rank]
+    if cluster_cost.fits(memory, cluster) == "no":
+        texts.append(
+            f"does not fit: a rank of pp={found.heaviest_pp_rank} needs {gib(memory.total)}, "
+            f"{cluster_cost.why_fits(memory, cluster)}; {memory_advice(plan, config)}"
+        )
+    per_node = ranks_per_node(cluster, plan.world)
+    if cluster.nodes and plan.world > cluster.nodes * per_node:
+        texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
+    if plan.mesh.size("tp") > 1 and not stays_in_node(plan, cluster, "tp"):
+        texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
+    texts += _experts_across_hosts(plan, cluster)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
+        crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
+        texts.append(f"{crowd}: step time is no scaling measurement")
+    texts += _bubble_warnings(plan, config, found.simulation)
+    if config.model.attention_dropout > 0:
+        texts.append("attention_dropout > 0: attention is computed explicitly, with s x s scores kept per head")
+    return texts
+
+
+def _experts_across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
+    """Suggest the two-level all-to-all if a flat one crosses hosts."""
+    ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
+    if plan.expert is None or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
+        return []
+    inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
+    two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
+    return [f"ep groups of {ep} reach across hosts of {per_node} devices{two_levels}"]
+
+
+def heaviest(plan: Plan) -> Memory:
+    """The Memory of the rank that holds most."""
+    return max(prediction.memories(plan).values(), key=lambda memory: memory.total)
+
+
+def memory_advice(plan: Plan, config: Config) -> str:
+    """The single changes that make the plan fit; else changes that do so together; else the best that was found."""
+    tried = [(change, found) for change in _smaller(plan, config) if (found := _planned(plan, config, change))]
+    enough = [f"{_typed(change)} ({gib(heaviest(found).total)})" for change, found in tried if _fits(found, config)]
+    if enough:
+        return f"{' or '.join(enough)} fits"
+    typed: Change = {}
+    for _ in range(MOST_CHANGES):
+        better = [
+            (heaviest(found).total, {**typed, **change}, found)
+            for change in _smaller(plan, config)
+            if (found := _planned(plan, config, {**typed, **change}))
+        ]
+        least = min(better, key=lambda item: item[0], default=None)
+        if least is None or least[0] >= heaviest(plan).total:
+            break
+        _, typed, plan = least
+        if _fits(plan, config):
+            return f"{_typed(typed)} fits ({gib(heaviest(plan).total)})"
+    if not typed:
+        return "none of the changes that were tried needs less"
+    return f"{_typed(typed)} needs the least that was found, {gib(heaviest(plan).total)}"
+
+
+def _fits(plan: Plan, config: Config) -> bool:
+    return cluster_cost.fits(heaviest(plan), config.cluster) == "yes"
+
+
+def _typed(change: Change) -> str:
+    return " ".join(f"{key}={value}" for key, value in change.items())
+
+
+def _smaller(plan: Plan, config: Config) -> list[Change]:
+    """The changes that may need less memory and are not in the plan yet."""
+    size, batch = plan.mesh.size, plan.batch
+    in_samples = config.microbatches is None
+    wanted: list[tuple[bool, Change]] = [
+        (plan.recompute != "full", {"recompute": "full"}),
+        (batch.micro_batch > 1, {"micro_batch": 1} if in_samples else {"microbatches": batch.replica_batch}),
+        (not plan.tensor.sequence_parallel and size("tp") > 1, {"strategy.tensor.sequence_parallel": "true"}),
+        *((size("dp") > 1 and plan.data.kind != kind, {"strategy.data.kind": kind}) for kind in ("zero1", "fsdp")),
+    ]
+    for axis in ("tp", "pp"):  # twice the degree on as many devices, if dp is even
+        halved = {"dp": size("dp") // 2} if size("dp") % 2 == 0 else {}
+        wanted.append((True, {axis: 2 * size(axis), **halved}))
+    return [change for is_open, change in wanted if is_open]
+
+
+def _planned(plan: Plan, config: Config, change: Change) -> Plan | None:
+    """The plan with the same degrees and that change; None if it is not legal."""
+    degrees = {axis: plan.mesh.size(axis) for axis in ("pp", "dp", "tp")}
+    changed: Config | None = config
+    for key, value in {**degrees, "world": None, "device": plan.device, **change}.items():
+        changed = with_value(changed, key, True if value == "true" else value) if changed else None
+    solved = solve(changed, frozenset(), None, None, True) if changed else None
+    return solved if isinstance(solved, Plan) else None
+
+
+def _bubble_warnings(plan: Plan, config: Config, simulation: Simulation) -> list[str]:
+    """A warning about a bubble above LARGEST_BUBBLE, with the number of microbatches that brings it below."""
+    bubble = simulation.bubble_of_total
+    if plan.mesh.size("pp") == 1 or bubble <= LARGEST_BUBBLE:
+        return []
+    schedule: Change = {}
+    if not plan.pipeline.takes_microbatches:
+        schedule = {"schedule": REFERENCE_SCHEDULE}
+        plan = replace(plan, pipeline=pipeline_schedule(REFERENCE_SCHEDULE)())
+    said, limit = f"the bubble is {bubble:.0%} of a step", f"{LARGEST_BUBBLE:.0%}"
+    # In a steady round the busiest pp rank never waits, so a mean below its share is a bubble that stays.
+    uneven = sum(simulation.busy) / len(simulation.busy) <= (1 - LARGEST_BUBBLE) * max(simulation.busy)
+    enough = None if uneven else _enough_microbatches(plan)
+    if enough is None:
+        return [f"{said}: the stages are uneven, no number of microbatches makes it {limit}; a lower pp does"]
+    for change, microbatches in _batch_changes(plan, config, enough):
+        left = _simulated(plan, microbatches).bubble_of_total
+        if left <= LARGEST_BUBBLE and _planned(plan, config, {**schedule, **change}):
+            return [f"{said}: {_typed({**schedule, **change})} makes it {left:.0%}"]
+    return [f"{said}: {enough} microbatches or more make it at most {limit}"]
+
+
+def _simulated(plan: Plan, microbatches: int) -> Simulation:
+    return simulate.of_plan(replace(plan, batch=replace(plan.batch, microbatches=microbatches)))
+
+
+def _enough_microbatches(plan: Plan) -> int | None:
+    """The fewest microbatches, in rounds of pp, whose bubble is at most LARGEST_BUBBLE; None if no number is enough.
+
+    Every further round adds the same time to a step and the same work to a pp rank, so two simulations determine all
+    longer ones. The first few rounds are exceptions.
+    """
+    pp = plan.mesh.size("pp")
+    few, more = _simulated(plan, 4 * pp), _simulated(plan, 5 * pp)
+    round_time = (1 - LARGEST_BUBBLE) * (more.makespan - few.makespan)
+    gained = few.ideal / 4 - round_time  # the work of a round beyond the time that it may take
+    if gained <= 0:
+        return None
+    enough = pp * max(1, ceil(((1 - LARGEST_BUBBLE) * few.makespan - 4 * round_time) / gained - 1e-9))
+    while _simulated(plan, enough).bubble_of_total > LARGEST_BUBBLE:
+        enough += pp
+    return enough
+
+
+def _batch_changes(plan: Plan, config: Config, enough: int) -> list[tuple[Change, int]]:
+    """(the change to type, its microbatches) for at least `enough`: first of the same batch, then of a larger one.
+
+    Changes the keys that the config sets: micro_batch or local_batch if it gives those.
+    """
+    pp, replica, micro_batch = plan.mesh.size("pp"), plan.batch.replica_batch, plan.batch.micro_batch
+    counts = [m for m in divisors(replica) if m >= enough and in_whole_rounds(m, pp)]
+    in_samples = config.micro_batch is not None
+    same = [({"micro_batch": replica // m} if in_samples else {"microbatches": m}, m) for m in counts]
+    larger = enough * micro_batch
+    size = {"local_batch": larger} if config.local_batch else {"global_batch": larger * plan.mesh.size("dp")}
+    return [*same, ({**size, **({} if in_samples else {"microbatches": enough})}, enough)]

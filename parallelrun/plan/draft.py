@@ -1,0 +1,190 @@
+"""The steps from chosen degrees and strategies to a Plan: request, batch, stages and mesh. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from parallelrun import definitions
+from parallelrun.config.schema import Config
+from parallelrun.errors import Problem
+from parallelrun.model_spec import ModelSpec
+from parallelrun.plan import batch as batches
+from parallelrun.plan import cluster_cost, expert_axes, partition, prediction, routing, sample_sets
+from parallelrun.plan.degrees import Degrees
+from parallelrun.plan.load import (
+    StrategyClasses,
+    data_strategy,
+    expert_dispatcher,
+    pipeline_schedule,
+    tensor_strategy,
+)
+from parallelrun.plan.mesh_shape import MeshShape
+from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Batch, Equivalence, Plan, Stage
+from parallelrun.precision import TABLE
+from parallelrun.wording import either
+
+REFERENCE_SCHEDULE = "1f1b"  # its memory determines the number of microbatches that is filled in
+LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
+
+
+@dataclass(frozen=True)
+class PlanDraft:
+    """A configuration with the model and degrees to plan it with."""
+
+    config: Config
+    spec: ModelSpec
+    degrees: Degrees
+    strategies: StrategyClasses
+
+    @classmethod
+    def of(cls, config: Config, spec: ModelSpec, degrees: Degrees) -> PlanDraft:
+        """The draft with the strategies that the config names; without a pipeline or dispatcher if pp or ep is 1."""
+        strategies = StrategyClasses(
+            data_strategy(config.strategy.data.kind),
+            tensor_strategy(config.strategy.tensor.kind),
+            pipeline_schedule(config.strategy.pipeline.kind if degrees.pp > 1 else "none"),
+            expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
+        )
+        return cls(config, spec, degrees, strategies)
+
+    def request(self, problems: list[Problem]) -> Request:
+        """The request with its batch filled in; appends the violations that the strategies find."""
+        config, degrees, strategies = self.config, self.degrees, self.strategies
+        request = Request(
+            config, self.spec, degrees.pp, degrees.dp, degrees.tp, self._virtual_stages(), None, degrees.servers,
+            degrees.ep,
+        )  # fmt: skip
+        of_any_batch = strategies.pipeline.check(request)
+        problems += strategies.tensor.check(request) + strategies.data.check(request) + of_any_batch
+        problems += _check_depth(request)
+        if strategies.expert:
+            problems += strategies.expert.check(request) + expert_axes.check(request, strategies.data)
+
+        def violations(batch: Batch) -> list[Problem]:
+            found = strategies.pipeline.check(replace(request, batch=batch))
+            return [problem for problem in found if problem not in of_any_batch]
+
+        parts = routing.sample_parts(self.spec, strategies.tensor.micro_batch_divisor(request))
+        rules = batches.BatchRules(
+            parts * (config.strategy.expert.chunks if strategies.expert else 1),
+            violations,
+            lambda batch: bool(problems) or not self.sample_sets(replace(request, batch=batch))[1],
+            lambda batch: bool(problems) or self._fits(replace(request, batch=batch)),
+            (self.spec.seq or 0) if self.spec.kind == "tokens" else 0,
+        )
+        batch = batches.fill(config, degrees.dp, degrees.pp, rules, degrees.filled, problems)
+        if batch is None:
+            return request
+        request = replace(request, batch=batch)
+        problems += violations(batch) + _check_length(request)
+        problems += strategies.tensor.check(request) + strategies.data.check(request)
+        problems += strategies.expert.check(request) if strategies.expert else []
+        problems += routing.check(request, parts)
+        return request
+
+    def sample_sets(self, request: Request) -> tuple[sample_sets.SampleSets | None, list[Problem]]:
+        """(the sets of samples that share BatchNorm statistics, violations)."""
+        return sample_sets.resolve(request, self.strategies.data.resolve(request))
+
+    def stages(self, request: Request) -> tuple[tuple[Stage, ...], list[Problem]]:
+        """(the stages, violations)."""
+        cuts, problems = partition.cut(self.spec, self.config, request.pp * request.virtual_stages)
+        pp_rank = self.strategies.pipeline.pp_rank
+        return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
+
+    def plan(self, request: Request, stages: tuple[Stage, ...], notes: tuple[str, ...] = ()) -> Plan:
+        """The plan of a request without violations, except for its sample sets."""
+        config, degrees, strategies = self.config, self.degrees, self.strategies
+        ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
+        data = strategies.data.resolve(request)
+        data_dims, data_flattened = expert_axes.split(*data.mesh_dims(request.dp), *ep_axes)
+        tensor_dims, tensor_flattened = strategies.tensor.mesh_dims(request)
+        assert request.batch is not None
+        plan = Plan(
+            preset=config.strategy.name,
+            world=degrees.world,
+            mesh=MeshShape((("pp", request.pp), *data_dims, *tensor_dims), (*data_flattened, *tensor_flattened)),
+            batch=request.batch,
+            data=data,
+            tensor=strategies.tensor.resolve(request),
+            pipeline=strategies.pipeline.resolve(request),
+            stages=stages,
+            spec=request.spec,
+            precision=TABLE[config.precision.name],
+            recompute=config.recompute,
+            dropout=config.dropout,
+            device=degrees.device,
+            optimizer=config.optimizer.name,
+            optimizer_states=OPTIMIZERS[config.optimizer.name].num_states(config.optimizer),
+            equivalence=Equivalence("exact"),
+            servers=degrees.servers,
+            filled=(
+                *degrees.filled,
+                *strategies.tensor.filled(request),
+                *strategies.data.filled(request),
+                *filled_lr_scale(config, request.dp),
+            ),
+            warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
+            expert=strategies.expert.resolve(request) if strategies.expert else None,
+        )
+        promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]
+        return replace(plan, equivalence=next((p for p in promises if p.kind != "exact"), promises[0]))
+
+    def _virtual_stages(self) -> int:
+        """Stages per rank: as the user set it, else the schedule's default."""
+        asked, schedule = self.config.strategy.pipeline.virtual_stages, self.strategies.pipeline
+        if self.degrees.pp == 1 or not schedule.takes_virtual_stages:
+            return 1
+        if asked is not None:
+            return asked
+        number = schedule.default_virtual_stages(self.degrees.pp, partition.num_cuttable(self.spec))
+        self.degrees.filled.append(f"virtual_stages={number} (filled: stages per rank under {schedule.kind})")
+        return number
+
+    def _fits(self, request: Request) -> bool:
+        """Return whether a batch fits a device; True if the cluster gives no memory size.
+
+        Memory is that of REFERENCE_SCHEDULE, so that a sweep over schedules compares equal batches.
+        """
+        draft = self
+        if not self.config.cluster.memory_gb:
+            return True
+        if request.pp > 1:
+            pipeline = replace(self.config.strategy.pipeline, kind=REFERENCE_SCHEDULE, split=[])
+            config = replace(self.config, strategy=replace(self.config.strategy, pipeline=pipeline))
+            strategies = replace(self.strategies, pipeline=pipeline_schedule(REFERENCE_SCHEDULE))
+            draft = replace(self, config=config, strategies=strategies)
+            request = replace(request, config=config, virtual_stages=1)
+        stages, problems = draft.stages(request)
+        if problems:
+            return True
+        memories = prediction.memories(draft.plan(request, stages))
+        return all(cluster_cost.fits(memory, self.config.cluster) == "yes" for memory in memories.values())
+
+
+def _check_depth(request: Request) -> list[Problem]:
+    """Check that every stage has a layer."""
+    most, num_stages = partition.num_cuttable(request.spec), request.pp * request.virtual_stages
+    if num_stages <= most:
+        return []
+    shown = f"pp {request.pp}" + (f" x virtual_stages {request.virtual_stages}" if request.virtual_stages > 1 else "")
+    what = f"{shown} = {num_stages} stages, and the model has {most} layer{'s' * (most > 1)} to cut between"
+    fixes = [either("pp", [most // request.virtual_stages])] if most >= request.virtual_stages else []
+    if request.virtual_stages > 1 and most // request.pp > 1:
+        fixes.append(f"virtual_stages={most // request.pp}")
+    if "layers" in definitions.model(request.config).sizes:
+        fixes.append(f"model.layers={num_stages}")
+    return [Problem(what, "pp", " or ".join(fixes), kind="arithmetic")]
+
+
+def _check_length(request: Request) -> list[Problem]:
+    """Limit the length of the schedule, because every action is simulated (`simulate.of_plan`)."""
+    assert request.batch is not None
+    num_stages, count = request.pp * request.virtual_stages, request.batch.microbatches
+    if request.pp == 1 or num_stages * min(count, 16 * request.pp) <= LARGEST_SCHEDULE:
+        return []
+    what = f"{num_stages} stages x {count} microbatches are more than can be planned: at most {LARGEST_SCHEDULE}"
+    most = LARGEST_SCHEDULE // num_stages
+    return [Problem(what, "pp", f"microbatches={most}" if most else "pp=64", kind="arithmetic")]

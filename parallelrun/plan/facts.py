@@ -1,0 +1,69 @@
+"""Everything that is computed about a plan, and the figures of it that a sweep compares. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.plan import cluster_cost, prediction, simulate
+from parallelrun.plan.compare import compare
+from parallelrun.plan.comparison import Comparison
+from parallelrun.plan.data_axis import DataAxis, agreed, costs
+from parallelrun.plan.structure import Memory, Plan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The results of every computation about a plan.
+
+    memories: per pp rank, of its rank that holds most. training: the time for `tokens` tokens, if they are given.
+    layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
+    """
+
+    simulation: simulate.Simulation
+    busiest_rank: int
+    traffic: tuple[prediction.Traffic, ...]
+    memories: dict[int, Memory]
+    cost: cluster_cost.Cost
+    training: cluster_cost.TrainingTime | None
+    layouts: Comparison | None
+    data_axis: DataAxis | None
+
+    @property
+    def heaviest_pp_rank(self) -> int:
+        """The pp rank whose ranks need most memory."""
+        return max(self.memories, key=lambda pp_rank: self.memories[pp_rank].total)
+
+
+def facts(plan: Plan, config: Config) -> Facts:
+    """Simulate the schedule, predict memory, traffic and cost, and compare tensor layouts and data strategies."""
+    simulation = simulate.of_plan(plan)
+    busiest, rows = prediction.traffic(plan)
+    flops = simulation.makespan if plan.spec.forward_flops else 0.0
+    cost = cluster_cost.cost(plan, config.cluster, rows, flops)
+    data_axis = costs(plan, config.cluster, cost)
+    cost = agreed(cost, data_axis)
+    training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
+    memories = prediction.memories(plan)
+    return Facts(simulation, busiest, rows, memories, cost, training, compare(plan, config), data_axis)
+
+
+def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
+    """Predicted memory, traffic, bubble and step time as a flat row, under the names used in a run's summary.json.
+
+    Times are None if the cluster gives no rates. The step time assumes that no communication is overlapped.
+    """
+    memory = found.memories[found.heaviest_pp_rank]
+    step_time = found.cost.step_s[0] if found.cost.step_s else None
+    batch = plan.batch.global_batch
+    return {
+        "global_batch": batch,
+        "microbatches": plan.batch.microbatches,
+        "fits": cluster_cost.fits(memory, cluster),
+        "memory_bytes": memory.total,
+        "bubble_predicted": found.simulation.bubble_of_total,
+        "wire_bytes_per_step": round(sum(row.total_wire_bytes / row.every for row in found.traffic)),
+        "step_time_predicted_s": step_time,
+        "samples_per_s": batch / step_time if step_time else None,
+    }
