@@ -110,9 +110,7 @@ class Plan:
 
     @cached_property
     def cache(self) -> dict[object, Any]:
-        """Results that were computed from this plan and are needed again. Each user has a key of its own.
-
-        A plan never changes, so the results stay valid."""
+        """A cache of values computed from this plan, each under a unique key. Valid because a plan never changes."""
         return {}
 
     @property

@@ -19,7 +19,7 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     It rises linearly from lr / warmup to `lr` at step `warmup`. It then falls along a cosine (Loshchilov & Hutter 2017)
     or a line to `min_lr_ratio` x lr at the last step, or stays constant. `lr_scale` multiplies all of it.
     """
-    assert not isinstance(optimizer.lr_scale, str), "call `lr_scale.numbered` first"
+    assert not isinstance(optimizer.lr_scale, str), "call `with_lr_scale` first"
     peak = optimizer.lr * (1.0 if optimizer.lr_scale is None else optimizer.lr_scale)
     if step < optimizer.warmup:
         return peak * step / optimizer.warmup

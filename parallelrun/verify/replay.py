@@ -56,7 +56,7 @@ class ReplayRule:
 
 def rule_of(config: Config, plan: Plan) -> ReplayRule:
     """Return the rule of the plan's data strategy."""
-    rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "replay").rule(config, plan)
+    rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
     return rule
 
 

@@ -54,10 +54,14 @@ def num_rows(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class ProductStrategy(TensorStrategy):
-    """A tensor strategy whose traffic follows from the product of each layer. explanation, source: for `explain`."""
+    """A tensor strategy whose traffic follows from the product of each layer.
+
+    explanation, source: for `explain`. skips_frozen: backward omits gradients that only frozen weights would need.
+    """
 
     explanation: ClassVar[str]
     source: ClassVar[str]
+    skips_frozen: ClassVar[bool] = True
 
     @abstractmethod
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
@@ -111,7 +115,7 @@ class ProductStrategy(TensorStrategy):
         payload: Counter[tuple[str, str, str]] = Counter()
         known: dict[object, list[Traffic]] = {}
         for block in blocks:
-            is_last, reached = block.name == plan.spec.blocks[-1].name, _has_input_gradient(block.layers[0], plan)
+            is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
             key = plan.spec.first_alike[block.name], is_last, reached
             if key not in known:
                 known[key] = [traffic for _, traffic in self.traffic(block, plan)]
@@ -124,7 +128,7 @@ class ProductStrategy(TensorStrategy):
         """Return what one microbatch of a block sends, in order, each with a title such as `forward, attention.out`."""
         both = [(layer, *self._of_layer(layer, plan)) for layer in block.layers]
         forward = [call for _, calls, _ in both for call in calls]
-        again = forward if plan.recompute == "full" and block.is_recomputed and _trains(block, plan) else []
+        again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
         if again and not self.recomputes_last_call(block, forward, plan):
             again = again[:-1]
         loss = self._of_loss(plan) if block.name == plan.spec.blocks[-1].name else []
@@ -152,8 +156,8 @@ class ProductStrategy(TensorStrategy):
         if product is None:
             return []
         weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
-        wants_input = _has_input_gradient(layer, plan)
-        wants_weight = any(not p.frozen for p in weights if len(p.shape) == 2)
+        wants_input = self.has_input_gradient(layer, plan)
+        wants_weight = not self.skips_frozen or any(not p.frozen for p in weights if len(p.shape) == 2)
         found = transfers(
             product, num_rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes,
             save_gathered=self.saves_gathered(layer, plan), input_gradient=wants_input, weight_gradient=wants_weight,
@@ -165,7 +169,7 @@ class ProductStrategy(TensorStrategy):
         """(what is sent in forward, in backward)."""
         if layer.layer_role == "norm":
             forward, backward = self._of_norm(layer, plan)
-            return forward, backward if _has_input_gradient(layer, plan) else []
+            return forward, backward if self.has_input_gradient(layer, plan) else []
         phases: tuple[list[Traffic], list[Traffic]] = [], []
         for transfer in self.transfers_of(layer, plan):
             dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
@@ -198,6 +202,22 @@ class ProductStrategy(TensorStrategy):
         split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
         return [Traffic(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]
 
+    def has_input_gradient(self, layer: LayerSpec, plan: Plan) -> bool:
+        """Return whether backward computes the gradient of a layer's input. The model's own input has none."""
+        if not self.skips_frozen:
+            return layer.name != plan.spec.blocks[0].layers[0].name
+        for before in plan.spec.layers():
+            if before.name == layer.name:
+                return False
+            if any(not parameter.frozen for parameter in before.parameters):
+                return True
+        return False
+
+    def _trains(self, block: BlockSpec, plan: Plan) -> bool:
+        """Return whether backward goes through the block at all."""
+        trained = any(not p.frozen for p in block.parameters)
+        return not self.skips_frozen or trained or self.has_input_gradient(block.layers[0], plan)
+
     def head_product(self, plan: Plan) -> Product | None:
         """Return the product that gives the logits; None for a model without a head."""
         head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
@@ -207,21 +227,6 @@ class ProductStrategy(TensorStrategy):
 def _says_itself(block: BlockSpec, plan: Plan) -> bool:
     """Whether the model says what a block saves (`saved_elements`): of images, and where no layer has a role."""
     return plan.spec.kind == "images" or all(layer.layer_role in ("", SAMPLE_SET_ROLE) for layer in block.layers)
-
-
-def _trains(block: BlockSpec, plan: Plan) -> bool:
-    """Whether backward goes through the block at all."""
-    return any(not p.frozen for p in block.parameters) or _has_input_gradient(block.layers[0], plan)
-
-
-def _has_input_gradient(layer: LayerSpec, plan: Plan) -> bool:
-    """Whether anything before the layer trains: the model's input has no gradient, nor has what frozen layers give."""
-    for before in plan.spec.layers():
-        if before.name == layer.name:
-            return False
-        if any(not parameter.frozen for parameter in before.parameters):
-            return True
-    return False
 
 
 def _title(phase: str, layer: LayerSpec, block: BlockSpec) -> str:

@@ -37,6 +37,7 @@ class Megatron1D(ProductStrategy):
     reads: ClassVar[tuple[str, ...]] = ("sequence_parallel", "overlap")
     is_one_dimensional: ClassVar[bool] = True
     splits_images: ClassVar[bool] = True
+    skips_frozen: ClassVar[bool] = False  # a user's module computes every gradient under tp (`needs_every_gradient`)
     source: ClassVar[str] = "Shoeybi et al. 2019; Korthikanti et al. 2022"
     explanation: ClassVar[str] = (
         "Layers come in pairs. A column parallel layer splits its outputs over the ranks and sends nothing in "
