@@ -68,7 +68,8 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
     key = "held_parameters", pp_rank
     if key not in plan.known:
         plan.known[key] = tuple(_held(plan, pp_rank))
-    return plan.known[key]
+    found: tuple[HeldParameter, ...] = plan.known[key]
+    return found
 
 
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:

@@ -13,7 +13,7 @@ from parallelrun.plan.structure import Plan
 
 def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
     """The reference: the same config with every degree 1 and no servers, keeping the global batch."""
-    config = routing.alone(config, plan)
+    config = routing.single_device(config, plan)
     strategy = replace(
         config.strategy,
         name="single",

@@ -396,7 +396,7 @@ def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys
     [
         ("plan model=gpt strategy=single plot=x", 2, "one rank has none to combine"),
         ("plan model=gpt strategy=ddp dp=2 plot=missing/x", 3, "a writable folder"),
-        ("model=gpt strategy=ddp dp=2 plot=x", 2, "only plan and explain do"),
+        ("model=gpt strategy=ddp dp=2 plot=x", 2, "plot=x is read by plan and explain only"),
     ],
 )
 def test_a_plot_that_cannot_be_is_refused(line, code, text, tmp_path, monkeypatch, capsys):
