@@ -1,6 +1,6 @@
 """Draws which rank holds which block of X, W and Y, and what is sent, under every tensor layout.
 
-`python docs/layouts.py` rewrites docs/layouts/*.svg and the tables of docs/tensor_layouts.md; a test holds them equal.
+`python docs/layouts.py` rewrites docs/layouts/*.svg and the tables of docs/tensor_parallel.md; a test holds them equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallelrun.product import ActivationLayout, Product, transfers
 from parallelrun.report import chart
 
 HERE = Path(__file__).parent
-PAGE = HERE / "tensor_layouts.md"
+PAGE = HERE / "tensor_parallel.md"
 CELLS = 8  # rows and columns of each matrix
 HELD, RECEIVED, OTHER, LINE, TEXT = "#2b6cb0", "#bee3f8", "#f7fafc", "#a0aec0", "#1a202c"
 OPERANDS = {"x": "X", "w": "W", "y": "Y", "dx": "dX", "dw": "dW", "dy": "dY"}
@@ -157,7 +157,7 @@ def page(text: str) -> str:
     for picture in PICTURES:
         marker = f"<!-- moves:{picture.name} -->"
         pattern = re.escape(marker) + r".*?<!-- end -->"
-        assert re.search(pattern, text, re.S), f"docs/tensor_layouts.md has no marker {marker}"
+        assert re.search(pattern, text, re.S), f"docs/tensor_parallel.md has no marker {marker}"
         text = re.sub(pattern, f"{marker}\n{moves_table(picture)}\n<!-- end -->", text, flags=re.S)
     return text
 

@@ -123,7 +123,7 @@ def gradients(network: nn.Module, plan: Plan, mesh: Mesh | None) -> dict[str, Te
 
 
 def errors_of(ours: dict[str, Tensor], reference: dict[str, Tensor], plan: Plan, mesh: Mesh) -> dict[str, float]:
-    """The design's measure per parameter, this rank's part against the same part of the reference."""
+    """The measure of `verify` per parameter, this rank's part against the same part of the reference."""
     tied = original_names(plan.spec)
     parts = {}
     for name, whole in reference.items():

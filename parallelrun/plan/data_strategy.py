@@ -147,8 +147,8 @@ class DataStrategy(ABC):
         return step
 
     def document(self) -> dict[str, Any]:
-        """The settings as a JSON object."""
-        return {"kind": self.kind, **asdict(self)}
+        """The settings as a JSON object. Two settings of FSDP are there for every strategy, so that rows compare."""
+        return {"kind": self.kind, "reshard_after_forward": False, "reduce_each_microbatch": False, **asdict(self)}
 
     # Layouts
 

@@ -26,7 +26,7 @@ class ExpertDispatcher(ABC):
 
     kind: the registry's name. needs_capacity: it refuses routers without a capacity per expert. chunks: parts of a
     microbatch's routing groups that are dispatched one after the other. group_size: ranks of an inner group of the
-    two-level all-to-all, 1 for one level. overlap: the all-to-all runs while the shared expert and other chunks compute.
+    two-level all-to-all, 1 for one level. overlap: all-to-alls overlap the shared expert and other chunks.
     """
 
     kind: ClassVar[str]

@@ -1,4 +1,4 @@
-"""The design's measure of equality (section 6) between a plan's trace and the one-device reference."""
+"""The measure of equality between a plan's trace and the one-device reference: the largest relative difference."""
 
 from __future__ import annotations
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from parallelrun import registry
 from parallelrun.cli import help as texts
 from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
+from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,12 +61,18 @@ OTHERS = [words for words in CALLS if words and words not in PLANNED and words[0
 
 
 @pytest.fixture
-def own_files(tmp_path: Path, monkeypatch) -> None:
-    """The files that a page prints: a code block whose first line is `# net.py`."""
+def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
+    """The files that a page prints (a code block whose first line is `# net.py`), and the plug-in of how_to_add.md."""
     monkeypatch.chdir(tmp_path)
+    install(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    shutil.copytree(PLUGIN / "conf", tmp_path / "conf")
+    registry._plug_ins.cache_clear()
     for page in PAGES:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)
+    yield
+    registry._plug_ins.cache_clear()
 
 
 @pytest.mark.parametrize("words", PLANNED, ids=" ".join)
@@ -89,3 +99,44 @@ def test_the_readme_prints_the_commands_that_newcomers_need() -> None:
     text = (ROOT / "README.md").read_text()
     for command in ("model=gpt strategy=ptdp tp=2 pp=2", "verify", "bench", "plan", "torchrun", "doctor"):
         assert command in text
+    assert re.search(r"^pip install .*&& pytest$", text, re.M), ".ci/run reads the test command from its line"
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    cells = [cell.strip() for line in lines if line.startswith("|") for cell in line.split("|")]
+    assert max(map(len, cells)) < 80, "a cell of a table is longer than a line"
+
+
+def test_the_plug_in_of_how_to_add_declares_the_entry_points_that_are_tested() -> None:
+    text = (ROOT / "docs" / "how_to_add.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    declared = re.sub(r'project.entry-points."(\S+)"', r"\1", block).replace('"', "")
+    assert [line for line in declared.splitlines() if line] == ENTRY_POINTS.splitlines()
+
+
+OURS = ("parallelrun", "strategies", "tests", "benchmarks", "docs")  # folders; a page's `conf/` is the reader's
+
+
+def test_every_file_that_a_page_or_a_strategy_names_exists() -> None:
+    files = [path.relative_to(ROOT).as_posix() for name in OURS for path in (ROOT / name).rglob("*.py")]
+    ends = {"/".join(file.split("/")[n:]) for file in files for n in range(file.count("/") + 1)}
+    for page in [*PAGES, *(ROOT / "strategies").rglob("__init__.py")]:
+        text = page.read_text()
+        named = re.findall(r"`([\w/.]+\.py)`", text) + re.findall(rf"`((?:{'|'.join(OURS)})/[\w/.]+)`", text)
+        printed = re.findall(r"```python\n# (\w+\.py)\n", text)
+        missing = [name for name in named if name not in (*ends, *printed) and not (ROOT / name).exists()]
+        links = re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        missing += [link for link in links if "://" not in link and not (page.parent / link).exists()]
+        assert not missing, f"{page.relative_to(ROOT)} names {missing}"
+
+
+def test_no_file_refers_to_documents_outside_the_repository() -> None:
+    names = (r"design, section", r"[Tt]he design's", r"design\.md", r"\bshared/", r"words\.md", r"\breference/")
+    outside = re.compile("|".join((*names, r"\((reference|reliability)\b[ \w]*, section")))
+    folders = ("parallelrun", "strategies", "conf", "recipes", "docs", "benchmarks", "tests")
+    files = [path for name in folders for ext in ("py", "md", "yaml") for path in (ROOT / name).rglob(f"*.{ext}")]
+    for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml"]:
+        if path != Path(__file__).resolve():
+            assert not outside.search(path.read_text(encoding="utf-8", errors="replace")), path

@@ -26,16 +26,19 @@ ramp = demo_plugin.ramp
 """
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """A folder on the path with the package and what an installer writes beside it."""
-    site = tmp_path_factory.mktemp("site")
+def install(site: Path) -> Path:
+    """Write into a folder of the path what an installer would: the package, and its entry points beside it."""
     shutil.copytree(PLUGIN / "demo_plugin", site / "demo_plugin", ignore=shutil.ignore_patterns("__pycache__"))
     info = site / "demo_plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: demo-plugin\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     return site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    return install(tmp_path_factory.mktemp("site"))
 
 
 def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:

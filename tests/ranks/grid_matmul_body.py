@@ -84,7 +84,7 @@ class Case:
 
 @dataclass
 class Found:
-    """What a rank found. errors: by name, the design's measure; sums over partial axes are done here."""
+    """What a rank found. errors: by name, `verify`'s measure; sums over partial axes are done here."""
 
     values: dict[str, Tensor]
     errors: dict[str, float]

@@ -102,7 +102,7 @@ def on_ranks(overrides: dict[str, Any], function: Any = run, *args: Any) -> list
 
 
 def worst(results: list[Outcome], reference: Outcome, overrides: dict[str, Any]) -> float:
-    """The largest error of gradients, updates, losses and norms, by the design's measure."""
+    """The largest error of gradients, updates, losses and norms, by `verify`'s measure."""
     shapes = shapes_of(overrides)
     errors = []
     for kind in ("gradients", "updates"):

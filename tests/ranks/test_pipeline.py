@@ -75,7 +75,7 @@ def merged(outcomes: list[body.Outcome], plan: Plan, field: str = "gradients") -
 
 
 def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """The design's measure of equality, over all tensors."""
+    """The measure of equality of `verify`, over all tensors."""
     assert set(found) == set(wanted)
     largest = max(float(tensor.abs().max()) for tensor in wanted.values())
     return max(

@@ -12,8 +12,8 @@ parallel); Chen et al. 2016 (synchronous with backup workers).
 
 Costs: a worker sends each gradient and receives each weight once per step. A server exchanges its shards with every
 worker, so its link is the busiest (closed form in protocol.py). Workers hold no optimizer state.
-Proof: sync without backup workers equals one device. Everything else equals the replay of its own apply log, bit for
-bit (reference.py; tests/ranks/test_ps.py, tests/cli/test_ps_failures.py).
+Proof: exact for sync without backup workers; else a replay of its apply log (bit for bit: reference.py,
+tests/ranks/test_ps.py, tests/cli/test_ps_failures.py).
 
 Files: plan.py (settings, checks, prediction), shards.py, protocol.py (messages and their traffic), apply_log.py and
 synchronization.py are torch-free. connections.py sends and receives, store.py holds a server's shards, server.py and

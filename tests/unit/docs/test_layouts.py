@@ -1,26 +1,18 @@
-"""docs/tensor_layouts.md shows what the code does: its pictures and tables are what docs/layouts.py draws today."""
+"""docs/tensor_parallel.md shows what the code does: its pictures and tables are what docs/layouts.py draws today."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs"
+from tests.unit.docs import DOCS, docs_module
 
 
 @pytest.fixture(scope="module")
 def layouts() -> ModuleType:
-    source = importlib.util.spec_from_file_location("docs_layouts", DOCS / "layouts.py")
-    assert source is not None and source.loader is not None
-    module = importlib.util.module_from_spec(source)
-    sys.modules["docs_layouts"] = module  # dataclasses look their module up
-    source.loader.exec_module(module)
-    return module
+    return docs_module("layouts")
 
 
 def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:
@@ -29,7 +21,7 @@ def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:
 
 
 def test_every_picture_is_shown_and_every_one_shown_exists(layouts: ModuleType) -> None:
-    shown = set(re.findall(r"\(layouts/(\w+)\.svg\)", (DOCS / "tensor_layouts.md").read_text()))
+    shown = set(re.findall(r"\(layouts/(\w+)\.svg\)", (DOCS / "tensor_parallel.md").read_text()))
     assert shown == {picture.name for picture in layouts.PICTURES} == {p.stem for p in (DOCS / "layouts").glob("*.svg")}
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,18 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from parallelrun.report import chart
+from tests.unit.docs import DOCS, docs_module
 
 ROOT = Path(__file__).parents[3]
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-
-
-def docs_module(name: str) -> ModuleType:
-    source = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert source is not None and source.loader is not None
-    module = importlib.util.module_from_spec(source)
-    sys.modules[f"docs_{name}"] = module
-    source.loader.exec_module(module)
-    return module
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def crossover(path: Path) -> str:

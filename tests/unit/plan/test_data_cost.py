@@ -372,7 +372,7 @@ def test_the_best_number_of_workers_is_what_trying_all_finds(link, overlapped):
 
 
 def test_on_equal_nodes_servers_never_beat_a_ring_in_bandwidth():
-    """n nodes in all: a ring has n workers, servers take nodes away (reference, section 1)."""
+    """n nodes in all: a ring has n workers, servers take nodes away."""
     free = Link(1e6)
     for n in RANKS:
         ring = n / cost.step_seconds(1e-3, cost.ring(SIZE, n, free))

@@ -1,4 +1,4 @@
-"""Properties of thousands of random plans of up to 16,384 ranks, legal and illegal (reliability, section 7, test 3)."""
+"""Properties of thousands of random plans of up to 16,384 ranks, legal and illegal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""resolve: what is filled in, what is refused, and what the user is told (reliability catalogue, section 6)."""
+"""resolve: what is filled in, what is refused, and what the user is told."""
 
 from __future__ import annotations
 

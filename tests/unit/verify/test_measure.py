@@ -1,4 +1,4 @@
-"""The design's measure of equality and the verdict of verify."""
+"""The measure of equality and the verdict of verify."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""What pages copy from the code is what the code says today."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from parallelrun import registry
+from parallelrun.cli.main import main
+from tests.unit.docs import DOCS, docs_module
+
+
+def test_the_table_of_strategies_is_up_to_date() -> None:
+    text = (DOCS.parent / "README.md").read_text()
+    assert text == docs_module("strategies").page(text), "run `python docs/strategies.py`"
+
+
+def test_the_table_has_every_strategy_with_its_file() -> None:
+    rows = docs_module("strategies").rows()
+    assert {f"{row.axis}.{row.kind}" for row in rows} == set(registry.STRATEGIES) - {"pipeline.none"}
+    assert all(row.file.exists() and row.proof for row in rows)
+    assert [row.kind for row in rows if not row.papers] == ["naive"]
+    assert {name for row in rows for name in row.presets} >= {"ddp", "hsdp", "tp25d", "1f1b", "switch", "aux_free"}
+
+
+def test_included_files_are_up_to_date() -> None:
+    files = docs_module("included").files()
+    assert files
+    for path, content in files.items():
+        assert path.read_text() == content, f"run `python docs/included.py`: {path.name} shows an older file"
+
+
+def test_the_figure_of_layers_is_the_contract() -> None:
+    contract = re.search(r"^layers = \[\n(.*?)^\]", (DOCS.parent / "pyproject.toml").read_text(), re.M | re.S)
+    figure = re.search(r"<!-- layers -->\n```\n(.*?)```", (DOCS / "architecture.md").read_text(), re.S)
+    assert contract is not None and figure is not None
+    layers, lines = re.findall(r'"(.+)"', contract.group(1)), figure.group(1).splitlines()
+    assert [line.partition("   ")[0] for line in lines] == layers
+
+
+def test_the_architecture_is_short() -> None:
+    assert len((DOCS / "architecture.md").read_text().split()) < 1500
+
+
+def test_the_figure_of_a_schedule_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "pipeline.md").read_text()
+    figure = re.search(r"<!-- detail=schedule -->\n```\n(.*?)```", text, re.S)
+    command = re.search(r"^parallelrun (plan .*detail=schedule)$", text, re.M)
+    assert figure is not None and command is not None
+    assert main(command.group(1).split()) == 0
+    assert figure.group(1) in capsys.readouterr().out
