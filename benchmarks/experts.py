@@ -27,7 +27,7 @@ from parallelrun.models import dropout
 from parallelrun.models.moe.layer import MoE
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config
 
@@ -57,7 +57,7 @@ def _training(**overrides: Any) -> Training:
 
 
 def _layer(training: Training) -> MoE:
-    (layer,) = [module for module in training.parts[0].modules() if isinstance(module, MoE)]
+    (layer,) = [module for module in training.model_parts[0].modules() if isinstance(module, MoE)]
     return layer
 
 

@@ -26,7 +26,7 @@ from benchmarks.plain_gpt import PlainGpt, Sizes, loss_of
 from benchmarks.plain_llama import PlainLlama
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config
 

@@ -21,7 +21,7 @@ from parallelrun.mesh import Group
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config
 

@@ -25,9 +25,8 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
 from parallelrun.routing_log import mean_over_layers
-from parallelrun.train import schedule
 from parallelrun.train.build import build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import evaluate, train_step
 from tests.plans import tiny_config
 
@@ -54,7 +53,7 @@ def _train(router: dict[str, Any], steps: int) -> dict[str, Any]:
     scaler = LossScaler(config.precision, scaled=False)
     rows, loads = [], []
     for step in range(1, steps + 1):
-        result = train_step(training, step, schedule.learning_rate(config.optimizer, step, steps), scaler)
+        result = train_step(training, step, learning_rate(config.optimizer, step, steps), scaler)
         layers = training.routing.described()
         rows.append({"step": step, "loss": result.loss, **mean_over_layers(layers)})
         loads.append(layers[0]["load"])

@@ -19,7 +19,7 @@ class WorkerContext:
     stop_requested(): whether SIGTERM has arrived; then finish the step, save and return EXIT_PREEMPTED. Ranks may see
     it at different steps, so the training loop must agree on it (sum it over all ranks) before it acts.
     save_failed(step): report in status.json that the checkpoint of that step could not be written, and continue.
-    gone(rank): report that `rank` has died and that the run continues without it. Exactly one other rank calls this.
+    rank_died(rank): report that `rank` has died and the run continues without it. Exactly one other rank calls this.
     console_owner: whether this rank writes to the terminal (rank 0 only); other ranks write to their logs.
     """
 
@@ -32,4 +32,4 @@ class WorkerContext:
     stop_requested: Callable[[], bool]
     save_failed: Callable[[int], None]
     console_owner: bool
-    gone: Callable[[int], None] = lambda rank: None
+    rank_died: Callable[[int], None] = lambda rank: None

@@ -1,7 +1,7 @@
-"""Process groups of a plan's mesh. Every rank makes the same groups in the same order; degree 1 makes none.
+"""The process groups of a plan's mesh. All ranks create the same groups in the same order; degree 1 needs none.
 
-Servers are no part of the mesh, but making a group takes every rank: where workers call `build_mesh`, servers call
-`build_server_group`.
+Parameter servers are not part of the mesh, but every rank must take part in creating a group: workers call
+`build_mesh`, and servers call `build_server_group` at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SERVERS = "servers"
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share every coordinate with this one but the axis's. process_group is None when it is alone."""
+    """The ranks whose coordinates differ from this rank's only in `axis`. process_group is None for a single rank."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class Group:
 
 
 class Mesh:
-    """This rank's place in the plan's mesh and the groups it belongs to."""
+    """This rank's coordinate in the plan's mesh, and its groups."""
 
     def __init__(self, shape: MeshShape, rank: int, device: torch.device):
         self.shape = shape
@@ -45,16 +45,16 @@ class Mesh:
         self._groups: dict[str, Group] = {}
 
     def group(self, axis: str) -> Group:
-        """The group of an axis (leaf, factored, `world`: all workers, or `embedding`: the first and the last stage)."""
+        """Return the group of a (flattened) mesh dim, of `world` (all workers) or `embedding` (first, last stage)."""
         if axis in self._groups:
             return self._groups[axis]
-        assert self.shape.size(axis) == 1, f"no group was made for axis {axis!r} of {self.shape}"
+        assert self.shape.size(axis) == 1, f"axis {axis!r} of {self.shape} has no group"
         return Group(axis, (self.rank,), 0, None)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """torch's DeviceMesh over those axes, major first, each of degree > 1, for the engines that want one.
+        """Return torch's DeviceMesh over axes of degree > 1, major first, for FSDP2.
 
-        Made of the groups that are there: an axis made of leaves (dp with ep in it) is none of torch's own mesh.
+        It consists of existing groups, because torch's mesh does not contain flattened dims (dp over ep and others).
         """
         groups = [self.group(axis) for axis in axes]
         process_groups = [group.process_group for group in groups if group.process_group is not None]
@@ -65,8 +65,11 @@ class Mesh:
 
     @property
     def axis_of_group(self) -> dict[str, str]:
-        """Process group name to axis, for accounting. An axis that spans the world shares the world's group; axes that
-        share one are told apart by the callers' labels; an axis of experts gives its name only to groups of its own."""
+        """The axis of each process group, by the group's name.
+
+        An axis that spans the world shares the world's group. If several axes share a group, the others take precedence
+        over axes of experts; calls with a `comm.label` do not need this.
+        """
         of_experts_first = sorted(self._groups, key=expert_axes.is_of_experts, reverse=True)
         groups = [(axis, self._groups[axis]) for axis in of_experts_first]
         named = {str(g.process_group.group_name): axis for axis, g in groups if g.process_group is not None}
@@ -79,9 +82,9 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
-    """Make every group the plan needs; called by its workers. The default process group must be up when plan.world > 1.
+    """Create every group of the plan, on its workers. If plan.world > 1, the default process group must exist.
 
-    Raises ValueError if the mesh does not cover exactly the worker ranks (torch accepts a smaller one silently).
+    Raises ValueError if the mesh does not cover exactly the worker ranks (torch silently accepts a smaller mesh).
     """
     rank = dist.get_rank() if plan.world > 1 else 0
     world = dist.get_world_size() if plan.world > 1 else 1
@@ -105,11 +108,11 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         ranks = plan.mesh.group_of(rank, axis)
         mesh._groups[axis] = Group(axis, ranks, ranks.index(rank), root.get_group(axis))
     for axis, parts in plan.mesh.flattened:
-        whole = [part for part in parts if plan.mesh.size(part) > 1]
-        if len(whole) == 1:  # the other factors have degree 1: the leaf's group is the axis's
-            only = mesh._groups[whole[0]]
+        several = [part for part in parts if plan.mesh.size(part) > 1]
+        if len(several) == 1:  # all other parts have degree 1, so the flattened dim has the group of this one
+            only = mesh._groups[several[0]]
             mesh._groups[axis] = Group(axis, only.ranks, only.index, only.process_group)
-        elif whole:
+        elif several:
             _enumerate(mesh, axis, list(plan.mesh.groups(axis)))
     if plan.tied_copies:
         _enumerate(mesh, EMBEDDING, embedding_groups(plan))
@@ -117,18 +120,18 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
 
 def build_server_group(plan: Plan) -> Group:
-    """The group of all servers, which is this rank's; makes every group that the workers make in `build_mesh`."""
+    """Return the group of all servers; create the same groups as the workers in `build_mesh`."""
     rank = dist.get_rank()
     assert plan.role(rank) == "server", f"rank {rank} is a worker"
     return _groups_by_role(plan)[1]
 
 
 def _workers_mesh(plan: Plan, rank: int, device: torch.device) -> Mesh:
-    """The mesh of a world with servers: all workers are one group, along the one axis that they have."""
+    """Return the mesh of a world with servers: all workers are one group along a single axis."""
     mesh = Mesh(plan.mesh, rank, device)
     workers, _ = _groups_by_role(plan)
     axes = [axis for axis, degree in plan.mesh.mesh_dims if degree > 1]
-    assert len(axes) <= 1 and not plan.mesh.flattened, f"servers beside the axes {axes}"
+    assert len(axes) <= 1 and not plan.mesh.flattened, f"servers with the axes {axes}"
     for axis in (WORLD, *axes):
         if workers.size > 1:
             mesh._groups[axis] = replace(workers, axis=axis)
@@ -136,7 +139,7 @@ def _workers_mesh(plan: Plan, rank: int, device: torch.device) -> Mesh:
 
 
 def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
-    """(all workers, all servers). `index` is this rank's in the one that it is in, and -1 in the other."""
+    """Return the groups of all workers and of all servers. `index` is -1 in the group without this rank."""
     rank, found = dist.get_rank(), []
     for axis, ranks in ((WORLD, range(plan.num_workers)), (SERVERS, range(plan.num_workers, plan.world))):
         has_gpus = axis == WORLD and plan.device == "cuda"
@@ -148,13 +151,13 @@ def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
 
 
 def embedding_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Pairs of ranks that hold the two copies of a tied weight: first and last stage, same other coordinates."""
+    """Return pairs of ranks with the copies of a tied weight: first and last stage, otherwise same coordinate."""
     first, last = plan.stages[0].pp_rank, plan.stages[-1].pp_rank
     return [tuple(sorted((ranks[first], ranks[last]))) for ranks in plan.mesh.groups("pp")]
 
 
 def _enumerate(mesh: Mesh, axis: str, groups: list[tuple[int, ...]]) -> None:
-    """new_group for each, on every rank in the same order; keep the one this rank is in."""
+    """Create all groups of an axis, on every rank in the same order; keep the group of this rank."""
     for ranks in groups:
         process_group = dist.new_group(list(ranks))
         if mesh.rank in ranks:

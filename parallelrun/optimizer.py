@@ -1,8 +1,9 @@
-"""torch's AdamW, SGD and Adagrad on this rank's parts, with state by one-device name."""
+"""torch's AdamW, SGD and Adagrad on this rank's tensors, with state by one-device name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ STEP = "step"
 
 
 class Optimizer:
-    """Steps local tensors. Weight decay applies to logical tensors of two or more dims: not to biases and norms."""
+    """Updates local tensors. Weight decay applies to logical tensors of two or more dims, not to biases and norms."""
 
     def __init__(self, config: OptimizerConfig, parameters: Sequence[LocalParameter]):
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
@@ -28,10 +29,10 @@ class Optimizer:
             for tensors, decay in ((decayed, config.weight_decay), (plain, 0.0))
             if tensors
         ]
-        self._torch = _make(config, groups) if groups else None  # a stage may have frozen parameters only
+        self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
 
     def step(self, lr: float) -> None:
-        """Update every tensor by its `.grad` at learning rate `lr`."""
+        """Update every tensor by its `.grad` with the learning rate `lr`."""
         if self._torch is None:
             return
         for group in self._torch.param_groups:
@@ -39,30 +40,29 @@ class Optimizer:
         self._torch.step()
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """The state of one parameter, by what it is (`exp_avg`, ...), each of the tensor's shape, or 0-d (`step`).
+        """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
 
-        The live tensors, not copies. Empty before the first step (Adagrad's are zeros), and for SGD without momentum.
-        Raises KeyError.
+        It is empty before the first step (except for Adagrad) and for SGD without momentum. Raises KeyError.
         """
         found = self._torch.state.get(self._tensors[name], {}) if self._torch else {}
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Take over `state` (as `state` gave it, perhaps under another plan) for one parameter. Raises KeyError."""
+        """Set the state of one parameter to copies of the tensors of `state`, in any dtype. Raises KeyError."""
         tensor = self._tensors[name]
-        taken = {}
+        loaded = {}
         for key, value in state.items():
             if value.dim() and value.shape != tensor.shape:
                 raise ValueError(f"{key} of {name} has shape {tuple(value.shape)}, its part here {tuple(tensor.shape)}")
-            # torch keeps the step of Adam in fp32, on the device only when the update is fused there.
+            # torch's Adam needs its step in fp32; the fused update needs it on the device.
             dtype = torch.float32 if key == STEP else tensor.dtype
-            taken[key] = value.detach().to(device=tensor.device, dtype=dtype).clone()
-        if taken and self._torch:
-            self._torch.state[tensor] = taken
+            loaded[key] = value.detach().to(device=tensor.device, dtype=dtype).clone()
+        if loaded and self._torch:
+            self._torch.state[tensor] = loaded
 
 
-def _make(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
-    """The torch optimizer, fused where it is built for the device (CPU and CUDA are). Raises ConfigError."""
+def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the torch optimizer, fused if torch supports it on the device. Raises ConfigError."""
     if config.name == "adamw":
         beta1, beta2 = config.betas
         return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
@@ -70,6 +70,8 @@ def _make(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
     if config.name == "adagrad":
         on_cpu = all(tensor.device.type == "cpu" for group in groups for tensor in group["params"])
-        return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, fused=on_cpu or None)  # built for CPU alone
+        return torch.optim.Adagrad(
+            groups, lr=config.lr, eps=config.eps, fused=on_cpu or None
+        )  # torch has fused Adagrad only on CPU
     fix = " or ".join(f"optimizer={kind}" for kind in OPTIMIZERS)
     raise ConfigError(Problem(f"unknown optimizer.name={config.name}", "optimizer", fix))

@@ -1,4 +1,4 @@
-"""What layers with experts did, in routing.jsonl, and what of it the other files say. Torch-free."""
+"""Writes routing.jsonl, the statistics of layers with experts, and their means for other files. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from parallelrun.records import RowFile
 
 FILE = "routing.jsonl"
-NUMBERS_WRITTEN = 2e7  # of loads, in one run: about 100 MB; of longer runs not every step is written
-STEPS_AVERAGED = 10  # what the summary calls first and last; half of the run where it is shorter than twice that
+NUMBERS_WRITTEN = 2e7  # at most, per run: about 100 MB. Longer runs do not write every step
+STEPS_AVERAGED = 10  # for first_max_vio and the last values of the summary; at most half of the run
 
 
 class RoutingLog:
-    """Writes a row a step; keeps only what the summary needs, however long the run is."""
+    """Writes one row per step; keeps only the values for the summary in memory."""
 
     def __init__(self, directory: Path, steps: int):
         self._rows = RowFile(directory / FILE)
@@ -26,7 +26,7 @@ class RoutingLog:
         self._every = 0
 
     def step(self, step: int, layers: list[dict[str, Any]]) -> dict[str, float]:
-        """Write the layers of one step (`train.routing.Routing.described`); their means, for metrics.jsonl."""
+        """Write one step's layers (`train.routing.RoutingUpdater.described`); return their means for metrics.jsonl."""
         means = mean_over_layers(layers)
         if not layers:
             return means
@@ -45,7 +45,7 @@ class RoutingLog:
         self._rows.flush()
 
     def summary(self) -> dict[str, float]:
-        """Means over the layers, and over the first and the last steps; empty where there are no experts."""
+        """Return means over layers and over the first or the last steps; empty without experts."""
         if not self._recent:
             return {}
         last = {name: statistics.fmean(one[name] for one in self._recent) for name in self._recent[0]}
@@ -58,7 +58,7 @@ class RoutingLog:
 
 
 def mean_over_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
-    """max_vio, drop_rate (part of all assignments that were not kept), aux_loss, load_entropy; empty of no layers."""
+    """Return the means of max_vio, drop_rate (fraction of dropped assignments), aux_loss and load_entropy."""
     if not layers:
         return {}
     dropped = [1 - sum(layer["kept"]) / sum(layer["load"]) if sum(layer["load"]) else 0.0 for layer in layers]
@@ -71,5 +71,5 @@ def mean_over_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _row(layer: dict[str, Any]) -> dict[str, Any]:
-    """Counts as integers: a third of the bytes."""
+    """Write counts as integers, which take a third of the bytes."""
     return {**layer, "load": [round(n) for n in layer["load"]], "kept": [round(n) for n in layer["kept"]]}

@@ -1,4 +1,4 @@
-"""The one file that touches torch's private symbols. Small functions, each saying what it needs them for."""
+"""The only file that uses torch's private symbols. Each function says why it needs them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
-    """The order of actions of torch's pipeline schedule `name`: (kind, stage, microbatch) per pp rank.
+    """Return the actions of torch's pipeline schedule `name`, in order: (kind, stage, microbatch) per pp rank.
 
-    Public schedules keep their order in attributes only their own runtime reads. For tests: ours must equal it.
+    Tests compare our schedules with it. torch has no public access to the order.
     """
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -37,17 +37,17 @@ def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> 
 
 
 def fsdp_initialise(root: FSDPModule) -> None:
-    """Do now what FSDP2 does at its root's first forward, which may move shards into padded storage.
+    """Run the initialisation that FSDP2 otherwise does in its root's first forward.
 
-    Optimizers that hold local shards must take them after that; there is no public way to ask for it.
+    It may move shards into padded storage, so an optimizer must take the local shards afterwards.
     """
     root._get_fsdp_state()._lazy_init()
 
 
 def fsdp_reduce(root: FSDPModule) -> None:
-    """Reduce what gradients the units under an FSDP2 root have accumulated, outside any backward pass.
+    """Reduce the gradients that the units of an FSDP2 root have accumulated, outside any backward pass.
 
-    As `torch.distributed.pipelining` does after a schedule. A unit without gradients does nothing.
+    `torch.distributed.pipelining` does the same after a schedule.
     """
     state = root._get_fsdp_state()
     for one in state._state_ctx.all_states:
@@ -58,18 +58,18 @@ def fsdp_reduce(root: FSDPModule) -> None:
 
 
 def trust_metadata(stage: PipelineStage) -> None:
-    """Let a pipeline stage give what it gives, whatever its metadata say of the last stage's output and of strides.
+    """Switch off a pipeline stage's check that its inputs and outputs have the shapes and strides of its metadata.
 
-    As torch 2.13 does by itself; 2.11 compares every input and output, those that are never sent included.
+    torch 2.11 also checks tensors that are never sent; torch 2.13 does not.
     """
     unchecked: Any = stage
     unchecked._validate_fwd_input = unchecked._validate_fwd_outputs = lambda *_: None
 
 
 def receive_on_demand(stage: PipelineStage) -> None:
-    """Keep a pipeline stage from allocating a buffer per microbatch and direction for the whole step.
+    """Prevent a pipeline stage from allocating one buffer per microbatch and direction for the duration of a step.
 
-    Its descriptions of what it receives get meta tensors; whoever posts a receive puts a buffer in their place.
+    Its receive buffers become meta tensors; the caller replaces one by a real buffer when it posts the receive.
     """
     patched: Any = stage
     for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
@@ -93,9 +93,9 @@ def start_messages(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 
 def set_messages(schedule: PipelineScheduleMulti, steps: list[list[tuple[str, int, int]]]) -> None:
-    """Let a schedule of several stages per rank run exactly these (kind, stage, microbatch) per rank.
+    """Make a schedule with several stages per rank run exactly these (kind, stage, microbatch) per rank.
 
-    torch inserts the messages by itself, in an order that its public interface does not tell.
+    Otherwise torch inserts the messages itself, in an order that has no public access.
     """
     from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
@@ -107,9 +107,9 @@ def set_messages(schedule: PipelineScheduleMulti, steps: list[list[tuple[str, in
 
 
 def greet_others_only(stage: PipelineStage) -> None:
-    """Take a stage's messages to its own rank, at the turn of a V, out of those by which torch 2.11 meets neighbours.
+    """Remove a stage's initial messages to its own rank, which gloo cannot send.
 
-    gloo cannot send them. torch 2.13 meets neighbours by others, and sends none to itself.
+    torch 2.11 sends them to establish connections where a V schedule turns; torch 2.13 does not.
     """
     patched: Any = stage
     greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)
@@ -118,13 +118,13 @@ def greet_others_only(stage: PipelineStage) -> None:
 
 
 def multiply(tensors: list[Tensor], factor: float) -> None:
-    """Multiply many tensors in place with one call from Python: the loop must not pay per parameter."""
+    """Multiply many tensors in place with one call from Python, which is faster than a loop."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, 0-d, with one call from Python."""
+    """Return the 2-norm of each tensor, 0-d, with one call from Python."""
     return list(torch._foreach_norm(tensors)) if tensors else []
 
 
@@ -141,21 +141,21 @@ def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def keep_compiled_buffers() -> None:
-    """Let compiled backwards run more than once, as zero bubble does; by default they give their buffers away."""
+    """Let compiled backward passes run more than once, for zero bubble; by default they reuse their buffers."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
 
 
-# Set inside `timed_waits`, in its thread alone: another thread's waits keep nobody from computing. On a device any
-# thread's waits hold up the stream that computes (autograd has threads of its own there), so those go by `_ON_DEVICE`.
+# On CPU, `timed_waits` times only its own thread, because waits of other threads do not block computation. On a device,
+# a wait of any thread blocks the computing stream (autograd has its own threads), so that case uses `_ON_DEVICE`.
 _WAITED: ContextVar[_Watch | None] = ContextVar("parallelrun_waited", default=None)
 _ON_DEVICE: list[_Watch] = []
 
 
 @dataclass(frozen=True)
 class _Watch:
-    """mark: the present moment, on whatever clock; waited(is_message, began, ended): told of a wait by its moments."""
+    """mark: returns the present moment of some clock; waited(is_message, began, ended): called after each wait."""
 
     mark: Callable[[], Any]
     waited: Callable[[bool, Any, Any], None]
@@ -169,14 +169,14 @@ def _watch() -> _Watch | None:
 def timed_waits(
     waited: Callable[[bool, Any, Any], None], mark: Callable[[], Any] = time.perf_counter, on_device: bool = False
 ) -> Iterator[None]:
-    """Call `waited(is_message, began, ended)` after every `Work.wait` inside: ours, FSDP2's, the pipeline schedules'.
+    """Call `waited(is_message, began, ended)` after every `Work.wait` inside, including those of FSDP2 and pipelines.
 
-    is_message: of a send or a receive. torch has no hook for waits, so the method is replaced meanwhile; nothing is
-    paid outside. Waits of other threads are not told.
+    is_message: whether the Work is a send or a receive. torch has no hook for waits, so `Work.wait` is replaced
+    meanwhile. Waits of other threads are ignored.
 
-    on_device: for CUDA, where `wait` returns at once and holds up the stream. mark records an event there, waits of
-    the stream for an event (FSDP2's) count as well, and so do blocking collectives, which run in that stream
-    (`in_stream`). Waits of all threads are told.
+    on_device: for CUDA, where `wait` returns at once and blocks the stream. `mark` then records an event. The stream's
+    waits for events (FSDP2) count too, and so do blocking collectives, which run in the stream (`in_stream`). Waits of
+    all threads count.
     """
     work_type: Any = dist.Work
     c10d: Any = torch._C._distributed_c10d
@@ -207,7 +207,7 @@ def timed_waits(
 
 @contextmanager
 def _stream_waits() -> Iterator[None]:
-    """Tell the watch when the current stream is made to wait for an event of another."""
+    """Report waits of the current stream for events of other streams."""
     stream_type: Any = torch.cuda.Stream
     original = stream_type.wait_event
 
@@ -229,13 +229,13 @@ def _stream_waits() -> Iterator[None]:
 
 @contextmanager
 def in_stream(is_message: bool) -> Iterator[None]:
-    """Around a blocking collective: under `timed_waits(on_device=True)` it counts as a wait from begin to end."""
+    """Count a blocking collective as one wait under `timed_waits(on_device=True)`."""
     if not _ON_DEVICE:
         yield
         return
     watch = _ON_DEVICE[-1]
     began = watch.mark()
-    _ON_DEVICE.append(_Watch(lambda: None, lambda *_: None))  # its own `Work.wait`, if any, is a part of it
+    _ON_DEVICE.append(_Watch(lambda: None, lambda *_: None))  # its own `Work.wait` is part of it
     try:
         yield
     finally:
@@ -244,7 +244,7 @@ def in_stream(is_message: bool) -> Iterator[None]:
 
 
 def timed(wait: Callable[[], object]) -> None:
-    """Call `wait`, which waits for a collective that is no `Work` of torch, timed like those."""
+    """Call `wait` and time it as if it were `Work.wait`."""
     watch = _watch()
     if watch is None:
         wait()
@@ -256,7 +256,7 @@ def timed(wait: Callable[[], object]) -> None:
 
 @contextmanager
 def dispatch_modes(modes: list[Any]) -> Iterator[None]:
-    """Inside, this thread's operations are seen by `modes`: those of another thread (they are kept per thread)."""
+    """Enter the dispatch modes of another thread in this thread (torch keeps them per thread)."""
     with ExitStack() as entered:
         for mode in modes:
             entered.enter_context(mode)
@@ -264,28 +264,29 @@ def dispatch_modes(modes: list[Any]) -> Iterator[None]:
 
 
 def current_dispatch_modes() -> list[Any]:
-    """The dispatch modes that this thread is in, outermost first."""
+    """Return the active dispatch modes of this thread, outermost first."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return _get_current_dispatch_mode_stack()
 
 
-def default_store() -> dist.Store:
-    """The store by which the ranks met. Small facts go through it where a collective might pair with a wrong one."""
+def default_store() -> Any:
+    """Return the store of the rendezvous. It carries small values where a collective might match a wrong one."""
     return dist.distributed_c10d._get_default_store()
 
 
 def has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
-    """Can `grouped_product` take them? Not fp64, nothing without rows, and lines of memory must be of 16 bytes."""
+    """Return whether `grouped_product` supports them: not fp64, some rows, lines that are multiples of 16 bytes."""
     line = 16 // rows.element_size()
     aligned = rows.size(-1) % line == 0 and weights.size(1) % line == 0
     return rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned and rows.size(0) > 0
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """rows (n, in), sorted by group, times weights (groups, out, in), counts (groups,) rows each: (n, out).
+    """Multiply rows (n, in), sorted by group, by their group's weights (groups, out, in); return (n, out).
 
-    Public since torch 2.10 or so as `functional.grouped_mm`; before that under a private name.
+    counts: (groups,), the rows of each group. `functional.grouped_mm` is private in older versions of torch.
     """
     grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    return grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    product: Tensor = grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return product

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from parallelrun.checkpoint.files import Entry, write_bytes, write_safetensors
-from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, Part, StoredTensor, describe_plan, encode
+from parallelrun.checkpoint.index import DTYPES, INDEX_FILE, Index, StoredPart, StoredTensor, describe_plan, encode
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.optimizer import Optimizer
@@ -124,7 +124,7 @@ def written(path: Path, plan: Plan, **extra: object) -> Path:
     name = "rank_00000.safetensors"
     entries = [Entry(key, DTYPES["float32"][0], shape, 4 * prod(shape)) for key, shape in shapes.items()]
     file = write_safetensors(path / name, entries, (memoryview(bytes(entry.num_bytes)) for entry in entries))
-    parts = {key: (Part((0,) * len(shape), shape, name),) for key, shape in shapes.items()}
+    parts = {key: (StoredPart((0,) * len(shape), shape, name),) for key, shape in shapes.items()}
     tensors = {key: StoredTensor("float32", shape, parts[key]) for key, shape in shapes.items()}
     files = {name: (file.num_bytes, file.sha256)}
     index = Index(3, "adamw", describe_plan(plan), {**kept, **extra}, tensors, files)

@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from parallelrun.comm import gather_json
 from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.comm.json_exchange import gather_json
 from parallelrun.config.schema import Config
 from parallelrun.models.network import compile_blocks
 from parallelrun.plan import prediction
@@ -27,13 +27,12 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import StepResult, train_step
-from parallelrun.verify.decisions import are_held
 from parallelrun.verify.replay import record_replay
 from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
 from parallelrun.verify.single_device import single_device as single_device
-from parallelrun.verify.trace import Trace, record
+from parallelrun.verify.trace import Trace, decisions_are_held, record
 from tests.plans import tiny_config
 from tests.pool import run_ranks
 
@@ -61,7 +60,7 @@ def parity(
         return parity({**overrides, **smaller}, mutant, timeout, fault)
     replayed = plan.equivalence.kind == "replay"
     settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
-    reference = "" if are_held(config, plan) else str(_reference(settings))
+    reference = "" if decisions_are_held(config, plan) else str(_reference(settings))
     return run_ranks(plan.world, _cell, overrides, reference, mutant, fault, timeout=timeout)[0]
 
 
@@ -128,7 +127,7 @@ def _cell(
     )
     if plan.world > 1 and dist.get_rank() != 0:
         return None
-    if are_held(config, plan):  # the reference follows this cell's decisions
+    if decisions_are_held(config, plan):  # the reference follows this cell's decisions
         against = reference_trace(config, plan, torch.device("cpu"), trace)
     else:
         against = Trace(**torch.load(reference, weights_only=False))

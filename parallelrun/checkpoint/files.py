@@ -1,4 +1,4 @@
-"""Files that survive a crash: safetensors written in one pass with their sha256, and renames that reach the disk."""
+"""Writes files that survive a crash: safetensors in one pass with their sha256, and synced directories. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16 * 2**20
 
 @dataclass(frozen=True)
 class Written:
-    """A data file as it was meant to be, hashed before it reached the disk."""
+    """Size and hash of a data file, computed before it reached the disk."""
 
     num_bytes: int
     sha256: str
@@ -25,7 +25,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a safetensors file: dtype in the format's own words (`F32`), bytes in C order."""
+    """One tensor of a safetensors file: dtype as the format spells it (`F32`), bytes in C order."""
 
     key: str
     dtype: str
@@ -34,9 +34,9 @@ class Entry:
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], contents: Iterable[memoryview]) -> Written:
-    """Write a new safetensors file and wait until it is on the disk. `contents` comes in the order of `entries`.
+    """Write a new safetensors file and wait until it is on the disk. contents: in the order of `entries`.
 
-    One tensor is held at a time. Raises OSError (a full disk, an existing file).
+    One tensor is in memory at a time. Raises OSError (a full disk, an existing file).
     """
     header, offset = {}, 0
     for entry in entries:
@@ -71,7 +71,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk. Raises OSError."""
+    """Wait until the file names in a directory are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,7 +80,7 @@ def sync_directory(path: Path) -> None:
 
 
 def size_of(path: Path) -> int | None:
-    """Size of a regular file; None when there is none (a link or a device is none)."""
+    """Return the size of a regular file; None if it does not exist, or is a link or a device."""
     try:
         status = path.lstat()
     except OSError:
@@ -89,14 +89,11 @@ def size_of(path: Path) -> int | None:
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file's bytes, in hexadecimal. Raises OSError."""
-    digest = hashlib.sha256()
+    """Return the sha256 of a file in hexadecimal. Raises OSError."""
     with path.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory that is no longer needed; what cannot be deleted stays, and harms nobody."""
+    """Delete a directory that is no longer needed. Files that cannot be deleted stay, and do no harm."""
     shutil.rmtree(path, ignore_errors=True)

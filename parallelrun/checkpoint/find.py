@@ -1,7 +1,7 @@
-"""Which checkpoints there are, and which old ones may go. Torch-free.
+"""Lists the complete checkpoints of a run and deletes old ones. Torch-free.
 
-A step's directory is made under a hidden name and renamed when it is whole, so a visible `step_<n>` is complete unless
-somebody damaged it. A replaced step is moved to a hidden name first; it counts for as long as no other holds its step.
+A step's directory has a hidden name until it is complete, so a visible `step_<n>` is complete unless it was damaged. A
+checkpoint that is being replaced gets a hidden name first; it still counts until the new one has its name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Protocol
 
 from parallelrun.checkpoint.files import remove_tree
 from parallelrun.checkpoint.index import INDEX_FILE, Index, missing_files
@@ -19,7 +18,7 @@ from parallelrun.checkpoint.schema import read_index
 from parallelrun.errors import CheckpointError, Problem
 
 FOLDER = "checkpoints"
-TRIES = 20  # to read what a live run may delete at any moment
+TRIES = 20  # to read checkpoints that a live run may delete at any moment
 STEP = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.step_(\d+)\.old-[0-9a-f]+")
 _LEFT_OVER = re.compile(r"\.step_\d+\.(tmp|old|gone)-[0-9a-f]+")
@@ -27,16 +26,12 @@ _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".distcp"}
 _log = logging.getLogger(__name__)
 
 
-class HasRank(Protocol):
-    rank: int
-
-
 def step_name(step: int) -> str:
     return f"step_{step}"
 
 
 def open_complete(path: Path) -> Index:
-    """The index of a checkpoint whose files are all there in full size. Raises CheckpointError saying what is not."""
+    """Return the index of a checkpoint. Raises CheckpointError unless all files exist in full size."""
     refuse_pickle(path)
     index = read_index(path)
     if wrong := missing_files(index, path):
@@ -45,9 +40,9 @@ def open_complete(path: Path) -> Index:
 
 
 def complete_steps(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints of a `checkpoints` folder or of the run directory above it, by step, ascending.
+    """Return the complete checkpoints of a `checkpoints` folder or of its run directory, by step, ascending.
 
-    Half-written or damaged ones are left out, each with a warning in the log.
+    Incomplete or damaged ones are left out, each with a warning in the log.
     """
     folder = directory / FOLDER if (directory / FOLDER).is_dir() else directory
     for _ in range(TRIES):
@@ -58,11 +53,11 @@ def complete_steps(directory: Path) -> dict[int, Path]:
 
 
 def _look(folder: Path) -> tuple[dict[int, Path], bool]:
-    """(the complete checkpoints, whether one was deleted meanwhile: the run is alive, and has saved a newer one)."""
+    """Return the complete checkpoints, and whether one was deleted meanwhile by a live run that saved a newer one."""
     found: dict[int, Path] = {}
     vanished = False
     try:
-        names = sorted(os.listdir(folder))  # hidden ones come first, so that a visible step wins
+        names = sorted(os.listdir(folder))  # hidden names sort first, so that a visible step wins
     except OSError:
         return {}, False
     for name in names:
@@ -73,7 +68,7 @@ def _look(folder: Path) -> tuple[dict[int, Path], bool]:
             except CheckpointError as error:
                 if not (folder / name).exists():
                     vanished = True
-                elif not name.startswith("."):  # a replaced one that is being deleted is nobody's loss
+                elif not name.startswith("."):  # a replaced one is being deleted as intended
                     _log.warning("skipped: %s", error)
             else:
                 found[int(match.group(1))] = folder / name
@@ -81,17 +76,17 @@ def _look(folder: Path) -> tuple[dict[int, Path], bool]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The complete checkpoint of the highest step in a run directory or `checkpoints` folder; None if there is none."""
+    """Return the complete checkpoint of the highest step in a run directory or `checkpoints` folder, or None."""
     return next(reversed(complete_steps(directory).values()), None)
 
 
-def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:
-    """Delete the checkpoints older than the newest `keep` complete ones, and what crashed saves left behind.
+def keep_last(directory: Path, keep: int, rank: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints, and the remains of crashed saves.
 
-    Rank 0 does it, after a save has succeeded on all ranks; the others do nothing. keep < 1 keeps all. There are never
-    fewer than `keep` complete ones on disk: each goes under a hidden name before its files are deleted.
+    Only rank 0 deletes, after a save has succeeded on all ranks. keep < 1 keeps all. A checkpoint gets a hidden name
+    before its files are deleted, so that a visible one is always complete.
     """
-    if mesh.rank != 0:
+    if rank != 0:
         return
     steps = complete_steps(directory)
     kept = set(list(steps.values())[-keep:]) if keep > 0 else set(steps.values())
@@ -100,10 +95,10 @@ def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:
             if path not in kept:
                 os.rename(path, directory / f".{step_name(step)}.gone-{secrets.token_hex(4)}")
             elif path.name != step_name(step) and not (directory / step_name(step)).exists():
-                os.rename(path, directory / step_name(step))  # its replacement never came: a crash
+                os.rename(path, directory / step_name(step))  # the save that was to replace it crashed
         left_over = [directory / name for name in os.listdir(directory) if _LEFT_OVER.fullmatch(name)]
-    except OSError as error:  # too many checkpoints are no reason to stop a training
-        _log.warning("old checkpoints stay: %s", error)
+    except OSError as error:  # training must not stop because of old checkpoints
+        _log.warning("old checkpoints could not be deleted: %s", error)
         return
     for path in left_over:
         if path not in kept:
@@ -111,7 +106,7 @@ def keep_last(directory: Path, keep: int, mesh: HasRank) -> None:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Files that are Python programs in disguise are not opened, whoever made them."""
+    """Raise CheckpointError for a path with pickle files, which can run code when they are read."""
     names = [path.name] if path.is_file() else []
     if path.is_dir() and not (path / INDEX_FILE).exists():
         names = os.listdir(path)

@@ -1,6 +1,6 @@
-"""`index.json`: what a checkpoint holds, where each part lies, and the checksums of everything, itself included.
+"""`index.json`: the tensors of a checkpoint, the file of each part, and the sha256 of all files and of itself.
 
-Torch-free, so that a checkpoint can be found, checked against a model and described before any process is started.
+Torch-free, so that a checkpoint can be checked against a model before any process is started.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A box of a logical tensor: [offset, offset + size) per dim, stored under the tensor's key in `file`."""
 
     offsets: tuple[int, ...]
@@ -45,19 +45,19 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One logical tensor: dtype as torch spells it, global shape, and the parts that make it up."""
+    """One logical tensor: dtype as torch spells it, global shape, and the parts that together cover it."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
 @dataclass(frozen=True)
 class Index:
-    """Everything but the numbers themselves.
+    """The content of `index.json`.
 
     tensors: by key, see `weight_key` and `state_key`. files: (bytes, sha256) by name. extra: the caller's JSON. plan:
-    degrees and ways it was saved under, for people. digest: sha256 of the index file (not part of its own content).
+    degrees and strategies under which it was saved, for messages. digest: sha256 of the index file.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Index:
 
     @cached_property
     def state_kinds(self) -> dict[str, list[str]]:
-        """What optimizer state is stored (`exp_avg`, `step`, ...), by parameter name; none before the first step."""
+        """The kinds of stored optimizer state (`exp_avg`, ...) by parameter name; empty before the first step."""
         kinds: dict[str, list[str]] = {}
         for _, kind, name in (key.split("/", 2) for key in self.tensors if key.startswith("optimizer/")):
             kinds.setdefault(name, []).append(kind)
@@ -95,17 +95,17 @@ def state_key(kind: str, name: str) -> str:
 
 
 def kept_key(kind: str, name: str) -> str:
-    """What a data strategy keeps beside the optimizer (kind: `outer/shared`, ...); other ways do not read it."""
+    """The key of a data strategy's additional tensor (kind: `outer/shared`, ...). Other strategies do not read it."""
     return f"{kind}/{name}"
 
 
 def replica_key(replica: int, num_replicas: int, key: str) -> str:
-    """What one independent data replica holds where `key` is the mean over all of them."""
+    """The key of one independent replica's own tensor. `key` itself names the mean over all replicas."""
     return f"replica/{replica}of{num_replicas}/{key}"
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan in a few plain values, for people and for `reshard_note`."""
+    """Describe the plan in a few plain values, for messages."""
     return {
         "world": plan.world,
         "degrees": plan.degrees,
@@ -119,7 +119,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def reshard_note(index: Index, plan: Plan) -> str | None:
-    """One sentence when a checkpoint is about to be loaded under another plan than it was saved under, else None."""
+    """Return a sentence if the checkpoint was saved under another plan than `plan`, else None."""
     before, now = dict(index.plan), describe_plan(plan)
     if before == now:
         return None
@@ -132,7 +132,7 @@ def reshard_note(index: Index, plan: Plan) -> str | None:
 
 
 def encode(index: Index) -> bytes:
-    """The file's content: one JSON object that begins with the sha256 of the whole content with that hash zeroed."""
+    """Return the file's content: a JSON object that begins with its sha256, computed with zeros in that place."""
     body: dict[str, Any] = {"sha256": NO_HASH.decode(), "schema": SCHEMA, "format": FORMAT}
     body |= {"step": index.step, "optimizer": index.optimizer, "plan": dict(index.plan), "extra": dict(index.extra)}
     body["tensors"] = {key: {**vars(t), "parts": [vars(part) for part in t.parts]} for key, t in index.tensors.items()}
@@ -143,7 +143,7 @@ def encode(index: Index) -> bytes:
 
 
 def missing_files(index: Index, path: Path) -> list[str]:
-    """What is wrong with the data files at a glance: absent ones and ones of another size."""
+    """Return messages about data files that are absent or have another size."""
     wrong = []
     for name, (expected, _) in index.files.items():
         found = size_of(path / name)
@@ -155,7 +155,7 @@ def missing_files(index: Index, path: Path) -> list[str]:
 
 
 def verify_file(index: Index, path: Path, name: str) -> None:
-    """Raise CheckpointError unless a data file is, bit by bit, what was written."""
+    """Raise CheckpointError unless a data file has the size and sha256 with which it was written."""
     expected_bytes, expected = index.files[name]
     file = path / name
     found_bytes = size_of(file)
@@ -171,9 +171,9 @@ def verify_file(index: Index, path: Path, name: str) -> None:
 
 
 def check_model(index: Index, plan: Plan, path: Path) -> None:
-    """Raise CheckpointError with the first differences and their counts unless the checkpoint is of the plan's model.
+    """Raise CheckpointError with the first differences and their counts if the checkpoint is of another model.
 
-    Degrees, ways and world may differ; parameter names, shapes, dtype and the optimizer with its state may not.
+    Degrees, strategies and world may differ. Parameter names, shapes, dtype, and the optimizer with its state must not.
     """
     stored = index.weights()
     wanted = plan.spec.parameters
@@ -201,12 +201,12 @@ def check_model(index: Index, plan: Plan, path: Path) -> None:
         what = f"{path} was saved with optimizer={index.optimizer}, this run has optimizer={plan.optimizer}"
         raise CheckpointError(Problem(what, where="optimizer", suggestion=f"optimizer={index.optimizer}"))
     if differences := _wrong_state(index, plan):
-        what = f"{path / INDEX_FILE} holds what no training of this model saves ({len(differences)} tensors): "
+        what = f"{path / INDEX_FILE} has {len(differences)} tensors that no training of this model saves: "
         raise CheckpointError(Problem(what + "; ".join(differences[:_SHOWN]), where="resume"))
 
 
 def _wrong_state(index: Index, plan: Plan) -> list[str]:
-    """Which tensors beside the weights are not the state of one of the plan's parameters, in its shape and dtype."""
+    """Return messages about tensors that are neither weights nor state of the plan's parameters in shape and dtype."""
     kept = tuple(f"{kind}/" for kind in index.extra.get("kept", ()))
     names = {name: tuple(parameter.shape) for name, parameter in plan.spec.parameters.items()}
     wrong = []
@@ -229,7 +229,7 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
 
 
 def broken(path: Path, what: str, is_sentence: bool = False) -> CheckpointError:
-    """The error for a file of a checkpoint that must not be used."""
+    """Return the error for a damaged file of a checkpoint."""
     said = f"{path} {what}" if is_sentence else f"{path} is damaged: {what}"
     earlier = "resume=<an earlier step of the same run>; nothing was loaded"
     return CheckpointError(Problem(said, where="resume", suggestion=earlier))

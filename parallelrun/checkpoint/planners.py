@@ -1,4 +1,4 @@
-"""DCP planners over parts of logical tensors: what a rank writes and which ranges it reads, from Layouts alone."""
+"""DCP planners over parts of logical tensors: which parts a rank writes, and which ranges it reads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from parallelrun.errors import CheckpointError, Problem
@@ -26,7 +35,7 @@ from parallelrun.errors import CheckpointError, Problem
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A box of the logical tensor `key` of global `shape`, beginning at `offsets`; `tensor` has the box's sizes."""
+    """A box of the logical tensor `key` of global `shape`, which starts at `offsets`; `tensor` has the box's sizes."""
 
     key: str
     tensor: Tensor
@@ -39,7 +48,7 @@ class LocalPart:
 
 
 class PartSavePlanner(SavePlanner):
-    """Each rank writes the parts it was given; together they must make up every tensor exactly once.
+    """Writes each rank's parts. The parts of all ranks must cover every tensor exactly once.
 
     required: keys of which some rank must have a part.
     """
@@ -51,7 +60,7 @@ class PartSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """DCP's hook: the parts are given to the constructor."""
+        """Do nothing: the constructor gets the parts."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(part) for part in self._parts.values() if part.tensor.numel()])
@@ -80,7 +89,7 @@ class PartSavePlanner(SavePlanner):
 
 
 class PartLoadPlanner(LoadPlanner):
-    """Each rank reads the ranges of the stored tensors that its parts cover, whoever wrote them."""
+    """Reads the ranges of stored tensors that this rank's parts cover, whichever rank wrote them."""
 
     def __init__(self, parts: Iterable[LocalPart]):
         self._parts = list(parts)
@@ -96,14 +105,14 @@ class PartLoadPlanner(LoadPlanner):
             stored = self._metadata.state_dict_metadata.get(part.key)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != part.shape:
                 raise CheckpointError(Problem(f"{part.key} {list(part.shape)} is not in the checkpoint"))
-            if stored.properties.dtype != part.tensor.dtype:  # copying would convert it in silence
+            if stored.properties.dtype != part.tensor.dtype:  # copying would convert it silently
                 what = f"{part.key} is {stored.properties.dtype} in the checkpoint, {part.tensor.dtype} here"
                 raise CheckpointError(Problem(what))
             found = create_read_items_for_chunk_list(part.key, stored, [part.chunk]) if part.tensor.numel() else []
             covered = sum(prod(item.lengths) for item in found)
             if covered != part.tensor.numel():
                 raise CheckpointError(Problem(f"{covered} of {part.tensor.numel()} elements of {part.key} are stored"))
-            # Two parts may read the same tensor (tied copies): the number says into which one.
+            # Two parts may read the same tensor (tied copies): the number is the part that is filled.
             items += [_redirect(item, number) for item in found]
         return LoadPlan(items)
 
@@ -114,7 +123,7 @@ class PartLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("a checkpoint of ours holds tensors only")
+        raise AssertionError("our checkpoints have tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.index is not None
@@ -124,7 +133,7 @@ class PartLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """DCP's hook: `resolve_tensor` gave a view, so the numbers are already where they belong."""
+        """Do nothing: `resolve_tensor` has returned a view of the target."""
 
 
 def _write_item(part: LocalPart) -> WriteItem:

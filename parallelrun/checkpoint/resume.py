@@ -1,10 +1,10 @@
-"""Which checkpoint a run goes on from (`resume=`), whether it may, and how it is kept from deletion. Torch-free."""
+"""Chooses the checkpoint that `resume=` means, checks it, and protects it from deletion. Torch-free."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from parallelrun.checkpoint.find import (
     refuse_pickle,
     step_name,
 )
-from parallelrun.checkpoint.headers import check_header
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
 from parallelrun.checkpoint.schema import check_training
+from parallelrun.checkpoint.validation import check_header
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
 from parallelrun.plan.freeze import freeze, load_frozen
@@ -37,7 +37,7 @@ _OF_A_TRAINING = ("model", "dataset", "optimizer", "precision", "seed", "dropout
 
 @dataclass(frozen=True)
 class Newest:
-    """The checkpoint that was written last, and among how many runs with checkpoints."""
+    """The checkpoint that was written last, and the number of runs with checkpoints."""
 
     path: Path
     step: int
@@ -49,13 +49,15 @@ class Newest:
 
 
 def keeps_last_state(config: Config) -> bool:
-    """Whether a run saves after its last step. A resumed run always does: otherwise its predecessor's last state would
-    pass for the newest one."""
+    """Return whether a run saves after its last step.
+
+    A resumed run always does; otherwise the checkpoint from which it resumed would seem to be the newest.
+    """
     return config.checkpoint.last is not False or bool(config.resume)
 
 
 def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Newest | None:
-    """The complete checkpoint that was written last under `runs`, of the run directories that `accepts` takes."""
+    """Return the complete checkpoint written last, of the run directories under `runs` that `accepts` takes."""
     for _ in range(TRIES):
         candidates, num_runs = [], 0
         for folder in _checkpoint_folders(runs):
@@ -71,11 +73,11 @@ def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Ne
 
 
 def _times(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
-    """((when a step was written, its number), its directory) of every step."""
+    """Yield ((time of writing, step), directory) of every complete checkpoint."""
     for step, path in complete_steps(folder).items():
         try:
             yield ((path / INDEX_FILE).stat().st_mtime_ns, step), path
-        except OSError:  # deleted by the run that goes on
+        except OSError:  # a live run has deleted it
             continue
 
 
@@ -87,9 +89,9 @@ def _checkpoint_folders(runs: Path) -> Iterator[Path]:
 
 
 def resolve_resume(resume: str, runs: str) -> Path:
-    """The checkpoint that `resume` means: `latest` (written last under `runs`), a run directory, or a checkpoint.
+    """Return the checkpoint of `resume`: `latest` (written last under `runs`), a run directory, or a checkpoint.
 
-    Raises CheckpointError (exit 4) with the steps that are available, and for pickle files.
+    Raises CheckpointError (exit 4) with the available steps, and for pickle files.
     """
     if resume == LATEST:
         found = newest(Path(runs).expanduser())
@@ -107,21 +109,21 @@ def resolve_resume(resume: str, runs: str) -> Path:
         if of_run is None:
             raise CheckpointError(Problem(f"no complete checkpoint in {path}", where="resume"))
         return of_run
-    what = f"{path} is half-written: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
+    what = f"{path} is incomplete: it has no {INDEX_FILE}" if path.exists() else f"no such checkpoint: {path}"
     steps = complete_steps(path.parent)
-    complete = f"complete there: {', '.join(map(step_name, steps))}" if steps else "and none there is complete"
+    complete = f"complete checkpoints in that directory: {', '.join(map(step_name, steps)) or 'none'}"
     suggestion = f"resume={next(reversed(steps.values()))}" if steps else ""
     raise CheckpointError(Problem(f"{what}; {complete}", where="resume", suggestion=suggestion))
 
 
 def no_checkpoint(runs: str) -> CheckpointError:
-    """The error of `resume=latest` where no run has saved."""
+    """Return the error of `resume=latest` if no run has saved."""
     problem = f"no complete checkpoint under {os.path.abspath(Path(runs).expanduser())}"
     return CheckpointError(Problem(problem, where="resume", suggestion="resume=auto, which then starts fresh"))
 
 
 def saved_config(run: Path) -> Config | None:
-    """The configuration of the run that saved in `run`, or None where nothing but checkpoints is kept.
+    """Return the configuration of the run in `run`, or None if its directory has only checkpoints.
 
     Raises CheckpointError.
     """
@@ -137,7 +139,7 @@ def saved_config(run: Path) -> Config | None:
 
 
 def same_training(config: Config, plan: Plan, run: Path) -> bool:
-    """Whether the run in a directory trains the same model on the same data in the same way, under any plan."""
+    """Return whether the run in a directory is the same training, under any plan: model, data, optimizer, seed, ..."""
     try:
         saved = saved_config(run)
     except CheckpointError:
@@ -146,30 +148,24 @@ def same_training(config: Config, plan: Plan, run: Path) -> bool:
 
 
 def _of_a_training(frozen: Config) -> list[Any]:
-    scaled = replace(frozen, optimizer=replace(frozen.optimizer, lr_scale=None))  # a number by now, by the plan
+    scaled = replace(frozen, optimizer=replace(frozen.optimizer, lr_scale=None))  # the plan has made it a number
     return [getattr(scaled, key) for key in _OF_A_TRAINING]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to go on from, and its index as it was read: the file may be gone by now."""
+    """The checkpoint from which a run resumes, and its index, which stays valid if the file is deleted."""
 
     path: Path
     index: Index
 
 
-def check_resume(config: Config, plan: Plan) -> Path | None:
-    """The path that `choose` gives."""
-    chosen = choose(config, plan)
-    return chosen.path if chosen else None
-
-
 def choose(config: Config, plan: Plan) -> Chosen | None:
-    """Before any process is started: the checkpoint that `config.resume` means, if it can be gone on from.
+    """Return the checkpoint that `config.resume` means, before any process is started. Raises CheckpointError.
 
-    None without `resume`, and for `resume=auto` where this training has not saved yet. Looks at names, sizes, headers
-    and the index, not at the numbers (every file is verified when it is loaded). Degrees may have changed, the global
-    batch may not. Raises CheckpointError.
+    None without `resume`, and for `resume=auto` if this training has not saved yet. Checks names, sizes, headers and
+    the index; the sha256 of each file is checked when it is loaded. Degrees may differ from those of the saved run, the
+    global batch must not.
     """
     if not config.resume:
         return None
@@ -195,24 +191,23 @@ def _check(path: Path, plan: Plan) -> Index:
     check_training(index, path)
     for name in index.files:
         check_header(index, path, name)
-    trained_with = index.extra["global_batch"]
-    if trained_with != plan.batch.global_batch:
-        raise CheckpointError(
-            Problem(
-                f"global_batch={plan.batch.global_batch}, but {path} was trained with {trained_with}: the order of "
-                "samples would change",
-                where="global_batch",
-                suggestion=f"global_batch={trained_with}",
-            )
-        )
+    check_global_batch(index.extra, plan, path)
     return index
 
 
-def hold(chosen: Chosen, run_directory: Path) -> Path | None:
-    """Give a run the checkpoint it goes on from as its own first one; its path there, None if it is gone meanwhile.
+def check_global_batch(extra: Mapping[str, Any], plan: Plan, path: Path) -> None:
+    """Raise CheckpointError if the checkpoint was trained with another global batch."""
+    before, now = extra["global_batch"], plan.batch.global_batch
+    if before != now:
+        what = f"global_batch={now}, but {path} was trained with {before}: the order of samples would change"
+        raise CheckpointError(Problem(what, where="global_batch", suggestion=f"global_batch={before}"))
 
-    The run that saved it may be alive and delete it at any moment: links keep the files, and take no room. Where the
-    file system has none between the two places, the checkpoint stays where it is.
+
+def hold(chosen: Chosen, run_directory: Path) -> Path | None:
+    """Link the checkpoint into a run's directory as its first; return its path, or None if it was deleted meanwhile.
+
+    The run that saved it may still be alive and delete it at any moment. Hard links keep the files without using space.
+    If the file system cannot link between the two directories, the checkpoint is used where it is.
     """
     path, index = chosen.path, chosen.index
     folder = run_directory / FOLDER
@@ -232,10 +227,10 @@ def hold(chosen: Chosen, run_directory: Path) -> Path | None:
 
 
 def resumed_from(chosen: Chosen, dataset: str, fingerprint: str) -> tuple[dict[str, Any], str | None]:
-    """(what the manifest says of the checkpoint a run goes on from, a warning if it was trained on other data).
+    """Return facts on the checkpoint for the manifest, and a warning if it was trained on other data.
 
-    dataset, fingerprint: name and sha256 of the data this run reads. Other data is no reason to refuse (fine-tuning),
-    but never goes unsaid: the order of samples is that of the new data.
+    dataset, fingerprint: name and sha256 of the data of this run. Other data is allowed (fine-tuning), but the samples
+    and their order are then those of the new data.
     """
     path, index = chosen.path, chosen.index
     before = index.extra.get("dataset") or {"name": None, "fingerprint": None}

@@ -1,7 +1,7 @@
-"""Reading `index.json`: every field is checked once, here, before anything uses it.
+"""Reads `index.json` and checks every field once, before it is used. Torch-free.
 
-A checkpoint may come from a stranger, who can seal any content with a good sha256. What passes here has the types,
-ranges and printable names that the rest of the package relies on. Torch-free.
+A checkpoint may come from a stranger, who can compute a valid sha256 for any content. An index that passes has the
+types, ranges and printable names on which the rest of the package relies.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from parallelrun.checkpoint.index import (
     PREFIX,
     SCHEMA,
     Index,
-    Part,
+    StoredPart,
     StoredTensor,
     broken,
 )
-from parallelrun.checkpoint.json_checks import (
+from parallelrun.checkpoint.validation import (
     Check,
     as_object,
     count,
@@ -48,12 +48,12 @@ from parallelrun.errors import CheckpointError, Problem
 MAX_INDEX_BYTES = 2**28
 _MAX_DIMS = 8
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_NEEDED = ("step", "global_batch", "scaler")  # of `extra`, to go on with a training
+_NEEDED = ("step", "global_batch", "scaler")  # fields of `extra` without which training cannot resume
 _FIELDS = ("sha256", "schema", "format", "step", "optimizer", "plan", "extra", "tensors", "files")
 
 
 def read_index(path: Path) -> Index:
-    """The checked index of a checkpoint directory. Raises CheckpointError when it is missing or damaged."""
+    """Read and check the index of a checkpoint directory. Raises CheckpointError if it is missing or damaged."""
     file = path / INDEX_FILE
     try:
         # O_NONBLOCK: opening a pipe must not wait for its writer.
@@ -61,35 +61,35 @@ def read_index(path: Path) -> Index:
         with os.fdopen(descriptor, "rb") as stream:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise broken(file, "it is no regular file")
+                raise broken(file, "it is not a regular file")
             if status.st_size > MAX_INDEX_BYTES:
                 raise broken(file, f"it has {status.st_size} bytes, at most {MAX_INDEX_BYTES} are read")
             return decode(stream.read(MAX_INDEX_BYTES), file)
     except FileNotFoundError as error:
-        raise CheckpointError(Problem(f"{path} is half-written or no checkpoint: it has no {INDEX_FILE}")) from error
+        raise CheckpointError(Problem(f"{path} is incomplete or not a checkpoint: it has no {INDEX_FILE}")) from error
     except OSError as error:
         raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
 
 
 def decode(raw: bytes, path: Path) -> Index:
-    """The index in a file's content. Raises CheckpointError when a single bit of it is not as it was written."""
+    """Parse and check the content of an index file. Raises CheckpointError if any bit of it has changed."""
     if not raw.startswith(PREFIX):
-        raise broken(path, "it is no index of a parallelrun checkpoint")
+        raise broken(path, "it is not the index of a parallelrun checkpoint")
     expected = raw[HASH_SPAN]
     found = hashlib.sha256(raw[: HASH_SPAN.start] + NO_HASH + raw[HASH_SPAN.stop :]).hexdigest()
     if expected != found.encode():
         raise broken(path, f"its sha256 is {found}, expected {expected.decode(errors='replace')}")
     try:
         return _index(parse(raw), found)
-    except ValueError as error:  # written by something else, yet with a good hash
-        raise broken(path, f"its content is not understood ({error})") from error
+    except ValueError as error:  # another program wrote it, with a valid hash
+        raise broken(path, f"its content is invalid ({error})") from error
 
 
 def check_training(index: Index, path: Path) -> None:
-    """Raise CheckpointError unless the checkpoint says what a training needs to go on from it."""
+    """Raise CheckpointError unless the checkpoint has the fields from which a training resumes."""
     missing = [f"extra.{key}" for key in _NEEDED if key not in index.extra]
     if missing:
-        raise broken(path / INDEX_FILE, f"it has no {', '.join(missing)}, so no training can go on from it")
+        raise broken(path / INDEX_FILE, f"it has no {', '.join(missing)}, so no training can resume from it")
 
 
 def _index(body: Any, digest: str) -> Index:
@@ -110,8 +110,8 @@ def _index(body: Any, digest: str) -> Index:
 
 
 def _plan(value: Any) -> dict[str, Any]:
-    """The description of the plan (`index.describe_plan`), which is for people: any field may be absent."""
-    checks: dict[str, Check] = {
+    """Check the description of the plan (`index.describe_plan`). It is informative, so any field may be absent."""
+    checks: dict[str, Check[Any]] = {
         "world": positive,
         "degrees": lambda v, at: {printable_name(k, at): positive(d, f"{at}.{k}") for k, d in as_object(v, at).items()},
         "data": printable_name,
@@ -122,14 +122,15 @@ def _plan(value: Any) -> dict[str, Any]:
         "precision": printable_name,
     }
     plan = as_object(value, "plan")
-    return {
-        printable_name(key, "a field of plan"): checks.get(key, word)(item, f"plan.{key}") for key, item in plan.items()
-    }
+    for key, item in plan.items():
+        check: Check[Any] = checks.get(printable_name(key, "a field of plan"), word)
+        check(item, f"plan.{key}")
+    return plan
 
 
 def _extra(value: Any, step: int) -> dict[str, Any]:
-    """What the saver keeps beside the tensors: the fields that a training reads are checked, others are its own."""
-    checks: dict[str, Check] = {
+    """Check the fields of `extra` that a training reads. Others belong to the program that saved."""
+    checks: dict[str, Check[Any]] = {
         "step": count,
         "samples": count,
         "global_batch": positive,
@@ -168,7 +169,7 @@ def _file(value: Any, name: str) -> tuple[int, str]:
     if not DATA_FILE.fullmatch(name):
         raise ValueError(f"a data file is called {name!r:.200}")
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{name} has not a size and a sha256")
+        raise ValueError(f"{name} is not listed as [size, sha256]")
     sha256 = value[1]
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"the sha256 of {name} is {sha256!r:.100}")
@@ -187,28 +188,28 @@ def _tensor(value: Any, key: str, files: dict[str, tuple[int, str]]) -> StoredTe
     parts = tuple(list_of(_part)(fields["parts"], key))
     stored_in = [part.file for part in parts]
     if strange := [name for name in stored_in if name not in files]:
-        raise ValueError(f"{key} is stored in {strange[0]!r:.200}, which is no data file")
+        raise ValueError(f"{key} is stored in {strange[0]!r:.200}, which is not a data file")
     _check_cover(key, shape, parts)
     if len(set(stored_in)) < len(stored_in):
         raise ValueError(f"two parts of {key} are in one file")
     return StoredTensor(fields["dtype"], shape, parts)
 
 
-def _part(value: Any, where: str) -> Part:
+def _part(value: Any, where: str) -> StoredPart:
     fields = as_object(value, f"a part of {where}")
     same_keys(fields, ("offsets", "sizes", "file"), f"a part of {where}")
     if not isinstance(fields["file"], str):
         raise ValueError(f"a data file of {where} is called {fields['file']!r:.200}")
     numbers = list_of(count, at_most=_MAX_DIMS)
     offsets, sizes = (tuple(numbers(fields[key], f"{key} of {where}")) for key in ("offsets", "sizes"))
-    return Part(offsets, sizes, fields["file"])
+    return StoredPart(offsets, sizes, fields["file"])
 
 
-def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[Part, ...]) -> None:
-    """Raise ValueError unless the parts make up the shape, every element once.
+def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]) -> None:
+    """Raise ValueError unless the parts cover the shape, each element exactly once.
 
-    The sum of the parts' indicator functions is that of the shape exactly if their signed corners are the same: a box
-    has, per dim, +1 at its start and -1 at its stop.
+    A box has the corner values +1 at its start and -1 at its stop in each dim. The indicator functions of the parts sum
+    to that of the shape exactly if the corner values do.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     boxes = [(-1, (0,) * len(shape), shape), *((1, part.offsets, part.sizes) for part in parts)]
@@ -218,4 +219,4 @@ def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[Part, ...]) -> N
             corner = tuple(o + n * end for o, n, end in zip(offsets, sizes, ends))
             corners[corner] += sign * (-1) ** sum(ends)
     if not fits or any(corners.values()):
-        raise ValueError(f"the parts of {key} do not make up its shape {list(shape)}")
+        raise ValueError(f"the parts of {key} do not cover its shape exactly once {list(shape)}")

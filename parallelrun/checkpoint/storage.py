@@ -1,4 +1,4 @@
-"""Storage for torch.distributed.checkpoint: safetensors per rank, one JSON index, no pickle read or written.
+"""Storage for torch.distributed.checkpoint: a safetensors file per rank and one JSON index, without pickle.
 
 Works with torch's own planners too: `dcp.load(state, storage_reader=SafetensorsReader(path))`.
 """
@@ -16,35 +16,31 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    LoadPlan,
-    LoadPlanner,
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
+    MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from parallelrun.checkpoint.files import Entry, Written, remove_tree, sync_directory, write_bytes, write_safetensors
 from parallelrun.checkpoint.find import refuse_pickle, step_name
-from parallelrun.checkpoint.headers import check_header
 from parallelrun.checkpoint.index import (
     DTYPES,
     INDEX_FILE,
     Index,
-    Part,
+    StoredPart,
     StoredTensor,
     encode,
     missing_files,
     verify_file,
 )
 from parallelrun.checkpoint.schema import read_index
+from parallelrun.checkpoint.validation import check_header
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 
@@ -53,33 +49,38 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes `<directory>/step_<n>`: aside under a hidden name, index last, renamed when every rank has finished.
+    """Writes `<directory>/step_<n>` under a hidden name, the index last, and renames it when every rank has finished.
 
-    A crash or an error at any moment leaves the older checkpoints as they were. All hosts must share the file system.
+    A crash or an error at any moment leaves older checkpoints unchanged. All hosts must share the file system.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], step: int, optimizer: str, plan: Mapping[str, Any], extra: Mapping
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        optimizer: str,
+        plan: Mapping[str, Any],
+        extra: Mapping[str, Any],
     ):
         self.directory = Path(os.path.abspath(directory))
         self.target = self.directory / step_name(step)
         self._index = Index(step, optimizer, plan, extra, {}, {})
-        self._aside: Path | None = None  # known on the coordinator
+        self._aside: Path | None = None  # the hidden directory, on the coordinator
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's hook: the directory is given to the constructor, so there is nothing to reset."""
+        """Do nothing: the constructor gets the directory."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP's hook: all ranks write alike."""
+        """Do nothing: all ranks write alike."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                raise TypeError(f"{item.index.fqn} is no tensor; only tensors are stored, other values go into `extra`")
+                raise TypeError(f"{item.index.fqn} is no tensor; put other values into `extra`")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: make the hidden directory, and say to each rank where it writes."""
+        """Coordinator: create the hidden directory, and tell each rank its file."""
         self._aside = self.directory / f".{self.target.name}.tmp-{secrets.token_hex(4)}"
         self._aside.mkdir(parents=True)
         return [
@@ -105,7 +106,7 @@ class SafetensorsWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: index, then rename. Only the rename makes the checkpoint visible."""
+        """Coordinator: write the index, then rename. Only the rename makes the checkpoint visible."""
         assert self._aside is not None, "finish before prepare_global_plan"
         file_of: dict[MetadataIndex, str] = {}
         written: dict[str, Written] = {}
@@ -116,7 +117,7 @@ class SafetensorsWriter(StorageWriter):
         index = replace(self._index, tensors=_stored_tensors(metadata, file_of), files=files)
         if wrong := missing_files(index, self._aside):
             raise EnvironmentProblem(
-                Problem(f"{wrong[0]}: checkpoints must lie on a file system that all hosts share", where="runs")
+                Problem(f"{wrong[0]}: checkpoints must be on a file system that all hosts share", where="runs")
             )
         write_bytes(self._aside / INDEX_FILE, encode(index))
         sync_directory(self._aside)
@@ -133,7 +134,7 @@ class SafetensorsWriter(StorageWriter):
             remove_tree(replaced)
 
     def discard(self) -> None:
-        """Coordinator, after a failed save: give back the space of what was written aside."""
+        """Coordinator: delete the hidden directory after a failed save."""
         if self._aside is not None:
             remove_tree(self._aside)
 
@@ -143,7 +144,7 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads a checkpoint. Every file's sha256 is checked, each by one rank, before any rank reads a number."""
+    """Reads a checkpoint. The sha256 of each file is checked by one rank before any rank reads a tensor."""
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0, world: int = 1):
         self.path = Path(os.path.abspath(path))
@@ -153,7 +154,7 @@ class SafetensorsReader(StorageReader):
         self._file_of: dict[MetadataIndex, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's hook: the directory is given to the constructor, so there is nothing to reset."""
+        """Do nothing: the constructor gets the directory."""
 
     @property
     def index(self) -> Index:
@@ -164,7 +165,10 @@ class SafetensorsReader(StorageReader):
         return self._index
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """DCP's view of the index. A failure is kept until `set_up_storage_reader`: DCP would log tracebacks here."""
+        """Return the index as DCP metadata.
+
+        `set_up_storage_reader` raises a failure that happens here, because DCP would log tracebacks.
+        """
         try:
             tensors = self.index.tensors
         except CheckpointError as error:
@@ -182,7 +186,7 @@ class SafetensorsReader(StorageReader):
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify this rank's share of the files; DCP reads nothing until all ranks have passed here."""
+        """Verify this rank's share of the files. DCP reads no tensor until all ranks have returned."""
         for name in sorted(self.index.files)[self._rank :: self._world]:
             verify_file(self.index, self.path, name)
             check_header(self.index, self.path, name)
@@ -215,10 +219,10 @@ class SafetensorsReader(StorageReader):
 
 
 def _read(file: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """A box of a stored tensor; only its bytes are read."""
-    if not len(lengths):
-        return file.get_tensor(key)
-    return file.get_slice(key)[tuple(slice(start, start + size) for start, size in zip(offsets, lengths))]
+    """Read a box of a stored tensor, and no other bytes."""
+    box = tuple(slice(start, start + size) for start, size in zip(offsets, lengths))
+    found: Tensor = file.get_slice(key)[box] if box else file.get_tensor(key)
+    return found
 
 
 def _stored_tensors(metadata: Metadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:
@@ -228,7 +232,7 @@ def _stored_tensors(metadata: Metadata, file_of: Mapping[MetadataIndex, str]) ->
         parts = []
         for chunk in stored.chunks:
             name = file_of.get(MetadataIndex(key, chunk.offsets)) or file_of[MetadataIndex(key)]
-            parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), name))
+            parts.append(StoredPart(tuple(chunk.offsets), tuple(chunk.sizes), name))
         tensors[key] = StoredTensor(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(parts))
     return tensors
 

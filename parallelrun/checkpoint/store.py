@@ -1,10 +1,16 @@
-"""Save and load a training's weights and optimizer state under any plan."""
+"""Saves and loads a training's weights and optimizer state under any plan.
+
+The weights of independent data replicas (local SGD, DiLoCo) differ. Their checkpoint has the mean over replicas under
+the one-device names, which any other plan can load. The same number of replicas loads what each replica has saved under
+`replica/<r>of<n>/`, so that resuming is exact between two synchronisations too.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,12 +25,13 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from parallelrun.checkpoint import replicas
+from parallelrun import comm
 from parallelrun.checkpoint.index import (
     Index,
     check_model,
     describe_plan,
     kept_key,
+    replica_key,
     reshard_note,
     state_key,
     weight_key,
@@ -37,7 +44,8 @@ from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import Plan
 
-AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter): the box that this rank holds
+PURPOSE = "checkpoint"
+AsPart = Callable[[str, Tensor, LocalParameter], LocalPart]  # (key, tensor, parameter) -> this rank's box
 
 
 def save(
@@ -50,11 +58,21 @@ def save(
     mesh: Mesh,
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
 ) -> Path:
-    """Write `directory/step_<step>`; see `parallelrun.checkpoint.save`."""
-    parts = _own_parts(parameters, optimizer, plan, mesh)
+    """Write `directory/step_<step>` and return its path. Collective: every rank calls it with its own parameters.
+
+    extra: JSON values that an exact resume needs; those of rank 0 are saved. kept: additional tensors of the data
+    strategy (`DataRuntime.kept`), equal on all replicas. The rank that owns a logical element writes it. If any rank
+    fails, all ranks raise (SaveFailed for a full disk, EnvironmentProblem for a file system that hosts do not share);
+    earlier checkpoints stay untouched, and no incomplete one stays.
+    """
+    as_part = partial(_part, mesh=mesh)
+    apart = replicas_differ(plan)
+    owned = _owned(parameters, mesh, {**mesh.coordinate, "dp": 0} if apart else mesh.coordinate)
+    parts = [part for p in owned for part in parts_to_save(p, optimizer, as_part)]
+    if apart:
+        parts = replica_parts_and_mean(parts, mesh)
     for kind, others in kept.items():
-        owned = [p for p in others if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
-        parts += [_part(kept_key(kind, p.spec.name), p.tensor, p, mesh) for p in owned]
+        parts += [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in _owned(others, mesh, mesh.coordinate)]
     return write_parts(directory, step, parts, extra, plan, mesh.rank, alone=mesh.shape.num_ranks == 1)
 
 
@@ -70,7 +88,7 @@ def write_parts(
 ) -> Path:
     """Write one rank's parts of `directory/step_<step>`. Collective over the group unless `alone`.
 
-    rank: of this process in the group. Raises as `_raise_for_user` says.
+    rank: of this process in the group. For what it raises, see `_raise_for_user`.
     """
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
@@ -85,7 +103,7 @@ def write_parts(
 
 
 def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
-    """Fill the planner's parts. Collective over the world unless `alone`. Raises as `_raise_for_user` says."""
+    """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `_raise_for_user`."""
     try:
         with _one_process_is_fine():
             load_state({}, storage_reader=reader, planner=planner, no_dist=alone)
@@ -101,7 +119,12 @@ def load(
     mesh: Mesh,
     kept: Mapping[str, Sequence[LocalParameter]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Fill weights and optimizer state from a checkpoint; see `parallelrun.checkpoint.load`."""
+    """Fill the parameters and the optimizer's state from a checkpoint saved under any plan; return its `extra`.
+
+    Collective. The caller must then call `DataRuntime.finish_update`. Each rank reads only the ranges it holds; tensors
+    of `kept` that are not in the checkpoint stay unchanged. If it is damaged (size, sha256), incomplete, pickle, or of
+    another model or optimizer, all ranks raise CheckpointError before any weight is changed.
+    """
     reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
     planner = _TrainingPlanner(reader, parameters, kept, plan, mesh)
     read_parts(reader, planner, mesh.rank, alone=mesh.shape.num_ranks == 1)
@@ -114,7 +137,7 @@ def load(
 
 
 class _TrainingPlanner(PartLoadPlanner):
-    """Knows which parts a rank's training needs as soon as the index has been read and found to be of its model."""
+    """Lists the parts that a rank's training needs, once the index has been read and checked against its model."""
 
     def __init__(
         self,
@@ -130,10 +153,13 @@ class _TrainingPlanner(PartLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         check_model(self._reader.index, self._plan, self._reader.path)
-        index, mesh = self._reader.index, self._mesh
+        index, mesh, group = self._reader.index, self._mesh, self._mesh.group("dp")
         for parameter in self._parameters:
             parts, state = parts_to_load(parameter, index, partial(_part, mesh=mesh))
-            self._parts += [replicas.of_this_one(part, index, self._plan, mesh) for part in parts]
+            for part in parts:
+                own = replica_key(group.index, group.size, part.key)
+                use_own = replicas_differ(self._plan) and own in index.tensors  # else the mean over replicas
+                self._parts.append(replace(part, key=own) if use_own else part)
             self.states.append((parameter, state))
         for kind, others in self._kept.items():
             parts = [_part(kept_key(kind, p.spec.name), p.tensor, p, mesh) for p in others]
@@ -141,30 +167,42 @@ class _TrainingPlanner(PartLoadPlanner):
         return super().create_local_plan()
 
 
-def _own_parts(parameters: Sequence[LocalParameter], optimizer: Optimizer, plan: Plan, mesh: Mesh) -> list[LocalPart]:
-    """What this rank writes of weights and state: nothing that another rank writes too.
+def _owned(parameters: Sequence[LocalParameter], mesh: Mesh, coordinate: Mapping[str, int]) -> list[LocalParameter]:
+    """Return the parameters that the rank at `coordinate` writes, so that no other rank writes them too."""
+    return [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, coordinate)]
 
-    Independent replicas write what each of them holds, and together their mean under the one-device names.
+
+def replicas_differ(plan: Plan) -> bool:
+    """Return whether there are several replicas with different weights."""
+    return plan.data.independent and plan.mesh.size("dp") > 1
+
+
+def replica_parts_and_mean(parts: list[LocalPart], mesh: Mesh) -> list[LocalPart]:
+    """Return this replica's parts under `replica_key`; on the first replica also the means, under the plain keys.
+
+    Collective over dp: replicas have the same parts in the same order.
     """
-    if not replicas.are_apart(plan):
-        owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, mesh.coordinate)]
-        return [part for p in owned for part in parts_to_save(p, optimizer, partial(_part, mesh=mesh))]
-    coordinate = {**mesh.coordinate, "dp": 0}
-    owned = [p for p in parameters if not p.shared and owns(p.layout, mesh.shape, coordinate)]
-    return replicas.apart_and_mean(
-        [q for p in owned for q in parts_to_save(p, optimizer, partial(_part, mesh=mesh))], mesh
-    )
+    group = mesh.group("dp")
+    out = [replace(part, key=replica_key(group.index, group.size, part.key)) for part in parts]
+    for part in parts:
+        mean = part.tensor.detach().to(mesh.device, copy=True)
+        if mean.numel():
+            comm.all_reduce(mean, group, PURPOSE)
+        mean /= group.size
+        if group.index == 0:
+            out.append(replace(part, tensor=mean.to(part.tensor.device)))
+    return out
 
 
 def parts_to_save(parameter: LocalParameter, optimizer: Optimizer, as_part: AsPart) -> list[LocalPart]:
-    """The parts of a parameter's weight and state as this rank holds them."""
+    """Return this rank's parts of a parameter's weight and state."""
     parts = [as_part(weight_key(parameter.spec.name), parameter.tensor, parameter)]
     is_first = not any(parts[0].offsets)
     for kind, value in () if parameter.spec.frozen else optimizer.state(parameter.name).items():
         key = state_key(kind, parameter.spec.name)
         if value.dim():
             parts.append(as_part(key, value, parameter))
-        elif is_first:  # one number for the whole tensor: written by the rank of its first part
+        elif is_first:  # one number per parameter: written by the rank with its first part
             parts.append(LocalPart(key, value, (), ()))
     return parts
 
@@ -172,7 +210,7 @@ def parts_to_save(parameter: LocalParameter, optimizer: Optimizer, as_part: AsPa
 def parts_to_load(
     parameter: LocalParameter, index: Index, as_part: AsPart
 ) -> tuple[list[LocalPart], dict[str, Tensor]]:
-    """The parts of a parameter that are to be filled, and the state dict some of them will make up."""
+    """Return the parts of a parameter that are to be filled, and the state dict whose tensors some of them are."""
     name, tensor = parameter.spec.name, parameter.tensor
     parts = [as_part(weight_key(name), tensor, parameter)]
     state: dict[str, Tensor] = {}
@@ -189,7 +227,7 @@ def parts_to_load(
 
 
 def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> LocalPart:
-    """This rank's box of a logical tensor; local padding beyond the logical range is cut off."""
+    """Return this rank's box of a logical tensor, without local padding beyond the logical range."""
     shape = tuple(parameter.spec.shape)
     ranges = parameter.layout.ranges(shape, mesh.shape.sizes, mesh.coordinate)
     view = tensor.detach()
@@ -201,17 +239,18 @@ def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> Lo
 
 @contextmanager
 def _one_process_is_fine() -> Iterator[None]:
+    """Silence DCP's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:
-    """End a save or load that failed on some ranks: every rank raises, and the rank that failed is told apart.
+    """Raise on every rank after a save or load failed on some ranks; the message names the first rank that failed.
 
-    rank: of this process among those that save or load together. A disk that cannot be written raises SaveFailed, a
-    checkpoint that cannot be read CheckpointError, on all ranks alike. Any other exception is raised again where it
-    happened, and PeerFailed on the other ranks.
+    rank: of this process among those that save or load together. All ranks raise SaveFailed if a disk cannot be
+    written, CheckpointError if a checkpoint cannot be read. Any other exception is raised again on its own rank, and
+    PeerFailed on the other ranks.
     """
     failures = {one: cause for one, (cause, _) in error.failures.items()}
     interrupted = [cause for cause in failures.values() if isinstance(cause, (KeyboardInterrupt, SystemExit))]

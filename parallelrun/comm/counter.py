@@ -1,4 +1,4 @@
-"""Counting and naming what is really sent: dispatch modes over c10d operations, torch's own engines included."""
+"""Dispatch modes that count and name all c10d operations, including those of torch's FSDP2 and pipelines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ENGINE = "engine"
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of a tensor or of every tensor in nested lists."""
+    """Return the bytes of a tensor or of every tensor in nested lists."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(_nbytes(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
-# c10d operation -> (our name, which argument is the full-size buffer; None: nothing is counted here)
+# c10d operation -> (our name, index of the argument that is the full-size buffer; None: its bytes are not counted)
 _COUNTED: dict[str, tuple[str, int | None]] = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -51,8 +51,8 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 }
 
 
-def _group(args: tuple) -> dist.ProcessGroup | None:
-    """The process group among the arguments of a c10d operation."""
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of a c10d operation."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
@@ -60,9 +60,9 @@ def _group(args: tuple) -> dist.ProcessGroup | None:
 
 
 def _tensor_text(value: Any) -> str:
-    """Dtype, shape and bytes of a tensor, or of those in nested lists: `float32 4x8 (128 bytes)`.
+    """Describe the tensors in nested lists by dtype, shape and bytes: `float32 4x8 (128 bytes)`.
 
-    A scalar is of shape 1: torch 2.11's pipelines send one to who receives a vector of one element.
+    A scalar has shape 1, because torch 2.11's pipelines send a scalar that is received as a vector of one element.
     """
     tensors: list[Tensor] = []
     rest = [value]
@@ -77,45 +77,48 @@ def _tensor_text(value: Any) -> str:
     return f"{dtypes} {shapes} ({_nbytes(tensors)} bytes)"
 
 
-def _purpose(operation: str, args: tuple) -> str:
-    """Purpose of an unlabelled call: by the tag of a point-to-point message (tensors, group, peer, tag), else none."""
+def _purpose(operation: str, args: tuple[Any, ...]) -> str:
+    """Return the purpose of an unlabelled call by the tag of a message (tensors, group, peer, tag), else `engine`."""
     by_tag = {tag: purpose for purpose, tag in comm.MESSAGE_TAGS.items()}
     return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
 
 
 class _CollectiveMode(TorchDispatchMode):
-    """Sees every c10d operation while it is entered, with its name: (axis, operation, purpose).
+    """Calls `_seen` for every c10d operation while it is entered, with the key (axis, operation, purpose).
 
-    A call inside `comm.label` carries that label; any other is named by the axis of its process group, purpose `engine`
-    (messages of pipeline schedules: by their tag).
+    A call inside `comm.label` has that label. Any other call has the axis of its process group and the purpose `engine`
+    (messages of pipeline schedules: the purpose of their tag).
     """
 
     def __init__(self, mesh: Mesh):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = mesh.axis_of_group
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0]
         if namespace != "c10d" or name not in _COUNTED:
             return func(*args, **(kwargs or {}))
-        operation = comm.current_operation() or _COUNTED[name][0]
-        axis, purpose = comm.current_label() or (self._axis(_group(args)), _purpose(operation, args))
+        label = comm.current_label()
+        operation = (label and label.operation) or _COUNTED[name][0]
+        axis, purpose = label[:2] if label else (self._axis(_group(args)), _purpose(operation, args))
         with self._seen(name, (axis, operation, purpose), args):
             return func(*args, **(kwargs or {}))
 
-    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
-        """Called before torch's operation `name`, and entered around it."""
-        raise AssertionError("a mode does something with what it sees")
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
+        """Return a context to enter around torch's operation `name`. Called before it."""
+        raise NotImplementedError
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
 
 
 class CollectiveNames(_CollectiveMode):
-    """Gives every collective its axis and purpose as its name in a trace of torch's profiler."""
+    """Names every collective by its axis and purpose in a trace of torch's profiler."""
 
-    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
         axis, operation, purpose = key
         return record_function(f"{axis} {purpose}: {operation}")
 
@@ -123,8 +126,8 @@ class CollectiveNames(_CollectiveMode):
 class CommunicationCounter(_CollectiveMode):
     """Counts calls and payload bytes by (axis, operation, purpose) while it is entered.
 
-    Payload is the full-size buffer of a collective, the tensor of a point-to-point message at its sender. note: told of
-    every call before it is sent, in words that are the same on all ranks that take part (`sequences` compares them).
+    The payload is the full-size buffer of a collective, or the tensor of a message at its sender. note: called with a
+    description of each call before it is issued, which is the same on all participating ranks (for `sequences`).
     """
 
     def __init__(self, mesh: Mesh, note: Callable[[Lane, str], None] | None = None):
@@ -135,7 +138,7 @@ class CommunicationCounter(_CollectiveMode):
         self._bytes: dict[tuple[str, str, str], int] = defaultdict(int)
         self._lock = threading.Lock()  # a data strategy may send from a thread of its own
 
-    def _seen(self, name: str, key: tuple[str, str, str], args: tuple) -> AbstractContextManager[object]:
+    def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
         group, buffer = _group(args), _COUNTED[name][1]
         with self._lock:
             if self._note and group is not None and name != "recv_any_source_":
@@ -145,19 +148,20 @@ class CommunicationCounter(_CollectiveMode):
         return nullcontext()
 
     def _described(
-        self, operation: str, purpose: str, buffer: int | None, args: tuple, group: dist.ProcessGroup
+        self, operation: str, purpose: str, buffer: int | None, args: tuple[Any, ...], group: dist.ProcessGroup
     ) -> tuple[Lane, str]:
-        """(lane, what) of a call. What may differ between its members (uneven parts, buffers of a root) is left out."""
+        """Return the lane and the description of a call, without tensors that may differ between its members."""
         axis, ranks = self._axis(group), tuple(dist.get_process_group_ranks(group))
         if operation in ("send", "recv"):
             peer = ranks[args[2]]
             pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
             return Lane(axis, pair, purpose), f"a message of {_tensor_text(args[0])}, {purpose}"
         same = operation not in ("all_to_all", "reduce", "gather", "scatter") and buffer is not None
-        reduction = f" ({reduced})" if (reduced := comm.current_reduction()) else ""
+        label = comm.current_label()
+        reduction = f" ({label.reduction})" if label and label.reduction else ""
         of = f" of {_tensor_text(args[buffer])}" if same and buffer is not None else ""
         return Lane(axis, ranks), f"{operation}{reduction}{of}, {purpose}"
 
     def rows(self) -> list[Collective]:
-        """What was counted, sorted by axis, operation and purpose."""
+        """Return the counts, sorted by axis, operation and purpose."""
         return [Collective(*key, calls=self._calls[key], payload_bytes=self._bytes[key]) for key in sorted(self._calls)]

@@ -115,7 +115,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         stop_requested=heartbeats.stop_requested,
         save_failed=heartbeats.set_failed_save,
         console_owner=rank == 0,
-        gone=partial(_leave_for, store, world),
+        rank_died=partial(_leave_for, store, world),
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)
     if store is not None:

@@ -66,9 +66,9 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
     not listed.
     """
     key = "held_parameters", pp_rank
-    if key not in plan.known:
-        plan.known[key] = tuple(_held(plan, pp_rank))
-    found: tuple[HeldParameter, ...] = plan.known[key]
+    if key not in plan.cache:
+        plan.cache[key] = tuple(_held(plan, pp_rank))
+    found: tuple[HeldParameter, ...] = plan.cache[key]
     return found
 
 

@@ -100,7 +100,7 @@ class _Walk:
         self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
         others = tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
         # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
-        self._shared: dict[object, Any] = plan.known.setdefault(("peak", alike_key(plan, pp_rank), others), {})
+        self._shared: dict[object, Any] = plan.cache.setdefault(("peak", alike_key(plan, pp_rank), others), {})
         self._gradients = {index: self._gradients_of(index) for index in self._stages}
         self._blocks = {
             index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
@@ -137,9 +137,9 @@ class _Walk:
         """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
         spec = self._plan.spec
         key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
-        if key not in self._plan.known:
-            self._plan.known[key] = _backward_block(spec.block(name), self._plan)
-        block: BackwardBlock = self._plan.known[key]
+        if key not in self._plan.cache:
+            self._plan.cache[key] = _backward_block(spec.block(name), self._plan)
+        block: BackwardBlock = self._plan.cache[key]
         return block
 
     def _gradients_of(self, index: int) -> list[int]:

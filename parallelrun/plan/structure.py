@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
-# fp64 numbers that are summed over all ranks in every step (`train.control`): loss sum, valid targets and stop, besides
+# fp64 numbers that are summed over all ranks in every step (`train.step`): loss sum, valid targets and stop, besides
 # the squared norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
 WORLD, EMBEDDING = "world", "embedding"  # groups that are not mesh axes: all ranks; the holders of a tied weight
@@ -109,8 +109,10 @@ class Plan:
     expert: ExpertDispatcher | None = None  # None: every rank holds all experts (ep=1)
 
     @cached_property
-    def known(self) -> dict[object, Any]:
-        """A cache of values computed from this plan, each under a unique key. Valid because a plan never changes."""
+    def cache(self) -> dict[object, Any]:
+        """Results that were computed from this plan and are needed again. Each user has a key of its own.
+
+        A plan never changes, so the results stay valid."""
         return {}
 
     @property

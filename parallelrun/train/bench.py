@@ -1,4 +1,4 @@
-"""`parallelrun bench`: warm-up, timed steps, median and spread; nothing else runs in between."""
+"""`parallelrun bench`: warm-up, then timed steps without evaluation or saving; median and spread."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 
 import torch
 
-from parallelrun.comm.json_exchange import gather_json
+from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK
 from parallelrun.plan import prediction
 from parallelrun.records import write_json
 from parallelrun.report import bench as report
-from parallelrun.train import schedule
 from parallelrun.train.build import Training
-from parallelrun.train.recorder import peak_bytes
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.recorder import peak_bytes, percentile_95
+from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import train_step
 
 
 def run(training: Training, context: WorkerContext) -> int:
-    """Time `bench.steps` full steps after `bench.warmup`; write bench.json; show it on the console owner."""
+    """Time `bench.steps` steps after `bench.warmup`; write bench.json and show it."""
     config, plan = training.config, training.plan
     scaler = LossScaler(config.precision, scaled=plan.precision.scaled)
     times: list[float] = []
@@ -31,7 +30,7 @@ def run(training: Training, context: WorkerContext) -> int:
     for step in range(1, total + 1):
         context.heartbeat(step, "bench")
         began = time.perf_counter()
-        result = train_step(training, step, schedule.learning_rate(config.optimizer, step, total), scaler)
+        result = train_step(training, step, learning_rate(config.optimizer, step, total), scaler)
         if training.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         scaler.update(result.applied)
@@ -47,7 +46,7 @@ def run(training: Training, context: WorkerContext) -> int:
 
 
 def summarise(times: list[float], training: Training) -> dict[str, Any]:
-    """bench.json: step times (each the slowest rank's), their median, quartiles and 95th percentile, and rates."""
+    """Return the document of bench.json. times: of each step on its slowest rank."""
     plan = training.plan
     ordered = sorted(times)
     median = statistics.median(times)
@@ -70,7 +69,7 @@ def summarise(times: list[float], training: Training) -> dict[str, Any]:
         "lower_quartile_s": lower,
         "upper_quartile_s": upper,
         "min_s": ordered[0],
-        "p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+        "p95_s": percentile_95(ordered),
         "tokens_per_s": tokens / median,
         "samples_per_s": plan.batch.global_batch / median,
         "model_flops_per_s": 3 * plan.spec.forward_flops * plan.batch.global_batch / median,

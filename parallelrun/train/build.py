@@ -24,18 +24,18 @@ from parallelrun.train.data_runtime import DataRuntime, data_runtime
 from parallelrun.train.gradients import Gradients
 from parallelrun.train.pipeline_runner import PipelineRunner, build_runner
 from parallelrun.train.reader import Reader
-from parallelrun.train.routing import Routing
+from parallelrun.train.routing import RoutingUpdater
 from parallelrun.train.statistics import RunningStatistics
 
 
 @dataclass
 class Training:
-    """One rank's share of a training run. Only the loop steps it."""
+    """One rank's model parts, gradients, optimizer, readers and statistics: everything that a step needs."""
 
     config: Config
     plan: Plan
     mesh: Mesh
-    parts: list[Network]
+    model_parts: list[Network]
     data: DataRuntime
     gradients: Gradients
     runner: PipelineRunner
@@ -44,8 +44,8 @@ class Training:
     eval_reader: Reader
     eval_batches: int
     dataset: Any
-    statistics: RunningStatistics  # of BatchNorm, brought up to date once a step
-    routing: Routing  # of layers with experts: what they saw, and what moves once a step
+    statistics: RunningStatistics  # of BatchNorm, updated once per step
+    routing: RoutingUpdater  # of layers with experts, updated once per step
 
     def close(self) -> None:
         """End the threads and processes that read ahead."""
@@ -54,20 +54,20 @@ class Training:
 
     @property
     def parameters(self) -> list[LocalParameter]:
-        """What the optimizer updates."""
+        """The parameters that the optimizer updates."""
         return self.data.parameters
 
     @property
     def held(self) -> list[LocalParameter]:
-        """All parameters, the frozen ones last: what is saved, loaded and compared."""
+        """All parameters of this rank, the frozen ones last. They are saved, loaded and compared."""
         return [*self.data.parameters, *self.data.frozen]
 
     @property
     def counts_loss(self) -> bool:
-        """True where this rank's loss is counted: on the last stage, once for every sample.
+        """Whether this rank's loss enters the total, so that each sample is counted once. Only last-stage ranks count.
 
-        Where each tensor rank has the whole replica's loss, that is tensor coordinate 0; where a layout splits the
-        samples, coordinate 0 of the axes that do not.
+        Of ranks with the same samples, the one with coordinate 0 counts. A tensor layout may split the samples over
+        some of its axes; the other tensor axes hold copies.
         """
         split = self.plan.tensor.loss_axes(self.plan)
         coordinate = self.mesh.coordinate
@@ -78,26 +78,28 @@ class Training:
 
     @property
     def counts_targets(self) -> bool:
-        """True on the one rank of every data replica that counts its valid targets: last stage, tensor coordinate 0."""
+        """Whether this rank counts the valid targets of its data replica: last stage, tensor coordinate 0."""
         coordinate = self.mesh.coordinate
         return coordinate.get("pp", 0) == self.plan.last_stage_pp_rank and coordinate.get("tp", 0) == 0
 
 
 def _parallelize(axis: str, kind: str, network: Network, plan: Plan, mesh: Mesh) -> None:
-    """Let a strategy's `runtime.parallelize` cut parameters and replace layers of a network on meta, in place."""
+    """Call a strategy's `runtime.parallelize`, which shards parameters and replaces layers on meta, in place."""
     runtime = registry.load("strategies", f"{axis}.{kind}", "runtime")
     parallelize: Callable[[Network, Plan, Mesh], None] = runtime.parallelize
     parallelize(network, plan, mesh)
 
 
-def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
+def build_model_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
     """Return this rank's stages on the meta device, sharded over tensor and expert axes, with recompute and compile.
 
-    One network is split into the rank's stages, so that a tied weight whose holders are both here is one parameter.
+    All stages of the rank are split off one network, so that a weight tied between two of them is one parameter.
     """
     stages = plan.stages_of(mesh.coordinate.get("pp", 0))
     with torch.device("meta"):
-        network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
+        network: Network = registry.load("models", config.model.name, "network").build(
+            config, plan.spec, plan.precision
+        )
     network.keep([name for stage in stages for name in stage.blocks])
     if plan.sample_sets is not None:
         give_sets(network, plan, mesh)
@@ -112,14 +114,14 @@ def build_parts(config: Config, plan: Plan, mesh: Mesh) -> list[Network]:
 
 
 def build(config: Config, plan: Plan, device: torch.device) -> Training:
-    """Build everything for this rank. Collective: every rank of the world calls it."""
+    """Build the training of this rank. Collective: every rank of the world calls it."""
     config = with_lr_scale(config, plan)
     mesh = build_mesh(plan, device)
-    parts = build_parts(config, plan, mesh)
+    model_parts = build_model_parts(config, plan, mesh)
     runtime = data_runtime(plan)
-    runtime.shard(parts, plan, mesh)
-    initialise.materialise(parts, plan, mesh, config.seed)
-    data = runtime.attach(parts, plan, mesh)
+    runtime.shard(model_parts, plan, mesh)
+    initialise.materialise(model_parts, plan, mesh, config.seed)
+    data = runtime.attach(model_parts, plan, mesh)
     dataset = open_dataset(config, plan.spec)
     size = plan.batch.global_batch
     sampler = Sampler(len(dataset.train), size, config.seed)
@@ -131,15 +133,15 @@ def build(config: Config, plan: Plan, device: torch.device) -> Training:
         config=config,
         plan=plan,
         mesh=mesh,
-        parts=parts,
+        model_parts=model_parts,
         data=data,
         gradients=Gradients(data.parameters, plan, mesh, data.flat_gradients),
-        runner=build_runner(parts, plan, mesh),
+        runner=build_runner(model_parts, plan, mesh),
         optimizer=Optimizer(config.optimizer, data.parameters),
         reader=Reader(dataset.train, sampler, plan, mesh, last_step=last_step, num_workers=num_workers),
         eval_reader=Reader(dataset.val, eval_sampler, plan, mesh, last_step=eval_batches, num_workers=num_workers),
         eval_batches=eval_batches,
         dataset=dataset,
-        statistics=RunningStatistics(parts, data.frozen, plan, mesh),
-        routing=Routing(parts, data.frozen, plan, mesh),
+        statistics=RunningStatistics(model_parts, data.frozen, plan, mesh),
+        routing=RoutingUpdater(model_parts, data.frozen, plan, mesh),
     )

@@ -1,41 +1,40 @@
-"""When the loop saves, what goes into a checkpoint beside weights and optimizer state, and what a failed save means."""
+"""Saves and resumes a training: when it saves, which values it saves beside the tensors, and how a save may fail."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallelrun import checkpoint
-from parallelrun.checkpoint.resume import keeps_last_state
+from parallelrun.checkpoint import store
+from parallelrun.checkpoint.find import FOLDER, keep_last
+from parallelrun.checkpoint.resume import check_global_batch, keeps_last_state, resolve_resume
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
-from parallelrun.errors import CheckpointError, Problem, SaveFailed
-from parallelrun.plan.structure import Plan
+from parallelrun.errors import SaveFailed
 from parallelrun.train.build import Training
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 
-MAX_FAILED_SAVES = 2  # in a row: a training that cannot be saved any more is stopped, not left to run for nothing
+MAX_FAILED_SAVES = 2  # in a row, then the training stops: it would be lost
 
 
 class Checkpoints:
-    """The checkpoints of one run: where it goes on from, and when it saves. All ranks decide alike."""
+    """The checkpoints of one run. All ranks make the same decisions."""
 
     def __init__(self, training: Training, scaler: LossScaler, context: WorkerContext):
         self._training, self._scaler, self._context = training, scaler, context
-        self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint this run went on from
+        self._resumed: dict[str, Any] = {}  # `extra` of the checkpoint from which this run resumed
         self._failed_steps: list[int] = []
         self._failed_in_a_row = 0
 
     def resume(self) -> int:
-        """Load `config.resume` if given; return the step it was saved after, else 0. Raises CheckpointError."""
+        """Load `config.resume` if given; return its step, else 0. Raises CheckpointError."""
         self._resumed = load(self._training, self._scaler)
         return int(self._resumed["step"]) if self._resumed else 0
 
     def after_step(self, step: int, stopping: bool) -> None:
-        """Save if it is time to. A periodic save that fails is said and tried again when the next one is due.
+        """Save if it is due. If a periodic save fails, print a warning and try again at the next one.
 
-        Raises SaveFailed when it was the last chance (the run ends with this step), or the second failure in a row.
+        Raises SaveFailed if the run ends with this step, and for the second failure in a row.
         """
         config = self._training.config
         if not due(config, step, stopping):
@@ -55,7 +54,7 @@ class Checkpoints:
             self._failed_in_a_row = 0
 
     def facts(self) -> dict[str, Any]:
-        """What the summary says about them."""
+        """Return the fields of summary.json about saving and resuming."""
         before, now = self._resumed.get("dataset"), self._training.dataset.fingerprint
         return {
             "failed_saves": len(self._failed_steps),
@@ -67,7 +66,7 @@ class Checkpoints:
 
 
 def due(config: Config, step: int, stopping: bool) -> bool:
-    """True if the run saves after this step: periodically, when asked to stop, and after the last unless unwanted."""
+    """Return whether the run saves after this step: periodically, when it stops, and after the last step."""
     if stopping:
         return True
     every = config.checkpoint.every
@@ -91,23 +90,10 @@ def save(training: Training, scaler: LossScaler, step: int, run_directory: Path)
         "scaler": scaler.state(),
         "kept": sorted(training.data.kept),
     }
-    directory = run_directory / "checkpoints"
+    directory = run_directory / FOLDER
     kept = training.data.kept
-    checkpoint.save(directory, step, training.held, training.optimizer, extra, plan, training.mesh, kept)
-    checkpoint.keep_last(directory, config.checkpoint.keep, training.mesh)
-
-
-def check_batch(extra: Mapping[str, Any], plan: Plan, path: Path) -> None:
-    """Raises CheckpointError if the checkpoint was trained with another global batch."""
-    if extra["global_batch"] != plan.batch.global_batch:
-        raise CheckpointError(
-            Problem(
-                f"global_batch={plan.batch.global_batch}, but {path} was trained with {extra['global_batch']}: "
-                "the order of samples would change",
-                where="global_batch",
-                suggestion=f"global_batch={extra['global_batch']}",
-            )
-        )
+    store.save(directory, step, training.held, training.optimizer, extra, plan, training.mesh, kept)
+    keep_last(directory, config.checkpoint.keep, training.mesh.rank)
 
 
 def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
@@ -115,10 +101,10 @@ def load(training: Training, scaler: LossScaler) -> dict[str, Any]:
     config, plan = training.config, training.plan
     if not config.resume:
         return {}
-    path = checkpoint.resolve_resume(config.resume, config.runs)
-    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
-    training.data.finish_update()  # zero1: the loaded shards go back into the weights
+    path = resolve_resume(config.resume, config.runs)
+    extra = store.load(path, training.held, training.optimizer, plan, training.mesh, training.data.kept)
+    training.data.finish_update()  # zero1: gather the loaded shards into the weights
     training.data.after_load(extra.get("kept", ()))
-    check_batch(extra, plan, path)
+    check_global_batch(extra, plan, path)
     scaler.load_state(extra["scaler"])
     return extra

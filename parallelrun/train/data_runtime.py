@@ -1,4 +1,4 @@
-"""The base class of data strategies' runtimes: what the training loop calls. By itself the runtime of dp=1.
+"""The base class of the data strategies' runtimes, which the training loop calls. It is itself the runtime of dp=1.
 
 A strategy's runtime is a subclass in `strategies/data/<kind>/runtime.py`, which names it `RUNTIME`.
 """
@@ -37,23 +37,23 @@ def data_runtime(plan: Plan) -> type[DataRuntime]:
     raise ConfigError(Problem(what, "strategy.data.kind", fix))
 
 
-def match(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
+def match(model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair]:
     """Pair each parameter that the plan says this rank holds with the module's Parameter, in the plan's order."""
     pp_rank = mesh.coordinate.get("pp", 0)
-    part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
+    part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), model_parts, strict=True)}
     pairs = [(held, part_of[held.stage].get_parameter(held.name)) for held in held_parameters(plan, pp_rank)]
     known = {id(parameter) for _, parameter in pairs}
-    unknown = [name for part in parts for name, value in part.named_parameters() if id(value) not in known]
+    unknown = [name for part in model_parts for name, value in part.named_parameters() if id(value) not in known]
     assert not unknown, f"not in the plan's spec: {unknown}"
     assert len(known) == len(pairs), "two logical parameters are one tensor"
     return pairs
 
 
 def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Set the gradient of a local tensor: zeros where backward computed none, so that all plans apply weight decay.
+    """Set the gradient of a local tensor; zeros if backward computed none, so that all plans apply weight decay.
 
-    The gradient is made contiguous: torch's fused optimizers on CPU assume the strides of the weight, and a split
-    backward (zero bubble) leaves the strides of a matrix product.
+    The gradient becomes contiguous: torch's fused optimizers on CPU assume the strides of the weight, but a split
+    backward (zero bubble) gives the gradient the strides of a matrix product.
     """
     tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
 
@@ -67,17 +67,18 @@ def by_axis(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
 
 
 def trained(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs that the optimizer updates."""
+    """Return the pairs that the optimizer updates."""
     return [pair for pair in pairs if not pair[0].spec.frozen]
 
 
 class DataRuntime:
-    """What the training loop asks of a data strategy. This class leaves gradients as backward computes them (dp=1).
+    """The steps of a data strategy, in the order in which the loop calls them. The defaults suit dp=1.
 
-    parameters: the tensors that the optimizer updates. frozen: the others, complete on every rank of dp unless the
-    strategy shards weights. kept: further tensors of checkpoints, by kind, equal on all replicas (diloco's outer
-    state). flat_gradients: by the axis over which they are summed (`replica_axis`), buffers that hold the gradients of
-    all `parameters` of that axis after `finish_gradients`, and otherwise only zeros; an axis without buffers is absent.
+    parameters: the tensors that the optimizer updates. frozen: all other parameters, complete on every rank of dp
+    unless the strategy shards weights. kept: additional tensors for checkpoints, by kind, equal on all replicas
+    (DiLoCo's outer state). flat_gradients: flat buffers by the axis over which gradients are summed (`replica_axis`).
+    After `finish_gradients` the buffers of an axis hold the gradients of all its `parameters`, padded with zeros; an
+    axis without buffers is absent.
     """
 
     flat_gradients: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
@@ -91,21 +92,21 @@ class DataRuntime:
 
     @classmethod
     def run_rank(cls, config: Config, plan: Plan, context: WorkerContext) -> int | None:
-        """Run `config.verb` on this rank and return the exit code, where ranks have different tasks (ps).
+        """Run `config.verb` on this rank and return the exit code, if ranks have different tasks (parameter server).
 
-        None: the usual loops run it.
+        None: the launcher runs the usual loop.
         """
         return None
 
     @classmethod
-    def shard(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-        """Shard the weights of the stages while they are on the meta device. The default leaves them complete."""
+    def shard(cls, model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
+        """Shard the stages' weights on the meta device, in place. The default keeps them complete."""
 
     @classmethod
-    def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
+    def attach(cls, model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
         """Return the runtime over materialised weights."""
         runtime = cls if plan.mesh.size("dp") > 1 else DataRuntime
-        return runtime(match(parts, plan, mesh), plan, mesh)
+        return runtime(match(model_parts, plan, mesh), plan, mesh)
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
         """Called on all ranks before step `start` + 1, after a checkpoint has been loaded if there is one."""
@@ -127,10 +128,10 @@ class DataRuntime:
             set_gradient(parameter.tensor, parameter.tensor.grad)
 
     def finish_update(self) -> None:
-        """Bring the optimizer's update into the module's weights. Also called after a checkpoint was loaded."""
+        """Copy the optimizer's update into the module's weights. Also called after a checkpoint has been loaded."""
 
     def after_load(self, kept: Sequence[str]) -> None:
-        """Called when a checkpoint has been loaded, with the kinds of `kept` that it was saved with."""
+        """Called after a checkpoint has been loaded. kept: the kinds of additional tensors that it contains."""
 
     def after_step(self, step: int) -> None:
         """Called on all ranks at the end of step `step` (from 1), whether or not an update was applied."""

@@ -1,10 +1,11 @@
-"""The first steps of a process are watched: the second is counted, and in both all ranks must send the same.
+"""Watches the first two steps of a process: counts the traffic of the second, and compares the ranks' collectives.
 
-Where replicas tell each other something in some steps only, the first such step from the second on is counted instead.
+If replicas exchange something only in some steps, the first such step from the second on is the counted one.
 
-A difference is a bug of a way or of a user's module (a layer that depends on the rank or on data). After each step
-every rank compares its sequence of collectives with that of the member before it in each group, through the store:
-collectives could pair with one that is left over. If all ranks hang instead, the launcher reads the same sequences.
+A difference between ranks is a bug of a strategy or of a user's module (a layer that depends on the rank or on data).
+After each watched step, every rank compares its sequence of collectives with that of the preceding member of each
+group. The sequences go through the store, because a collective could match one that is left over. If the ranks hang,
+the launcher compares the same sequences.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from parallelrun import sequences, torch_private
 from parallelrun.comm.counter import CommunicationCounter
@@ -24,15 +26,14 @@ from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective
 from parallelrun.sequences import CollectiveSequence, Lane, SequenceFile
 
-# Of this process, or the next that sends all that is ever sent; its first step has set-up traffic, so a run of one step
-# is not counted.
+# Counted from the start of the process. Its first step has set-up traffic, so a run of one step is not counted.
 COUNTED_STEP = 2
 
 
 class FirstSteps:
-    """Watches steps `start + 1` and `start + 2` (or the next full one); `counted` is what the latter sent, else None.
+    """Watches steps `start + 1` and `start + 2` (or the next full one); `counted` is the second's traffic, or None.
 
-    The first step of `compile=true` is not watched: torch compiles nothing under a dispatch mode.
+    With `compile=true` the first step is not watched, because torch does not compile under a dispatch mode.
     """
 
     def __init__(
@@ -42,18 +43,17 @@ class FirstSteps:
         first = [] if config.compile else [start + 1]
         self._watched = [step for step in (*first, self._counted_step) if step <= config.steps]
         self._mesh, self._directory = mesh, directory
-        self._timeout_s = 2 * config.timeout_s  # the launcher's watch comes first, and knows more
+        self._timeout_s = 2 * config.timeout_s  # the launcher's watchdog acts first, and knows more
         self._file: SequenceFile | None = None
         self.counted: list[Collective] | None = None
 
     def watch(self, step: int) -> AbstractContextManager[object]:
-        """Around the training step. Raises CollectiveMismatch after it; costs nothing from the third step on."""
+        """Return a context for the training step. It raises CollectiveMismatch at its end; other steps cost nothing."""
         return self._watch(step) if step in self._watched else nullcontext()
 
     @contextmanager
     def _watch(self, step: int) -> Iterator[None]:
-        alone = self._mesh.shape.num_ranks == 1
-        if self._file is None and not alone:
+        if self._file is None and self._mesh.shape.num_ranks > 1:
             self._file = SequenceFile(self._directory, self._mesh.rank)
         if self._file is not None:
             self._file.begin(step)
@@ -69,10 +69,10 @@ class FirstSteps:
 
 
 def compare(path: Path, step: int, rank: int, timeout_s: float) -> None:
-    """Publish the sequence in `path`; compare it with the preceding member's in every lane.
+    """Publish the sequence in `path`, and compare it with that of the preceding member of every lane.
 
-    If each equals its predecessor, all are equal: a rank reads one sequence a lane, however large the group is.
-    Raises CollectiveMismatch on the ranks that see a difference, naming what each member issued.
+    If each member equals its predecessor, all are equal, so a rank reads one sequence per lane for any group size.
+    Raises CollectiveMismatch with each member's collective on the ranks that see a difference.
     """
     store = torch_private.default_store()
     text = path.read_text()
@@ -87,20 +87,20 @@ def compare(path: Path, step: int, rank: int, timeout_s: float) -> None:
             _blame(store, step, lane, known, timeout_s)
 
 
-def _blame(store, step: int, lane: Lane, known: dict[int, CollectiveSequence], timeout_s: float) -> None:
-    """Raise, with what all members of the lane have issued as far as they tell it soon."""
+def _blame(store: Any, step: int, lane: Lane, known: dict[int, CollectiveSequence], timeout_s: float) -> None:
+    """Raise CollectiveMismatch with the collectives of all members of the lane that publish theirs soon."""
     for member in lane.ranks:
         if member not in known:
             try:
                 known[member] = _fetch(store, step, member, min(timeout_s, 1.0))
-            except RuntimeError:  # DistStoreError: it has not ended the step
+            except RuntimeError:  # DistStoreError: the member has not ended the step
                 continue
     found = sequences.first_mismatch(known, [lane])
-    assert found is not None, "more sequences cannot make two that differ alike"
+    assert found is not None, "two sequences that differ stay different"
     raise CollectiveMismatch(found.problem())
 
 
-def _fetch(store, step: int, rank: int, timeout_s: float) -> CollectiveSequence:
+def _fetch(store: Any, step: int, rank: int, timeout_s: float) -> CollectiveSequence:
     store.wait([_key(step, rank)], timedelta(seconds=timeout_s))
     return sequences.parse(zlib.decompress(b64decode(store.get(_key(step, rank)))).decode())
 

@@ -1,4 +1,4 @@
-"""From the data strategy's gradients to the final ones: partial axes, tied copies, the global norm, clipping."""
+"""Completes the data strategy's gradients: sums over partial axes and tied copies, the global norm, clipping."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import EMBEDDING, Plan
 
 EPSILON = 1e-6
-# fp32 sums over longer rows lose digits on CPU (3.5e-5 at 30 million elements); rows this long keep 7 of them.
+# Longer fp32 sums are less exact on CPU (relative error 3.5e-5 at 30 million elements); sums of rows keep 7 digits.
 ROW = 4096
-# Measuring so many bytes takes less than one more exchange that all ranks wait for.
+# To measure this many bytes on every rank is faster than one more exchange.
 MEASURED_ALONE_BYTES = 4 * 2**20
 
 
 class Gradients:
-    """The gradients of one rank's parameters, once the data strategy is done with them.
+    """The gradients of one rank's parameters, after the data strategy has reduced them.
 
-    What is alike in every step is found out here, once: small models pay for each call from Python. flat: by the axis
-    over which copies lie (`replica_axis`), buffers that hold the gradients of all parameters of that axis and else only
-    zeros, where the data strategy has such.
+    All decisions that are the same in every step are made in the constructor, because each Python call costs small
+    models time. flat: flat buffers of the data strategy, by the axis over which parameters are replicated
+    (`replica_axis`); they have the gradients of all parameters of that axis and are otherwise zero.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class Gradients:
         self._loose = [p for p in parameters if replica_axis(p.layout, plan) not in flat]
         coordinate = dict(mesh.coordinate)
         if plan.data.independent:
-            coordinate["dp"] = 0  # every replica measures what is its own
+            coordinate["dp"] = 0  # every replica measures its own gradients
         owned = {layout: owns(layout, plan.mesh, coordinate) for layout in {p.layout for p in parameters}}
-        self._measured: list[Tensor] = []  # parts of flat buffers, and the parameters that are measured beside them:
+        self._measured: list[Tensor] = []  # parts of flat buffers; `_counted` parameters are measured one by one
         self._counted = [p for p in self._loose if not p.shared and owned[p.layout]]
         for axis, buffers in flat.items():
             own = [p for p in self._parameters if replica_axis(p.layout, plan) == axis]
             parts = _own_parts(buffers, own, axis, plan, mesh)
             self._measured += parts or []
             self._counted += [] if parts is not None else [p for p in own if not p.shared and owned[p.layout]]
-        # Whether every rank measures the whole norm, so that `squared_norm` is no share of it.
-        alone = bool(self._measured) and not self._counted
-        self.measured_alone = alone and _are_everywhere(self._flat, self._parameters, plan)
+        # Whether every rank can measure the global norm alone, so that `squared_norm` is all of it and not a share.
+        only_flat = bool(self._measured) and not self._counted
+        self.measured_alone = only_flat and _are_everywhere(self._flat, self._parameters, plan)
         if self.measured_alone:
             self._measured = self._flat
-        self._sums = [  # (parameters, group, purpose), in the order in which all ranks exchange them
+        self._sums = [  # (parameters, group, purpose), in the same order on all ranks
             ([p for p in self._parameters if p.layout.partial == axes], mesh.group(axis), "partial")
             for axes in sorted({p.layout.partial for p in parameters} - {()})
             for axis in axes
@@ -65,23 +65,22 @@ class Gradients:
         self._sums.append(([p for p in self._parameters if p.name in tied], mesh.group(EMBEDDING), "tied"))
 
     def finalise(self) -> None:
-        """Sum what backward left in parts: gradients partial over an axis, then the two copies of tied weights.
+        """Sum gradients that are partial over an axis, then the gradients of the two copies of tied weights.
 
-        One flattened all-reduce per axis of a set of partial axes and one for all tied weights, in place. Only where
-        the gradient is final may it be measured and clipped.
+        One flattened all-reduce in place per axis of a set of partial axes, and one for all tied weights. The norm may
+        be measured only afterwards.
         """
         for parameters, group, purpose in self._sums:
             if group.size > 1 and parameters:
                 _sum_together([_gradient(p) for p in parameters], group, purpose)
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared global gradient norm (all of it if `measured_alone`): fp64, 0-d, on the
-        gradients' device.
+        """Return this rank's share of the squared global gradient norm (all of it if `measured_alone`).
 
-        Each logical element is counted once over the world, or once over each independent replica: by the owner of its
-        part (replicas with flat buffers share the work: each owns a part of those), and by the original of a tied pair.
-        The sum over the world is not finite exactly if some gradient element is not (or its square sum overflows
-        fp32).
+        It is fp64, 0-d, on the gradients' device. Each logical element is counted once in the world, or once in each
+        independent replica: by the owner of its part, and by the original of a tied pair. Replicas with flat buffers
+        share the work, a part of the buffers each. The sum over the world is finite unless a gradient element is not
+        (or its sum of squares overflows fp32).
         """
         norms = _norms([*self._measured, *(_gradient(p) for p in self._counted)])
         if not norms:
@@ -91,8 +90,8 @@ class Gradients:
     def clip(self, norm: float, max_norm: float, scale: float = 1.0) -> float:
         """Divide the gradients by the loss scale and clip them to `max_norm` (0: no clipping); return the coefficient.
 
-        norm: the global norm of the unscaled gradients. min(1, max_norm / (norm + 1e-6)) is the same number on every
-        rank and under every plan, as norm is.
+        norm: the global norm of the unscaled gradients, the same on every rank. The coefficient is
+        min(1, max_norm / (norm + 1e-6)).
         """
         coefficient = min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
         if coefficient / scale != 1.0:
@@ -101,7 +100,7 @@ class Gradients:
 
 
 def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:
-    """Whether all ranks hold the same gradients, and so few that measuring them is no work."""
+    """Return whether all ranks have the same gradients, and few enough for each rank to measure all of them."""
     replicated = plan.world == plan.mesh.size("dp") and not plan.data.independent
     split = any(plan.mesh.size(axis) > 1 for p in parameters for axis in p.layout.axes)
     return replicated and not split and sum(b.numel() * b.element_size() for b in flat) <= MEASURED_ALONE_BYTES
@@ -110,14 +109,14 @@ def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: 
 def _own_parts(
     flat: Sequence[Tensor], parameters: list[LocalParameter], axis: str, plan: Plan, mesh: Mesh
 ) -> list[Tensor] | None:
-    """What of the flat buffers of an axis this rank measures; None where they also hold what others count."""
+    """Return the parts of an axis's flat buffers that this rank measures, or None if other ranks count some of them."""
     coordinate, replicas = dict(mesh.coordinate), plan.mesh.size(axis)
     if plan.data.independent or any(axis in p.layout.axes for p in parameters):
-        replicas = 1  # each rank of the axis holds gradients of its own
+        replicas = 1  # each rank of the axis has different gradients
     replica = coordinate.get(axis, 0) if replicas > 1 else 0
     if replicas > 1 or plan.data.independent:
         for mesh_dim in plan.mesh.mesh_dims_of(axis):
-            coordinate[mesh_dim] = 0  # one replica owns what all replicas measure together
+            coordinate[mesh_dim] = 0  # all replicas measure the gradients of the first together
     if any(p.shared or not owns(p.layout, plan.mesh, coordinate) for p in parameters):
         return None
     return [buffer.tensor_split(replicas)[replica] for buffer in flat]
@@ -138,15 +137,15 @@ def _sum_together(tensors: list[Tensor], group: Group, purpose: str) -> None:
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """1-d tensors of the norms of rows of long gradients, and of the rest."""
+    """Return 1-d tensors of norms: of rows of long gradients, and of all other gradients."""
     rows, rest = [], []
     for gradient in gradients:
         numel = gradient.numel()
-        whole = numel // ROW * ROW
+        in_rows = numel // ROW * ROW
         if numel > ROW:
             flat = gradient.flatten()
-            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
-            gradient = flat[whole:]
-        if numel <= ROW or whole < numel:
+            rows.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, ROW), dim=1))
+            gradient = flat[in_rows:]
+        if numel <= ROW or in_rows < numel:
             rest.append(gradient)
     return [*rows, torch.stack(torch_private.norms(rest))] if rest else rows

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, records. Reads top to bottom; everything else is elsewhere."""
+"""The training loop: steps, evaluation, checkpoints, records."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from math import isfinite
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_OK, EXIT_PREEMPTED, NumericsError, Problem, SaveFailed
-from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import Checkpoints
 from parallelrun.train.first_steps import FirstSteps
 from parallelrun.train.profiler import StepProfiler
 from parallelrun.train.recorder import Recorder, StepRecord
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import Evaluation, StepResult, measure, train_step
 from parallelrun.train.timing import StepClock
 
@@ -33,7 +32,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
     began = time.perf_counter()
     for step in range(start + 1, config.steps + 1):
         context.heartbeat(step, "step")
-        lr = schedule.learning_rate(config.optimizer, step, config.steps)
+        lr = learning_rate(config.optimizer, step, config.steps)
         with first_steps.watch(step), profiler.watch(step), clock:
             result = train_step(training, step, lr, scaler, context.stop_requested(), clock=clock)
         skips = check_finite(training, result, scaler, step, skips)
@@ -46,7 +45,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
         )  # fmt: skip
         try:
             checkpoints.after_step(step, result.stop)
-        except SaveFailed:  # on all ranks alike; what was trained is told all the same
+        except SaveFailed:  # on all ranks alike; the records are complete all the same
             recorder.finish(first_steps.counted, "failed", checkpoints.facts())
             raise
         if result.stop:
@@ -57,7 +56,7 @@ def train(training: Training, context: WorkerContext, recorder: Recorder) -> int
 
 
 def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluation | None:
-    """Validation loss and accuracy where it is due: every `eval.every` steps and after the last."""
+    """Evaluate every `eval.every` steps and after the last step; return None after other steps."""
     config = training.config
     if step != config.steps and (config.eval.every == 0 or step % config.eval.every):
         return None
@@ -66,7 +65,7 @@ def _evaluate(training: Training, context: WorkerContext, step: int) -> Evaluati
 
 
 def check_finite(training: Training, result: StepResult, scaler: LossScaler, step: int, skips: int) -> int:
-    """Return the number of skipped steps in a row. Raises NumericsError if a lower loss scale cannot help."""
+    """Return the number of steps skipped in a row. Raises NumericsError unless a lower loss scale can help."""
     if result.applied:
         return 0
     skips += 1

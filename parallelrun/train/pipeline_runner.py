@@ -1,4 +1,4 @@
-"""The base class of what runs a batch through this rank's stages; `strategies/pipeline/runtime.py` implements it."""
+"""The interface of pipeline schedules at run time. `strategies/pipeline/runtime.py` implements it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from parallelrun import registry
 from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.train.batch import Batch
+from parallelrun.train.reader import Batch
 
 
 class PipelineRunner(ABC):
-    """Runs one data replica's batch through the stages, microbatch by microbatch."""
+    """Runs one data replica's batch through this rank's stages, microbatch by microbatch."""
 
     @abstractmethod
     def train(self, batch: Batch, scale: float) -> Tensor:
-        """Leave the gradient of scale x the summed loss in this rank's parameters.
+        """Compute the gradient of scale x the summed loss in this rank's parameters; return the unscaled sum.
 
-        Returns the unscaled sum over the data replica (fp64 scalar) on the last stage's rank, 0 elsewhere.
+        The sum is over the data replica: an fp64 scalar on the rank of the last stage, 0 elsewhere.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Traces of chosen steps by torch's profiler (`profile=[3,4]`), for chrome://tracing or Perfetto."""
+"""Traces chosen steps by torch's profiler (`profile=[3,4]`), for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FOLDER = "profile"
 class StepProfiler:
     """Writes `profile/step_<n>_rank_<r>.json` in the run directory for each step of `config.profile`.
 
-    Every collective stands in it under its axis and purpose (`dp gradients: all_reduce`), an engine of torch's
-    included, and so do the parts of a step (`read samples`, `forward and backward`, `finish gradients`, `optimizer`).
+    Collectives, including torch's own, are named by axis and purpose (`dp gradients: all_reduce`). The phases of a step
+    have names too (`read samples`, `forward and backward`, `finish gradients`, `optimizer`).
     """
 
     def __init__(self, mesh: Mesh, config: Config, directory: Path):
@@ -28,7 +28,7 @@ class StepProfiler:
         self._folder = directory / FOLDER
 
     def watch(self, step: int) -> AbstractContextManager[object]:
-        """Around the training step; costs nothing in a step that was not chosen."""
+        """Return a context for the training step, which costs nothing in other steps."""
         return self._trace(step) if step in self._steps else nullcontext()
 
     @contextmanager
@@ -39,6 +39,6 @@ class StepProfiler:
             with CollectiveNames(self._mesh):
                 yield
             if on_device:
-                torch.cuda.synchronize()  # or the kernels that are still to run would be missing
+                torch.cuda.synchronize()  # otherwise pending kernels would be missing
         self._folder.mkdir(exist_ok=True)
         trace.export_chrome_trace(str(self._folder / f"step_{step}_rank_{self._mesh.rank}.json"))

@@ -1,27 +1,62 @@
-"""A data replica's samples of a step, as tensors on the device: a function of (seed, step, dp coordinate) alone.
+"""Reads the samples of each step: a function of (seed, step, dp coordinate) alone.
 
-`HostSamples` reads a step into host memory. `Reader` has the next steps read in the background (`train/prefetch.py`)
-while the current one trains, and copies each to the device.
+`HostSamples` reads one step into host memory. `Reader` copies it to the device and lets the next steps be read in the
+background while the current one trains. A thread is enough where a sample is a slice of an array. Decoding image files
+holds Python's lock, so worker processes do it: torch's DataLoader, one step at a time per worker.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from parallelrun.data.order import Sampler
 from parallelrun.definitions import Split
+from parallelrun.errors import EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Plan
-from parallelrun.train.batch import Batch
-from parallelrun.train.prefetch import InBackgroundThread, InWorkerProcesses, ReadAhead
 
-MOST_WORKERS = 4  # per rank, where `dataset.num_workers` does not say: more rarely help one rank
+MAX_WORKERS = 4  # per rank, unless `dataset.num_workers` is set: more rarely help one rank
+STEPS_AHEAD = 2  # of each worker process
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one data replica in one step, along dim 0. inputs and targets are None on ranks without need.
+
+    inputs: (n, *sample_shape), int64 tokens or features in the compute dtype. targets: (n, *target_shape), int64, below
+    0 where ignored. sample_ids: (n,) int64, the samples' global numbers, known to every rank.
+    """
+
+    inputs: Tensor | None
+    targets: Tensor | None
+    sample_ids: Tensor
+
+    def __len__(self) -> int:
+        return self.sample_ids.shape[0]
+
+    def microbatch(self, index: int, size: int) -> Batch:
+        """Return views of microbatch `index` of `size` consecutive samples."""
+        rows = slice(index * size, (index + 1) * size)
+        assert rows.stop <= len(self), f"microbatch {index} of {size} samples lies outside a batch of {len(self)}"
+        inputs, targets = (None if one is None else one[rows] for one in (self.inputs, self.targets))
+        return Batch(inputs, targets, self.sample_ids[rows])
+
+
+class Samples(Protocol):
+    """Batches by step, in host memory. Read from other threads and processes: a pure function of the step."""
+
+    def __getitem__(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -53,16 +88,119 @@ class HostSamples:
         return stacked.to(self.floats if stacked.is_floating_point() else torch.int64)
 
 
+class InBackgroundThread:
+    """Reads step s + 1 in a thread as soon as step s is taken, up to `last_step`. pin: into page-locked memory."""
+
+    def __init__(self, samples: Samples, last_step: int, pin: bool):
+        self._samples, self._last_step, self._pin = samples, last_step, pin
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._next: tuple[int, Future[Batch]] | None = None
+
+    def take(self, step: int) -> Batch:
+        """Return the batch of `step`; wait for it if it is not ready. Raises what reading raised."""
+        expected, future = self._next or (0, None)
+        self._next = None
+        batch = future.result() if future is not None and expected == step else self._read(step)
+        if step < self._last_step:
+            self._next = step + 1, self._thread.submit(self._read, step + 1)
+        return batch
+
+    def close(self) -> None:
+        """End the thread. Nothing can be taken afterwards."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, step: int) -> Batch:
+        batch = self._samples[step]
+        if not self._pin:
+            return batch
+        inputs, targets = (None if one is None else one.pin_memory() for one in (batch.inputs, batch.targets))
+        return replace(batch, inputs=inputs, targets=targets)
+
+
+class _Steps(Dataset[Any]):
+    """Steps as DataLoader's items. A ParallelrunError is returned as a value: DataLoader would rewrite its message."""
+
+    def __init__(self, samples: Samples):
+        self._samples = samples
+
+    def __getitem__(self, step: int) -> tuple[Tensor | None, Tensor | None, Tensor] | ParallelrunError:
+        try:
+            batch = self._samples[step]
+        except ParallelrunError as error:
+            return error
+        return batch.inputs, batch.targets, batch.sample_ids
+
+
+class InWorkerProcesses:
+    """Reads in `num_workers` processes, each up to two steps ahead.
+
+    They start when the first step is taken, and again when a step is taken that does not follow the one before (a new
+    round of evaluation).
+    """
+
+    def __init__(self, samples: Samples, last_step: int, num_workers: int, pin: bool):
+        self._steps, self._last_step = _Steps(samples), last_step
+        self._num_workers, self._pin = num_workers, pin
+        self._expected = 0
+        self._loaded: Iterator[Any] = iter(())
+
+    def take(self, step: int) -> Batch:
+        """Return the batch of `step`; wait for it if it is not ready. Raises what reading raised."""
+        if step != self._expected or step > self._last_step:
+            self._loaded = self._start(step)
+        self._expected = step + 1
+        try:
+            found = next(self._loaded)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            what = f"a process that reads the dataset has ended: {str(error).splitlines()[0]}"
+            fix = "dataset.num_workers=0, which reads in the rank"
+            raise EnvironmentProblem(Problem(what, "dataset.num_workers", fix)) from error
+        if isinstance(found, ParallelrunError):
+            raise found
+        return Batch(*found)
+
+    def close(self) -> None:
+        """End the processes. Nothing can be taken afterwards."""
+        self._loaded = iter(())
+
+    def _start(self, step: int) -> Iterator[Any]:
+        steps = range(step, max(self._last_step, step) + 1)
+        return iter(
+            DataLoader(
+                self._steps,
+                batch_size=None,
+                sampler=steps,
+                num_workers=min(self._num_workers, len(steps)),
+                prefetch_factor=STEPS_AHEAD,
+                pin_memory=self._pin,
+                worker_init_fn=leave_signals_to_the_rank,
+                multiprocessing_context="fork",  # the rank has the dataset open; a new interpreter would open it again
+            )
+        )
+
+
+def leave_signals_to_the_rank(worker: int) -> None:
+    """Undo the rank's signal handlers in a worker process.
+
+    Ctrl-C and a closed terminal reach the whole process group, and the rank handles them. DataLoader ends a worker by
+    SIGTERM.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Reader:
-    """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch; `replica` gives another c.
+    """Reads dp coordinate c's contiguous samples [c B/dp, (c+1) B/dp) of every global batch; `replica` sets another c.
 
-    Ranks of the first stage read inputs, ranks of the last stage read targets, each by itself; the others read neither.
+    Ranks of the first stage read inputs, ranks of the last stage read targets, other ranks read neither.
 
-    last_step: the step after which nothing is read ahead; 0: nothing ever is, for readers that skip from step to step.
-    num_workers: processes that decode, for a split whose samples are files (`decodes_files`); None: the cores that
-    the ranks of this host leave, at most 4. Other splits are read ahead by one thread.
-    `samples` are what is read, before the device; `seconds` is how long `batch` has kept its caller waiting so far, the
-    copy to the device included.
+    last_step: the last step that is read ahead; 0 turns reading ahead off, for readers that skip steps.
+    num_workers: processes that decode a split whose samples are files (`decodes_files`); None: the cores that the ranks
+    of this host do not use, at most 4. Other splits are read ahead by one thread.
+    samples: the batches in host memory. seconds: how long all calls of `batch` took, including copies to the device.
     """
 
     def __init__(
@@ -89,11 +227,19 @@ class Reader:
             floats=getattr(torch, plan.precision.compute),
         )
         self._device = mesh.device
-        self._ahead = self._read_ahead(last_step, _num_workers(split, num_workers, plan.world))
+        self._ahead: InBackgroundThread | InWorkerProcesses | None = None
+        if last_step and (self.samples.has_inputs or self.samples.has_targets):
+            pin = self._device.type == "cuda"  # a copy overlaps with kernels only from pinned memory
+            workers = _num_workers(split, num_workers, plan.world)
+            self._ahead = (
+                InWorkerProcesses(self.samples, last_step, workers, pin)
+                if workers
+                else InBackgroundThread(self.samples, last_step, pin)
+            )
         self.seconds = 0.0
 
     def batch(self, step: int) -> Batch:
-        """The samples of step `step` (from 1). Raises what reading them raised."""
+        """Return the samples of step `step` (from 1) on the device. Raises what reading them raised."""
         began = time.perf_counter()
         samples = self._ahead.take(step) if self._ahead else self.samples[step]
         batch = Batch(self._moved(samples.inputs), self._moved(samples.targets), samples.sample_ids.to(self._device))
@@ -101,18 +247,9 @@ class Reader:
         return batch
 
     def close(self) -> None:
-        """End what reads in the background."""
+        """End the thread or the processes that read ahead."""
         if self._ahead:
             self._ahead.close()
-
-    def _read_ahead(self, last_step: int, num_workers: int) -> ReadAhead | None:
-        if not last_step:
-            return None
-        pin = self._device.type == "cuda"  # only from pinned memory does a copy run beside the kernels
-        reads = self.samples.has_inputs or self.samples.has_targets
-        if num_workers and reads:
-            return InWorkerProcesses(self.samples, last_step, num_workers, pin)
-        return InBackgroundThread(self.samples, last_step, pin) if reads else None
 
     def _moved(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(self._device, non_blocking=True)
@@ -124,4 +261,4 @@ def _num_workers(split: Split, asked: int | None, world: int) -> int:
     if asked is not None:
         return asked
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // local_ranks))
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // local_ranks))

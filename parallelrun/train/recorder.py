@@ -1,7 +1,4 @@
-"""Writes what happened: metrics.jsonl and routing.jsonl while training, comm.json and summary.json at the end.
-
-Rank 0 writes.
-"""
+"""Writes metrics.jsonl and routing.jsonl while training, comm.json and summary.json at the end, all on rank 0."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 
 from parallelrun import reserve
-from parallelrun.comm.json_exchange import gather_json
+from parallelrun.comm import gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.plan import prediction, simulate
 from parallelrun.plan.structure import Collective
@@ -27,17 +24,17 @@ from parallelrun.report.progress import Progress
 from parallelrun.routing_log import RoutingLog
 from parallelrun.train.build import Training
 from parallelrun.train.timing import StepTimes
-from parallelrun.train.tracker import Tracker, open_tracker
+from parallelrun.train.tracker import open_tracker
 
-FIRST_TIMED_STEP = 3  # steps 1 and 2 pay for set-up and for being counted
-STEPS_KEPT = 1000  # the parts of a step's time are kept on every rank, so not for ever
+FIRST_TIMED_STEP = 3  # steps 1 and 2 are slower: set-up, counting
+STEPS_KEPT = 1000  # of whose times every rank computes its medians
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as the loop saw it. Times in seconds; step_time_s leaves out evaluation and saving.
+    """The results of one step. Times in seconds; step_time_s excludes evaluation and saving.
 
-    times: None where the step was another rank's. more: what else its row says, before what the recorder says.
+    times: None if another rank took the step. more: additional fields of its row in metrics.jsonl.
     """
 
     step: int
@@ -55,24 +52,24 @@ class StepRecord:
 
 
 class Recorder:
-    """The files and the progress line of one run. Every rank has one; only rank 0's writes.
+    """The files and the progress line of one run. Every rank has a recorder; only rank 0's writes.
 
-    rows: how many rows metrics.jsonl will have, where that is not `config.steps`.
+    rows: the number of rows of metrics.jsonl, if it is not `config.steps`.
     """
 
     def __init__(self, training: Training, context: WorkerContext, rows: int | None = None):
         self._training = training
         self._directory = context.directory
-        self._writes, self._says = context.rank == 0, context.console_owner
+        self._writes, self._prints = context.rank == 0, context.console_owner
         self._records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._rows = RowFile(context.directory / "metrics.jsonl")
         self._routing = RoutingLog(context.directory, training.config.steps)
         self._progress = Progress(rows or training.config.steps, enabled=context.console_owner)
-        self._tracker: Tracker | None = open_tracker(training.config.tracker, context) if self._writes else None
+        self._tracker = open_tracker(training.config.tracker, context) if self._writes else None
 
     def step(self, record: StepRecord) -> None:
-        """Append the step to metrics.jsonl and routing.jsonl, redraw the progress line. Its times are rank 0's own."""
+        """Append the step to metrics.jsonl and routing.jsonl, redraw the progress line. Times are rank 0's."""
         self.remember(record)
         if not self._writes:
             return
@@ -90,10 +87,10 @@ class Recorder:
             "step_time_s": record.step_time_s,
             "time_s": record.time_s,
             "tokens_per_s": tokens / record.step_time_s,
-            **(record.times.known if record.times else {}),
+            **(record.times.fields if record.times else {}),
         }
         if plan.data.independent:
-            row["sync"] = plan.data.full_step(record.step) == record.step  # replicas met at its end
+            row["sync"] = plan.data.full_step(record.step) == record.step  # the replicas synchronised at its end
         if not record.applied:
             row["skipped"] = True
         if self._training.plan.precision.scaled:
@@ -110,15 +107,15 @@ class Recorder:
         self._progress.update(row)
 
     def remember(self, record: StepRecord) -> None:
-        """Keep the times of a step of this rank, which `step` does too."""
+        """Keep the times of a step of this rank for the medians. `step` calls this."""
         if record.times is not None:
             self._recent.append(record)
 
     def _append(self, row: dict[str, Any]) -> None:
-        """Add a row to metrics.jsonl. A full disk must not end a training: it is said, and so is its end."""
+        """Append a row to metrics.jsonl. If the disk is full, training continues; print when that begins and ends."""
         waiting = self._rows.num_kept
         self._rows.append(row)
-        if self._says and bool(waiting) != bool(self._rows.num_kept):
+        if self._prints and bool(waiting) != bool(self._rows.num_kept):
             if waiting:
                 print(f"step {row['step']}: the disk has room again: {waiting} rows of metrics.jsonl are written")
             else:
@@ -129,15 +126,15 @@ class Recorder:
                 )
 
     def finish(self, counted: list[Collective] | None, state: str, more: dict[str, Any]) -> None:
-        """Gather every rank's counts (None: no step was counted) and peak memory; write comm.json and summary.json.
+        """Gather every rank's traffic (None: no step was counted) and memory; write comm.json and summary.json.
 
-        Collective. more: what else the summary says.
+        Collective. more: additional fields of the summary.
         """
         everyone = gather_json(self.facts(counted), self._training.mesh)
         self.write_end(dict(enumerate(everyone)), state, more)
 
     def facts(self, counted: list[Collective] | None) -> dict[str, Any]:
-        """What this rank has to tell of the whole run, JSON-ready. counted: what its counted step sent."""
+        """Return this rank's facts for `write_end`, JSON-ready. counted: the traffic of its counted step."""
         return {
             "peak_bytes": peak_bytes(self._training.mesh.device),
             "rows": None if counted is None else [asdict(c) for c in counted],
@@ -145,11 +142,11 @@ class Recorder:
         }
 
     def write_end(self, everyone: Mapping[int, dict[str, Any]], state: str, more: Mapping[str, Any]) -> None:
-        """Write comm.json and summary.json from the facts of every rank that is left, by rank."""
+        """Write comm.json and summary.json from the facts of every rank that is alive, by rank."""
         if self._writes:
             counted = {rank: one["rows"] for rank, one in everyone.items()}
-            known = all(rows is not None for rows in counted.values())
-            rows = communication_rows(counted, self._training) if known else []
+            complete = all(rows is not None for rows in counted.values())
+            rows = communication_rows(counted, self._training) if complete else []
             facts = [everyone[rank] for rank in sorted(everyone)]
 
             def write() -> None:
@@ -159,13 +156,14 @@ class Recorder:
                 self._routing.flush()
 
             reserve.insist(self._directory, reserve.RECORDS, write)
-            with contextlib.suppress(OSError):  # a picture of what routing.jsonl holds
+            with contextlib.suppress(OSError):  # a chart of routing.jsonl
                 routing_report.write(self._directory)
             if self._tracker:
                 self._tracker.close()
         self._progress.close()
 
-    def _summary(self, everyone: list[dict], rows: list[dict], state: str) -> dict[str, Any]:
+    def _summary(self, everyone: list[dict[str, Any]], rows: list[dict[str, Any]], state: str) -> dict[str, Any]:
+        """Return the document of summary.json."""
         training, plan = self._training, self._training.plan
         times = sorted(r.step_time_s for r in self._timed(self._records))
         median = statistics.median(times) if times else None
@@ -191,7 +189,7 @@ class Recorder:
             "ranks_per_core": plan.world / len(os.sched_getaffinity(0)) if plan.device == "cpu" else None,
             "steps": self._records[-1].step if self._records else 0,
             "step_time_median_s": median,
-            "step_time_p95_s": times[min(len(times) - 1, int(0.95 * len(times)))] if times else None,
+            "step_time_p95_s": percentile_95(times) if times else None,
             "tokens_per_s": tokens / median if median else None,
             "samples_per_s": plan.batch.global_batch / median if median else None,
             **mean_times([one["times"] for one in everyone]),
@@ -212,21 +210,27 @@ class Recorder:
         }
 
     def _timed(self, records: Iterable[StepRecord]) -> list[StepRecord]:
-        """The steps that count for times, or all of a run that has no other."""
+        """Return the steps whose times count; all steps if there is no such step."""
         profiled = self._training.config.profile  # the profiler slows a step down
         return [r for r in records if r.step >= FIRST_TIMED_STEP and r.step not in profiled] or list(records)
 
-    def _per_step(self, key: str, rows: list[dict]) -> int:
-        """Bytes of all ranks in one step, on average where some are sent in every H-th step only."""
+    def _per_step(self, key: str, rows: list[dict[str, Any]]) -> int:
+        """Return the bytes of all ranks per step, on average if some are sent only in every H-th step."""
         plan = self._training.plan
-        return round(sum(row[key] / prediction.steps_between(plan, row["purpose"]) for row in rows))
+        total: float = sum(row[key] / prediction.steps_between(plan, row["purpose"]) for row in rows)
+        return round(total)
+
+
+def percentile_95(ordered: list[float]) -> float:
+    """Return the 95th percentile of sorted values."""
+    return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
 def median_times(records: list[StepRecord]) -> dict[str, float]:
-    """One rank's medians over steps of its StepTimes, and of bubble_s / step_time_s as `bubble_measured`."""
+    """Return one rank's medians over steps of its StepTimes, and of bubble_s / step_time_s as `bubble_measured`."""
     timed = [(record.times, record.step_time_s) for record in records if record.times is not None]
     rows = [
-        {**times.known, "bubble_measured": times.bubble_s / seconds} if times.bubble_s is not None else times.known
+        {**times.fields, "bubble_measured": times.bubble_s / seconds} if times.bubble_s is not None else times.fields
         for times, seconds in timed
     ]
     names = dict.fromkeys(name for row in rows for name in row)  # on CUDA some steps have more parts than others
@@ -234,19 +238,19 @@ def median_times(records: list[StepRecord]) -> dict[str, float]:
 
 
 def mean_times(everyone: list[dict[str, float]]) -> dict[str, float | None]:
-    """The mean over ranks of their medians; None for a part that was not timed.
+    """Return the mean over ranks of their medians, None for fields that were not timed.
 
-    `bubble_measured` is thus the part of a step in which a rank idles for other stages (see StepTimes.bubble_s),
-    averaged over ranks; the prediction beside it knows neither message times nor what comes after the schedule.
+    `bubble_measured` is the fraction of a step in which a rank idles for other stages (see StepTimes.bubble_s). Unlike
+    it, `bubble_predicted` ignores the time of messages and everything after the schedule.
     """
     timed = [one for one in everyone if one]  # servers take no steps
     names = ("compute_s", "comm_exposed_s", "bubble_s", "data_s", "optimizer_s", "bubble_measured")
-    known = timed[0] if timed else {}
-    return {name: statistics.fmean(one[name] for one in timed) if name in known else None for name in names}
+    measured = timed[0] if timed else {}
+    return {name: statistics.fmean(one[name] for one in timed) if name in measured else None for name in names}
 
 
-def communication_rows(measured: Mapping[int, list[dict]], training: Training) -> list[dict[str, Any]]:
-    """Per rank given, axis, operation and purpose: measured and predicted calls and payload, wire bytes by payload."""
+def communication_rows(measured: Mapping[int, list[dict[str, Any]]], training: Training) -> list[dict[str, Any]]:
+    """Return the rows of comm.json: measured and predicted calls and bytes by rank, axis, operation and purpose."""
     plan = training.plan
     rows = []
     for rank, counted in sorted(measured.items()):
@@ -254,28 +258,28 @@ def communication_rows(measured: Mapping[int, list[dict]], training: Training) -
         seen = {(c["axis"], c["operation"], c["purpose"]): c for c in counted}
         for key in sorted(predicted.keys() | seen.keys()):
             axis, operation, purpose = key
-            said = predicted.get(key)
-            was = Collective(**seen[key]) if key in seen else None
+            expected = predicted.get(key)
+            actual = Collective(**seen[key]) if key in seen else None
             rows.append(
                 {
                     "rank": rank,
                     "axis": axis,
                     "operation": operation,
                     "purpose": purpose,
-                    "calls": was.calls if was else 0,
-                    "payload_bytes": was.payload_bytes if was else 0,
-                    "wire_bytes": prediction.wire_bytes(was, prediction.group_size(plan, axis)) if was else 0,
+                    "calls": actual.calls if actual else 0,
+                    "payload_bytes": actual.payload_bytes if actual else 0,
+                    "wire_bytes": prediction.wire_bytes(actual, prediction.group_size(plan, axis)) if actual else 0,
                     "every": prediction.steps_between(plan, purpose),
-                    "predicted_calls": said.calls if said else 0,
-                    "predicted_payload_bytes": said.payload_bytes if said else 0,
-                    "predicted_most_bytes": said.most_bytes if said else None,
+                    "predicted_calls": expected.calls if expected else 0,
+                    "predicted_payload_bytes": expected.payload_bytes if expected else 0,
+                    "predicted_most_bytes": expected.most_bytes if expected else None,
                 }
             )
     return rows
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on the GPU, else resident."""
+    """Return the peak memory of this process: allocated on the GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

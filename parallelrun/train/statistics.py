@@ -1,13 +1,12 @@
-"""Running statistics of BatchNorm: frozen parameters that move once a step, alike under every plan.
+"""Running statistics of BatchNorm: frozen parameters that are updated once per step, alike under every plan.
 
-A step moves them by `momentum` towards the mean over all sets of the global batch, of means and of unbiased variances.
-What is frozen is saved, loaded and compared like any parameter, and never part of a gradient.
+A step moves them by `momentum` towards the mean, over all sample sets of the global batch, of the sets' means and
+unbiased variances. Frozen parameters are saved, loaded and compared like others, and have no gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,65 +18,60 @@ from parallelrun.models.vision.batch_norm import PURPOSE, BatchNorm
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 
-
-@dataclass(frozen=True)
-class _Kept:
-    """One BatchNorm and where this rank holds its running mean and variance: (tensor, its range of channels) each."""
-
-    layer: BatchNorm
-    places: tuple[tuple[Tensor, slice], ...]
+HeldRange = tuple[Tensor, slice]  # this rank's part of a vector, and which part it is
 
 
 class RunningStatistics:
-    """Those of one rank's stages.
+    """Updates the BatchNorms of this rank's stages.
 
-    Where replicas go through every step together, they hold the same after each. Independent ones follow their own
-    samples, and `share` makes them alike: as every step is linear, the result is that of an exchange in every step.
+    Replicas that take every step together hold the same statistics. Independent replicas follow their own samples until
+    `share` averages them. As the update is linear, the result is the same as with an exchange in every step.
     """
 
-    def __init__(self, parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
+    def __init__(self, model_parts: Sequence[Network], frozen: Sequence[LocalParameter], plan: Plan, mesh: Mesh):
         held = {parameter.name: parameter for parameter in frozen}
-        self._kept = [
-            _Kept(module, tuple(held_range(held[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")))
-            for part in parts
+        self._layers: list[tuple[BatchNorm, list[HeldRange]]] = [  # with running mean and running variance
+            (module, [held_range(held[f"{name}.{kind}"], mesh) for kind in ("running_mean", "running_var")])
+            for part in model_parts
             for name, module in part.named_modules()
             if isinstance(module, BatchNorm)
         ]
         sets = plan.sample_sets
         self._sums_in_step = sets is not None and sets.exchanged and not sets.spread
-        self._apart = sets is not None and not sets.exchanged
+        self._differ = sets is not None and not sets.exchanged
         self._group = mesh.group("dp")
 
     @torch.no_grad()
     def finish_step(self, applied: bool) -> None:
-        """Move the running statistics by what the step's forward passes saw; forget that if the step was not applied.
+        """Update from the statistics of the step's forward passes, or drop those if the update was not applied.
 
-        Collective over dp where replicas have sets of their own.
+        Collective over dp if replicas have sample sets of their own.
         """
-        seen = [kept.layer.take_statistics() for kept in self._kept]
+        seen = [layer.take_statistics() for layer, _ in self._layers]
         if not applied or not seen:
             return
         flat = torch.cat([one.flatten() for one in seen if one is not None])
         if self._sums_in_step:
             comm.all_reduce(flat, self._group, PURPOSE)
             flat /= self._group.size
-        for kept, new in zip(self._kept, flat.split([2 * kept.layer.weight.numel() for kept in self._kept])):
-            for (tensor, channels), values in zip(kept.places, new.view(2, -1)):
-                tensor.lerp_(values[channels].to(tensor.dtype), kept.layer.momentum)
+        sizes = [2 * layer.weight.numel() for layer, _ in self._layers]
+        for (layer, ranges), new in zip(self._layers, flat.split(sizes)):
+            for (tensor, channels), values in zip(ranges, new.view(2, -1)):
+                tensor.lerp_(values[channels].to(tensor.dtype), layer.momentum)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Average independent replicas' running statistics over dp, in place; nothing where they are alike anyway."""
-        if not self._apart or self._group.size == 1 or not self._kept:
+        """Average independent replicas' running statistics over dp, in place. Other plans need no exchange."""
+        if not self._differ or self._group.size == 1 or not self._layers:
             return
-        tensors = [tensor for kept in self._kept for tensor, _ in kept.places]
+        tensors = [tensor for _, ranges in self._layers for tensor, _ in ranges]
         flat = torch.cat([tensor.double() for tensor in tensors])
         comm.all_reduce(flat, self._group, PURPOSE)
         for tensor, values in zip(tensors, (flat / self._group.size).split([t.numel() for t in tensors])):
             tensor.copy_(values)
 
 
-def held_range(parameter: LocalParameter, mesh: Mesh) -> tuple[Tensor, slice]:
-    """(what this rank holds of a vector, which part of it that is)."""
+def held_range(parameter: LocalParameter, mesh: Mesh) -> HeldRange:
+    """Return this rank's part of a vector, and the range of the vector that it is."""
     (channels,) = parameter.layout.ranges(parameter.spec.shape, mesh.shape.sizes, mesh.coordinate)
     return parameter.tensor, slice(*channels)

@@ -9,14 +9,14 @@ from math import isfinite
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.profiler import record_function
 
 from parallelrun import comm
-from parallelrun.plan.structure import WORLD, Plan
-from parallelrun.train import control
-from parallelrun.train.batch import Batch
+from parallelrun.plan.structure import CONTROL_ELEMENTS, WORLD, Plan
 from parallelrun.train.build import Training
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.reader import Batch
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.timing import StepClock
 
 
@@ -33,12 +33,66 @@ class StepResult:
     stop: bool
 
 
-def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[int, int]:
-    """(targets >= 0 by which the loss is divided, in this replica's part): known before backward.
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the world: unscaled loss, valid targets, stop requests, and squared gradient norms.
 
-    The former are those of the whole global batch; where replicas have run out of data (batch None), as many as if all
-    those that the data strategy counts had as many as the others. A dataset without ignored targets needs no exchange;
-    otherwise last-stage ranks sum theirs over dp.
+    norms_squared: one value, or one for each independent replica.
+    """
+
+    loss_sum: float
+    num_valid: float
+    stop_requests: float
+    norms_squared: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over valid targets."""
+        return self.loss_sum / self.num_valid if self.num_valid else float("nan")
+
+    @property
+    def norm_squared(self) -> float:
+        """The mean of `norms_squared`: not finite if one of them is not."""
+        return sum(self.norms_squared) / len(self.norms_squared)
+
+
+class Agreement:
+    """The one small all-reduce of every step, after which all ranks have the same `Totals`."""
+
+    def __init__(self, vector: Tensor, work: Work | None):
+        self._vector, self._work = vector, work
+
+    def totals(self, norm_squared: Tensor | None = None) -> Totals:
+        """Wait for the exchange. norm_squared: replaces the exchanged one if every rank has measured it alone."""
+        if self._work is not None:
+            with comm.label(WORLD, "control"):
+                self._work.wait()
+        loss, valid, stops, *squares = self._vector.tolist()
+        return Totals(loss, valid, stops, tuple(squares) if norm_squared is None else (float(norm_squared),))
+
+
+def _agree(training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool) -> Agreement:
+    """Start the all-reduce over the world: a few fp64 numbers, to which every sample and target contributes once."""
+    plan, mesh = training.plan, training.mesh
+    norms: list[Tensor | float] = [0.0] * plan.num_norms
+    norms[mesh.coordinate.get("dp", 0) if plan.num_norms > 1 else 0] = squares
+    counted_loss = loss_sum if training.counts_loss else 0.0
+    values = (counted_loss, num_valid if training.counts_targets else 0, float(stop), *norms)
+    assert len(values) == CONTROL_ELEMENTS + plan.num_norms
+    numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+    vector = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            vector[index] = value
+    return Agreement(vector, comm.all_reduce(vector, mesh.group(WORLD), "control", async_op=True))
+
+
+def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[int, int]:
+    """Return (the number of targets by which the loss is divided, this replica's valid targets), before backward.
+
+    The first is the number of targets >= 0 in the global batch. If some replicas have run out of data (their batch is
+    None), it is extrapolated from the active replicas to those that the data strategy counts. A dataset without ignored
+    targets needs no exchange; otherwise the ranks of the last stage sum their targets over dp.
     """
     plan, data = training.plan, training.plan.data
     num_replicas = plan.mesh.size("dp")
@@ -58,17 +112,16 @@ def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple
 
 
 def count_samples(plan: Plan, step: int) -> float:
-    """Samples of the step that means over routing groups are taken of: with replicas that have run out of data, as
-    `count_valid` counts their targets."""
+    """Return the number of samples over which means of routing groups are taken, as `count_valid` counts targets."""
     num_replicas = plan.mesh.size("dp")
     return plan.batch.global_batch * plan.data.num_counted(step, num_replicas) / num_replicas
 
 
 def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> tuple[Tensor, int]:
-    """Put the global gradient (times loss_scale) on its way; return (local loss sum, local valid targets).
+    """Run forward and backward, start reducing the gradients; return (local loss sum, local valid targets).
 
-    `finish_gradients` waits for it. An independent replica's gradient is dp times its part of the global one, so that
-    their mean is the global one.
+    Gradients carry the factor loss_scale; `finish_gradients` waits for them. An independent replica's gradient is dp
+    times its share of the global gradient, so that the mean over replicas is the global gradient.
     """
     has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
     with record_function("read samples"):
@@ -101,14 +154,14 @@ def train_step(
     observe: Callable[[Training], None] | None = None,
     clock: StepClock | None = None,
 ) -> StepResult:
-    """Forward, backward, the step's agreement, clipping, update. Nothing is updated if a gradient is not finite.
+    """Run forward, backward, the exchange of `Totals`, clipping and the update.
 
-    observe: called between backward and clipping, with the final gradients in place (`verify` reads them there).
-    clock: times the optimizer. The parts of a step have names in a trace of torch's profiler.
+    Nothing is updated if a gradient is not finite. observe: called with the final gradients before clipping, for
+    `verify`. clock: times the optimizer. The phases of a step have names in a trace of torch's profiler.
     """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with record_function("finish gradients"):
-        # Where the norm need not be exchanged, the ranks wait for each other once a step instead of twice.
+        # If the norm need not be exchanged, this starts before the gradients are final: ranks wait once, not twice.
         early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.measured_alone else None
         finish_gradients(training)
         if observe:
@@ -127,8 +180,8 @@ def train_step(
     return StepResult(totals.loss, grad_norm, finite, totals.stop_requests > 0)
 
 
-def _update(training: Training, totals: control.Totals, lr: float, loss_scale: float) -> None:
-    """Clip the gradients, which carry `loss_scale`, and update the weights."""
+def _update(training: Training, totals: Totals, lr: float, loss_scale: float) -> None:
+    """Clip the gradients, which have the factor `loss_scale`, and update the weights."""
     mine = training.mesh.coordinate.get("dp", 0) if training.plan.data.independent else 0
     own_norm = totals.norms_squared[mine] ** 0.5 / loss_scale
     training.gradients.clip(own_norm, training.config.optimizer.clip, loss_scale)
@@ -137,7 +190,7 @@ def _update(training: Training, totals: control.Totals, lr: float, loss_scale: f
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean validation loss; of classifiers the part of the samples put in the right class, else None."""
+    """Mean validation loss, and the accuracy of classifiers (None for other models)."""
 
     loss: float
     top1: float | None
@@ -145,9 +198,9 @@ class Evaluation:
 
 @torch.no_grad()
 def measure(training: Training) -> Evaluation:
-    """Over the first `eval_batches` global batches of the validation split, under the same plan."""
+    """Evaluate the first `eval_batches` global batches of the validation split under the same plan."""
     training.statistics.share()
-    totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # of loss, right answers, valid targets
+    totals = torch.zeros(3, dtype=torch.float64, device=training.mesh.device)  # loss, right answers, valid targets
     for number in range(1, training.eval_batches + 1):
         batch = training.eval_reader.batch(number)
         found = training.runner.evaluate(batch)
@@ -163,14 +216,5 @@ def measure(training: Training) -> Evaluation:
 
 
 def evaluate(training: Training) -> float:
-    """The mean validation loss of `measure`."""
+    """Return the mean validation loss of `measure`."""
     return measure(training).loss
-
-
-def _agree(
-    training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool
-) -> control.Agreement:
-    """Start the step's exchange, with every sample's loss and every target counted once."""
-    counted_loss = loss_sum if training.counts_loss else 0.0
-    counted_valid = num_valid if training.counts_targets else 0
-    return control.agree(counted_loss, counted_valid, squares, stop, training.mesh, training.plan.num_norms)

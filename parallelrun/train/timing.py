@@ -1,4 +1,4 @@
-"""Where the time of a step goes on one rank: computing, waiting for other ranks, reading data, the optimizer."""
+"""Measures one rank's time per step: computing, waiting for other ranks, reading data, the optimizer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from parallelrun.plan.structure import EMBEDDING, WORLD
 from parallelrun.train.build import Training
 
 ACROSS_STAGES = (WORLD, EMBEDDING)  # groups that join ranks of several stages
-# On CUDA a timed step ends with a wait for its last kernel, which keeps the next step from being launched meanwhile.
-# So only the first steps are timed there, and then one in ten.
+# On CUDA a timed step waits for its last kernel, and the next step cannot be launched meanwhile. So only the first
+# steps are timed there, and then one in ten.
 FIRST_TIMED_ON_DEVICE, TIMED_EVERY_ON_DEVICE = 5, 10
 
 
@@ -25,13 +25,13 @@ class StepTimes:
     """Seconds of one step on one rank; compute + comm_exposed + bubble + data is the step time.
 
     data_s: waiting for this rank's samples, which are read in the background.
-    bubble_s: idle for other stages, 0 without a pipeline: waits for messages between stages (what a message itself
-    takes, where nothing hides it, included) and, after the schedule, waits in the collectives that join stages (tied
-    weights, the step's agreement), where a stage that has drained idles until the last one has.
-    comm_exposed_s: every other wait for a collective; one that came late because its rank was slow is in it too.
-    compute_s: the rest: kernels, Python, the optimizer, and waiting for a core where ranks share them.
+    bubble_s: idle for other stages, 0 without a pipeline. This is waiting for messages between stages (including their
+    transfer, if it is not overlapped) and, after the schedule, for collectives that join stages (tied weights, the
+    step's totals), in which a stage that has finished waits for the last stage.
+    comm_exposed_s: all other waiting for collectives, including waiting for slower ranks.
+    compute_s: the rest: kernels, Python, the optimizer, and waiting for a core if ranks share cores.
     optimizer_s: the part of compute_s in which gradients are clipped and weights updated.
-    On CUDA these are seconds of the stream that computes, between events; steps without events have data_s only.
+    On CUDA these are seconds between events of the stream that computes; steps without events have only data_s.
     """
 
     data_s: float
@@ -41,13 +41,13 @@ class StepTimes:
     optimizer_s: float | None = None
 
     @property
-    def known(self) -> dict[str, float]:
-        """The fields that were timed, by the names of metrics.jsonl."""
+    def fields(self) -> dict[str, float]:
+        """The fields that were timed, by their names in metrics.jsonl."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class Clock(Protocol):
-    """A clock that gives moments first and the seconds between them later, once `settle` has waited for the last.
+    """A clock that marks moments; the seconds between them are known after `resolve` has waited for the last one.
 
     on_device: its moments are those of a stream, not of the host.
     """
@@ -62,7 +62,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's own clock, for devices whose work is done when a call returns."""
+    """The host's clock, for devices whose calls are synchronous."""
 
     on_device = False
     mark = staticmethod(time.perf_counter)
@@ -75,7 +75,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events of the current CUDA stream: a moment is when the stream gets there."""
+    """Events of the current CUDA stream: a moment is when the stream reaches the event."""
 
     on_device = True
 
@@ -88,13 +88,14 @@ class CudaClock:
         last.synchronize()
 
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return began.elapsed_time(ended) / 1e3
+        return float(began.elapsed_time(ended)) / 1e3
 
 
 class StepClock:
-    """Times the waits inside `with clock:`, one step at a time, and inside `with clock.optimizer():` the optimizer.
+    """Times one step inside `with clock:`, and the optimizer inside `with clock.optimizer():`.
 
-    On CPU every step is timed: about 2 us a wait, and nothing on one rank. clock: for tests; None: the device's.
+    On CPU every step is timed, at about 2 us per wait. clock: for tests; None: the clock of the device.
+    seconds, times: the wall-clock time of the last step and its parts.
     """
 
     def __init__(self, training: Training, clock: Clock | None = None):
@@ -106,15 +107,15 @@ class StepClock:
         self._is_timed = False
         self._undo = ExitStack()
         self._host_began = self._read_before = 0.0
-        self._seconds = 0.0
-        self._times = StepTimes(0.0)
+        self.seconds = 0.0
+        self.times = StepTimes(0.0)
 
     def __enter__(self) -> StepClock:
         self._num_steps += 1
         number = self._num_steps
         often = not self._clock.on_device or number <= FIRST_TIMED_ON_DEVICE
         self._is_timed = often or number % TIMED_EVERY_ON_DEVICE == 0
-        self._waits: list[tuple[bool, Any, Any]] = []  # is it idle for another stage, moments
+        self._waits: list[tuple[bool, Any, Any]] = []  # (whether it is idle for another stage, its moments)
         self._optimizer: list[tuple[Any, Any]] = []
         self._read_before = self._reader.seconds
         if self._is_timed and self._has_ranks:
@@ -129,12 +130,12 @@ class StepClock:
         self._undo.close()
         if self._is_timed:
             self._clock.resolve(ended)
-        self._seconds = time.perf_counter() - self._host_began
-        self._times = self._parts(ended)
+        self.seconds = time.perf_counter() - self._host_began
+        self.times = self._parts(ended)
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
-        """Around clipping and the update."""
+        """Return a context for clipping and the update."""
         if not self._is_timed:
             yield
             return
@@ -144,7 +145,7 @@ class StepClock:
 
     def _waited(self, is_message: bool, began: Any, ended: Any) -> None:
         label = comm.current_label()
-        is_idle = self._has_stages and (is_message or (label is not None and label[0] in ACROSS_STAGES))
+        is_idle = self._has_stages and (is_message or (label is not None and label.axis in ACROSS_STAGES))
         self._waits.append((is_idle, began, ended))
 
     def _parts(self, ended: Any) -> StepTimes:
@@ -157,13 +158,3 @@ class StepClock:
         optimizer = sum(seconds(*moments) for moments in self._optimizer)
         compute = seconds(self._began, ended) - data - exposed - idle
         return StepTimes(data, compute, exposed, idle, optimizer)
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time of the last step."""
-        return self._seconds
-
-    @property
-    def times(self) -> StepTimes:
-        """The parts of the last step."""
-        return self._times

@@ -1,19 +1,12 @@
-"""Optional trackers beside metrics.jsonl: only rank 0 has one."""
+"""Optional trackers in addition to metrics.jsonl. Only rank 0 has one."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from parallelrun.context import WorkerContext
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.packages import require
-
-
-class Tracker(Protocol):
-    def log(self, step: int, row: dict[str, Any]) -> None:
-        """Record the numbers of one step."""
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -25,6 +18,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(context.directory / "tensorboard"))
 
     def log(self, step: int, row: dict[str, Any]) -> None:
+        """Record the numbers of one step."""
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(name, value, step)
@@ -37,8 +31,7 @@ _TRACKERS = {"tensorboard": TensorBoard}
 
 
 def check(name: str) -> None:
-    """Whether a run can use that tracker. Raises ConfigError for an unknown one, EnvironmentProblem for a package that
-    is not installed."""
+    """Raise ConfigError for an unknown tracker, EnvironmentProblem if its package is not installed."""
     if name in _TRACKERS:
         require(name, f"tracker={name}", "tracker", "tracker=none")
     elif name != "none":
@@ -46,7 +39,7 @@ def check(name: str) -> None:
         raise ConfigError(Problem(f"tracker={name} is not known", where="tracker", suggestion=known))
 
 
-def open_tracker(name: str, context: WorkerContext) -> Tracker | None:
-    """The tracker of that name, or None for `none`. Raises what `check` raises."""
+def open_tracker(name: str, context: WorkerContext) -> TensorBoard | None:
+    """Return the tracker of that name, or None for `none`. Raises the errors of `check`."""
     check(name)
     return _TRACKERS[name](context) if name in _TRACKERS else None

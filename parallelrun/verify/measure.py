@@ -9,19 +9,19 @@ from torch import Tensor
 from parallelrun.verify.trace import Trace
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
-FLOOR = 1e-3  # of the largest magnitude of the kind: a key bias has a gradient of pure noise
+FLOOR = 1e-3  # of the largest magnitude of the kind: the gradient of a key bias is only rounding noise
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest error of one kind of quantity, and what it was found in (a parameter's name, a step)."""
+    """The largest error of one kind of quantity, and the parameter or step that has it."""
 
     error: float
     where: str
 
 
 def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Per tensor max|a-b| / max(max|b|, 1e-3 x the largest max|b| among all). Not-a-number counts as infinite."""
+    """Return max|a-b| / max(max|b|, 1e-3 x the largest max|b| of all tensors) per tensor; infinite for NaN."""
     magnitude = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in reference.items()}
     floor = FLOOR * max(magnitude.values(), default=0.0)
     errors = {}
@@ -35,9 +35,9 @@ def tensor_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict
 
 
 def compare(ours: Trace, reference: Trace) -> dict[str, Worst]:
-    """Worst errors of initial weights, loss, grads, grad_norm, params (weight updates) and val_loss, in this order.
+    """Return the worst errors of initial weights, loss, grads, grad_norm, params (weight updates) and val_loss.
 
-    Where routing decisions are held, also of router_scores.
+    If routing decisions are held, also of router_scores.
     """
     found = {
         "initial": _worst_tensor([(ours.initial, reference.initial)]),

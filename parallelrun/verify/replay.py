@@ -1,15 +1,14 @@
-"""The reference of plans whose equivalence is `replay`: the data strategy's own algorithm, in one process.
+"""The reference of plans whose equivalence is `replay`: the data strategy's algorithm in one process.
 
-A data strategy that does not compute what one device computes (gradient compression, Adasum, local SGD, DiLoCo) is
-compared with itself: n one-device replicas, each with its own part of the batch, and between them the strategy's rule,
-written plainly in `strategies/data/<kind>/reference.py` as `rule(config, plan) -> Rule`. The reference has no tensor
-and pipeline axes, so they are proved along with it.
+Some data strategies do not compute the same as one device (gradient compression, Adasum, local SGD, DiLoCo). Their
+reference is a replay: one single-device replica per dp rank, each with its part of the batch, and the strategy's rule
+between them, `rule(config, plan) -> ReplayRule` in `strategies/data/<kind>/reference.py`. The reference has no tensor
+or pipeline axes, so those are verified too.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,55 +21,42 @@ from parallelrun.model_spec import SAMPLE_SET_ROLE
 from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
+from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import count_samples, count_valid
-from parallelrun.verify.decisions import RecordedDecisions
-from parallelrun.verify.single_device import single_device as single_device
-from parallelrun.verify.trace import Trace, replica_name
+from parallelrun.verify.single_device import single_device
+from parallelrun.verify.trace import RecordedDecisions, Trace, replica_name
 
 Tensors = dict[str, Tensor]
 
 
-class Rule(Protocol):
-    """What the replicas of a data strategy exchange, as plain arithmetic. One object is used for all steps, so it may
-    keep state (error feedback, momenta). Replicas are in the order of their dp coordinate; tensors are logical
-    (one-device names and shapes), in the precision of the check.
+class ReplayRule:
+    """The exchange between the replicas of a data strategy in plain arithmetic. This class is that of plain DDP.
+
+    One object lives through all steps, so it may keep state (error feedback, momenta). Lists are in the order of dp
+    coordinates. Tensors are logical (one-device names and shapes), in the precision of the check.
     """
 
     def begin(self, weights: list[Tensors]) -> None:
-        """Called once, with every replica's initial weights (live: they change as training goes on)."""
+        """Called once with every replica's initial weights. They are live: they change during training."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """The gradients of each replica's optimizer, given those of each replica's backward (before clipping).
+        """Return the gradients for each replica's optimizer (before clipping), here the sum for each replica.
 
-        local[r] is the gradient of (sum of replica r's losses) / (valid targets of the whole batch): their sum over
-        replicas is the global gradient. Where `plan.data.independent`, it is dp times that: the replica's own mean.
+        local[r] is the gradient of (sum of replica r's losses) / (valid targets of the global batch), so that the sum
+        over replicas is the global gradient. If `plan.data.independent`, it is dp times that: the replica's own mean.
         """
-
-    def after_update(self, step: int, weights: list[Tensors]) -> None:
-        """Called after every replica's optimizer step; may change the weights in place."""
-
-
-class SumRule:
-    """The rule of plain data parallelism, a base for others: every replica gets the sum of gradients."""
-
-    def begin(self, weights: list[Tensors]) -> None:
-        """Nothing."""
-
-    def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """The sum over replicas, for each replica."""
         total = {name: torch.stack([one[name] for one in local]).sum(0) for name in local[0]}
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
     def after_update(self, step: int, weights: list[Tensors]) -> None:
-        """Nothing."""
+        """Change the weights in place after every replica's optimizer step. The default leaves them unchanged."""
 
 
-def rule_of(config: Config, plan: Plan) -> Rule:
-    """The rule of the plan's data strategy."""
-    rule: Rule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
+def rule_of(config: Config, plan: Plan) -> ReplayRule:
+    """Return the rule of the plan's data strategy."""
+    rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "replay").rule(config, plan)
     return rule
 
 
@@ -78,14 +64,14 @@ def rule_of(config: Config, plan: Plan) -> Rule:
 def record_replay(
     config: Config, plan: Plan, device: torch.device, decisions: RecordedDecisions | None = None
 ) -> Trace:
-    """The trace of `config.verify.steps` steps of the strategy's own algorithm in this process.
+    """Record the trace of `config.verify.steps` steps of the replay.
 
-    Where replicas are independent, names of tensors say whose they are (`replica_name`); otherwise all replicas hold
-    the same, and the first one's are kept. Raises ConfigError where a BatchNorm's samples lie on several replicas: they
-    are trained one after the other here. decisions: as for `trace.record`.
+    The tensors of independent replicas have a `replica_name`; other replicas are equal, and the trace has those of the
+    first. Raises ConfigError if a BatchNorm's sample set spans several replicas, because they train one after the
+    other. decisions: as for `trace.record`.
     """
     if plan.sample_sets is not None and plan.sample_sets.spread and plan.mesh.size("dp") > 1:
-        what = f"verify runs the replicas of {plan.data.kind} one after the other: no set of samples may lie on several"
+        what = f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
         raise ConfigError(Problem(what, "model.norm_samples", "model.norm_samples=local"))
     config = with_lr_scale(config, plan)
     rule, steps = rule_of(config, plan), config.verify.steps
@@ -94,19 +80,19 @@ def record_replay(
         for one in replicas:
             decisions.attach(one)
     trace = Trace()
-    trace.initial = _kept(plan, [_weights(one) for one in replicas])
+    trace.initial = _merged(plan, [_weights(one) for one in replicas])
     rule.begin(_trained(replicas))
     for step in range(1, steps + 1):
-        lr = schedule.learning_rate(config.optimizer, step, steps)
+        lr = learning_rate(config.optimizer, step, steps)
         _step(rule, replicas, plan, step, lr, trace)
-    trace.final = _kept(plan, [_weights(one) for one in replicas])
+    trace.final = _merged(plan, [_weights(one) for one in replicas])
     _share_statistics(replicas)
     trace.val_loss = _validation_loss(replicas)
     trace.router_scores = decisions.recorded if decisions is not None else {}
     return trace
 
 
-def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float, trace: Trace) -> None:
+def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr: float, trace: Trace) -> None:
     has_batch = [plan.data.has_batch(step, index) for index in range(len(replicas))]
     batches = [one.reader.batch(step) if has else None for one, has in zip(replicas, has_batch)]
     counts = [0 if batch is None else count_valid(one, batch)[1] for one, batch in zip(replicas, batches)]
@@ -124,7 +110,7 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
     for one, gradients in zip(replicas, given, strict=True):
         for parameter in one.parameters:
             parameter.tensor.grad = gradients[parameter.name].clone()
-    trace.gradients.append(_kept(plan, [_on_cpu(_gradients(one.held)) for one in replicas]))
+    trace.gradients.append(_merged(plan, [_on_cpu(_gradients(one.held)) for one in replicas]))
     routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
     squares = [float(one.gradients.squared_norm()) for one in replicas]
     for one, square in zip(replicas, squares):
@@ -141,7 +127,7 @@ def _step(rule: Rule, replicas: list[Training], plan: Plan, step: int, lr: float
 
 
 def _share_statistics(replicas: list[Training]) -> None:
-    """Running statistics of BatchNorm are those of all replicas' samples (of independent ones: once they matter)."""
+    """Average BatchNorm's running statistics over the replicas (independent ones do so before evaluation)."""
     for copies in zip(*(one.data.frozen for one in replicas)):
         if copies[0].spec.layer_role == SAMPLE_SET_ROLE:
             mean = torch.stack([copy.tensor for copy in copies]).mean(0)
@@ -150,10 +136,10 @@ def _share_statistics(replicas: list[Training]) -> None:
 
 
 def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Training:
-    """A one-device training that sees the samples of data replica `index` only, all in one microbatch."""
-    alone, alone_plan = single_device(config, plan)
-    batch = replace(alone_plan.batch, micro_batch=plan.batch.replica_batch, microbatches=1)
-    training = build(alone, replace(alone_plan, batch=batch), device)
+    """Build a one-device training on the samples of data replica `index`, in one microbatch."""
+    single, single_plan = single_device(config, plan)
+    batch = replace(single_plan.batch, micro_batch=plan.batch.replica_batch, microbatches=1)
+    training = build(single, replace(single_plan, batch=batch), device)
     dataset, size = training.dataset, plan.batch.global_batch
     training.reader = Reader(
         dataset.train, Sampler(len(dataset.train), size, config.seed), training.plan, training.mesh, index
@@ -165,7 +151,7 @@ def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Tr
 
 
 def _validation_loss(replicas: list[Training]) -> float:
-    """Every replica's own weights on its own part of the validation batches."""
+    """Evaluate every replica's weights on its part of the validation batches."""
     loss_sum, num_valid = 0.0, 0
     for one in replicas:
         for number in range(1, one.eval_batches + 1):
@@ -176,7 +162,7 @@ def _validation_loss(replicas: list[Training]) -> float:
 
 
 def _trained(replicas: list[Training]) -> list[Tensors]:
-    """Every replica's live weights, without those that are frozen."""
+    """Return every replica's live weights without frozen ones."""
     return [{p.name: p.tensor.detach() for p in one.parameters} for one in replicas]
 
 
@@ -185,7 +171,7 @@ def _weights(training: Training) -> Tensors:
 
 
 def _gradients(parameters: list[LocalParameter]) -> Tensors:
-    """Copies, by name. What is frozen has none, which is zero."""
+    """Return copies of the gradients by name, zeros for frozen parameters."""
     found = {p.name: (p.tensor, p.tensor.grad) for p in parameters}
     return {name: torch.zeros_like(t) if g is None else g.detach().clone() for name, (t, g) in found.items()}
 
@@ -194,7 +180,7 @@ def _on_cpu(tensors: Tensors) -> Tensors:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def _kept(plan: Plan, per_replica: list[Tensors]) -> Tensors:
+def _merged(plan: Plan, per_replica: list[Tensors]) -> Tensors:
     if not plan.data.independent:
         return per_replica[0]
     return {replica_name(name, i): value for i, one in enumerate(per_replica) for name, value in one.items()}

@@ -1,4 +1,4 @@
-"""`parallelrun verify`: the same training as on one device, proved by the plan's declared equivalence."""
+"""`parallelrun verify`: compares a plan with its reference, by the equivalence that the plan declares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallelrun.comm.json_exchange import gather_json
+from parallelrun.comm import gather_json
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_MISMATCH, EXIT_OK
@@ -16,17 +16,16 @@ from parallelrun.precision import TABLE
 from parallelrun.records import write_json
 from parallelrun.report import verify as report
 from parallelrun.train.build import Training, build
-from parallelrun.verify.decisions import RecordedDecisions, are_held
 from parallelrun.verify.measure import BOUNDS, compare
 from parallelrun.verify.replay import record_replay
-from parallelrun.verify.single_device import single_device as single_device
-from parallelrun.verify.trace import Trace, record
+from parallelrun.verify.single_device import single_device
+from parallelrun.verify.trace import RecordedDecisions, Trace, decisions_are_held, record
 
 
 def checked_config(config: Config) -> Config:
-    """The config that is really compared: verify's precision, and SGD without momentum unless `same` is asked for.
+    """Return the config that is compared: verify's precision, and SGD unless `verify.optimizer=same`.
 
-    Its learning rate is large, so that in fp32 too the updates stand above the rounding of the weights.
+    SGD has a large learning rate, so that in fp32 too the updates are larger than the rounding of the weights.
     """
     optimizer = config.optimizer
     if config.verify.optimizer != "same":
@@ -36,7 +35,7 @@ def checked_config(config: Config) -> Config:
 
 
 def checked_plan(config: Config, plan: Plan) -> Plan:
-    """The plan of the checked config; everything that is rare happens within the checked steps."""
+    """Return the plan of the checked config. Rare events, such as synchronisations, happen within the checked steps."""
     data = plan.data.checked(config.verify.steps)
     plan = replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name, data=data)
     promised = plan.data.equivalence(plan)
@@ -44,24 +43,24 @@ def checked_plan(config: Config, plan: Plan) -> Plan:
 
 
 def plan_trace(config: Config, plan: Plan, training: Training) -> Trace:
-    """Run the plan. Collective; see `record`."""
-    return record(training, config.verify.steps, RecordedDecisions() if are_held(config, plan) else None)
+    """Record the plan's trace. Collective; see `record`."""
+    return record(training, config.verify.steps, RecordedDecisions() if decisions_are_held(config, plan) else None)
 
 
 def reference_trace(config: Config, plan: Plan, device: torch.device, ours: Trace | None = None) -> Trace:
-    """Run the reference in this process, outside every process group: one device, or the way's own algorithm.
+    """Record the reference in this process, without process groups: one device, or a replay of the data strategy.
 
-    ours: the plan's trace, of which the reference takes the routing decisions where they are held (`are_held`).
+    ours: the plan's trace, whose routing decisions the reference uses if `decisions_are_held`.
     """
-    decisions = RecordedDecisions(ours.router_scores) if ours is not None and are_held(config, plan) else None
+    decisions = RecordedDecisions(ours.router_scores) if ours is not None and decisions_are_held(config, plan) else None
     if plan.equivalence.kind == "replay":
         return record_replay(config, plan, device, decisions)
-    alone, alone_plan = single_device(config, plan)
-    return record(build(alone, alone_plan, device), config.verify.steps, decisions)
+    single, single_plan = single_device(config, plan)
+    return record(build(single, single_plan, device), config.verify.steps, decisions)
 
 
 def run(config: Config, plan: Plan, context: WorkerContext) -> int:
-    """Train under the plan and on one device, compare, write verify.json, show the table; exit 4 if unequal."""
+    """Train under the plan and as the reference, compare, write verify.json, show a table; return 4 if unequal."""
     config = checked_config(config)
     plan = checked_plan(config, plan)
     context.heartbeat(0, "build")
@@ -75,7 +74,7 @@ def run(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 
 def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[str, Any]:
-    """verify.json: what was compared, by which bound, and the worst of each kind. A pure function of the traces."""
+    """Return the document of verify.json: the comparison, its bound, and the worst error of each kind."""
     tolerance = config.verify.tolerance or max(BOUNDS[config.precision.name], plan.equivalence.bound or 0.0)
     errors = compare(trace, reference)
     reports_only = config.verify.optimizer == "same"
@@ -104,7 +103,7 @@ def judge(trace: Trace, reference: Trace, config: Config, plan: Plan) -> dict[st
 
 
 def conclude(document: dict[str, Any], training: Training, context: WorkerContext) -> int:
-    """Write and show rank 0's verify.json; return its verdict as the exit code of every rank. Collective."""
+    """Write and show rank 0's verify.json; return the exit code that follows from it, on every rank. Collective."""
     if context.rank == 0:
         write_json(context.directory / "verify.json", document)
         report.show(document, context.console_owner)

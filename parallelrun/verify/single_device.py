@@ -1,4 +1,4 @@
-"""The one-device configuration that plans are compared with."""
+"""The configuration on one device with which plans are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallelrun.plan.structure import Plan
 
 
 def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
-    """The reference: the same config with every degree 1 and no servers, keeping the global batch."""
+    """Return the same config and its plan with every degree 1, no servers and the same global batch."""
     config = routing.single_device(config, plan)
     strategy = replace(
         config.strategy,
@@ -21,7 +21,7 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         tensor=TensorStrategyConfig(),
         pipeline=replace(config.strategy.pipeline, kind="1f1b", virtual_stages=None, split=[]),
     )
-    alone = replace(
+    single = replace(
         config, strategy=strategy, world=1, dp=1, tp=1, pp=1,
         layout=None, grid=None, depth=None, schedule=None, virtual_stages=None,
         servers=None, consistency=None, staleness=None, backup_workers=None,
@@ -30,4 +30,4 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
         model=replace(config.model, norm_samples=sample_sets.number(plan)),
         optimizer=with_lr_scale(config, plan).optimizer,
     )  # fmt: skip
-    return alone, resolve(alone)
+    return single, resolve(single)

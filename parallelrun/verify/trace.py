@@ -1,31 +1,73 @@
-"""What a training did in its first steps, as logical tensors on rank 0: the same words for any plan and one device."""
+"""The trace of a training's first steps as logical tensors on rank 0, with the same names for any plan.
+
+An expert choice can flip where two router scores differ only by rounding, and then gradients differ by much more than
+the rounding. So if rounding is part of the comparison (gradients summed in fp16, or a check in fp32), the reference
+decides by the scores of the plan's routers, and the scores themselves are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.comm.json_exchange import gather_json
+from parallelrun.comm import gather_json
+from parallelrun.config.schema import Config
 from parallelrun.mesh import Mesh
+from parallelrun.model_spec import ParameterSpec
+from parallelrun.models.moe.router import Router
 from parallelrun.plan.parameters import LocalParameter, owns
-from parallelrun.train import schedule
+from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import evaluate, train_step
-from parallelrun.verify.decisions import RecordedDecisions, Scores
+
+Scores = dict[str, Tensor]  # by site, phase and sample: (seq, num_experts)
+Entries = list[dict[str, Any]]  # one rank's parts of logical tensors: name, ranges, whether it owns them, ...
+
+
+def decisions_are_held(config: Config, plan: Plan) -> bool:
+    """Return whether the reference uses the plan's routing decisions."""
+    rounds = plan.equivalence.bound is not None or config.verify.precision != "fp64"
+    return plan.spec.router is not None and rounds
+
+
+class RecordedDecisions:
+    """Records the scores of every router. held: scores that decide in their place."""
+
+    def __init__(self, held: Scores | None = None):
+        self.recorded: Scores = {}
+        self._held = held
+
+    def attach(self, training: Training) -> None:
+        """Make every router of this rank call `scores`."""
+        for part in training.model_parts:
+            for module in part.modules():
+                if isinstance(module, Router):
+                    module.decisions = self
+
+    def scores(self, site: str, training: bool, sample_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record `scores` (samples, seq, num_experts) and return those that decide."""
+        phase = "training" if training else "validation"
+        names = [f"{site}, {phase} sample {number}" for number in sample_ids.tolist()]
+        self.recorded |= {name: own.to("cpu", copy=True) for name, own in zip(names, scores, strict=True)}
+        if self._held is None:
+            return scores
+        return torch.stack([self._held[name] for name in names]).to(scores)
 
 
 @dataclass
 class Trace:
-    """losses, grad_norms, gradients (logical, before clipping) per step; initial and final weights; validation loss.
+    """Losses, gradient norms and gradients (before clipping) per step, weights, validation loss, router scores.
 
-    router_scores: those of every router and sample, where routing decisions are held (see `decisions`).
-    `disagreeing`: names whose copies on different ranks are not equal. Tensors are only filled on rank 0. Where data
-    replicas are independent, each one's tensors are kept apart, under their `replica_name`.
+    Tensors are logical and only filled on rank 0. Tensors of independent data replicas have their `replica_name`.
+    router_scores: of every router and sample, if routing decisions are recorded. disagreeing: names of parameters whose
+    copies differ between ranks.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -44,14 +86,14 @@ class Trace:
 
 
 def replica_name(name: str, replica: int) -> str:
-    """The name of what an independent data replica holds of one parameter."""
+    """Return the name of one independent data replica's copy of a parameter."""
     return f"{name} of replica {replica}"
 
 
 def record(training: Training, steps: int, decisions: RecordedDecisions | None = None) -> Trace:
-    """Train `steps` steps and keep everything. Collective: every rank of the plan calls it.
+    """Train `steps` steps and record the trace. Collective: every rank of the plan calls it.
 
-    decisions: records the routers' scores, and may hold their decisions.
+    decisions: records the routers' scores and may replace them.
     """
     config = training.config
     if decisions is not None:
@@ -64,7 +106,7 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
         trace.gradients.append(_gather(seen, lambda p: _gradient(p) / scaler.scale, trace))
 
     for step in range(1, steps + 1):
-        lr = schedule.learning_rate(config.optimizer, step, steps)
+        lr = learning_rate(config.optimizer, step, steps)
         result = train_step(training, step, lr, scaler, observe=observe)
         scaler.update(result.applied)
         trace.losses.append(result.loss)
@@ -77,7 +119,7 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
 
 
 def _gather_scores(recorded: Scores, mesh: Mesh) -> Scores:
-    """The router scores of all ranks, on the CPU of rank 0 (empty elsewhere)."""
+    """Return the router scores of all ranks, on the CPU of rank 0 (empty on other ranks)."""
     mine = recorded if mesh.coordinate.get("tp", 0) == 0 else {}  # all tensor ranks route the same tokens
     shapes = [{"name": name, "ranges": [[0, one.numel()]], "owned": True} for name, one in mine.items()]
     columns = next(iter(mine.values())).size(-1) if mine else 0
@@ -101,22 +143,22 @@ def _gradient(parameter: LocalParameter) -> Tensor:
 
 
 def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace: Trace) -> dict[str, Tensor]:
-    """Logical tensors assembled from every owner's part, on the CPU of rank 0 (empty elsewhere).
+    """Assemble logical tensors from the owners' parts, on the CPU of rank 0 (empty on other ranks).
 
-    Asserts that the owners' parts cover every logical element exactly once, and notes copies that differ. Independent
-    replicas hold no copies: every one's tensors are gathered.
+    Asserts that the owners' parts cover every logical element exactly once, and records copies that differ in `trace`.
+    The tensors of independent replicas are no copies: those of every replica are gathered.
     """
     mesh, plan = training.mesh, training.plan
-    sizes, place = mesh.shape.sizes, dict(mesh.coordinate)
-    replica = place["dp"] if plan.data.independent and "dp" in place else 0
+    sizes, coordinate = mesh.shape.sizes, dict(mesh.coordinate)
+    replica = coordinate.get("dp", 0) if plan.data.independent else 0
     if plan.data.independent:
-        place["dp"] = 0
+        coordinate["dp"] = 0
     entries, owned = [], []
     for parameter in training.held:
         local = part(parameter).to("cpu", copy=True)
         ranges = parameter.layout.ranges(parameter.spec.shape, sizes, mesh.coordinate)
         assert tuple(local.shape) == tuple(stop - start for start, stop in ranges), f"{parameter.name}: {local.shape}"
-        mine = not parameter.shared and owns(parameter.layout, mesh.shape, place)
+        mine = not parameter.shared and owns(parameter.layout, mesh.shape, coordinate)
         digest = [float(local.double().sum()), float(local.double().abs().sum())]
         entries.append({"name": parameter.name, "ranges": ranges, "owned": mine, "digest": digest, "replica": replica})
         if mine:
@@ -132,13 +174,13 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     gathered: dict[str, Tensor] = {}
     for index in range(plan.mesh.size("dp")):
         held = [(flat, found) for flat, found in zip(flats, everyone) if found[0]["replica"] == index]
-        whole = _assemble([flat for flat, _ in held], [found for _, found in held], plan.spec.parameters, dtype)
-        gathered |= {replica_name(name, index): value for name, value in whole.items()}
+        tensors = _assemble([flat for flat, _ in held], [found for _, found in held], plan.spec.parameters, dtype)
+        gathered |= {replica_name(name, index): value for name, value in tensors.items()}
     return gathered
 
 
-def _collect(mine: Tensor, everyone: list[list[dict]], mesh: Mesh, dtype: torch.dtype) -> list[Tensor]:
-    """Every rank's flat buffer of owned parts, on rank 0."""
+def _collect(mine: Tensor, everyone: list[Entries], mesh: Mesh, dtype: torch.dtype) -> list[Tensor]:
+    """Return every rank's flat buffer of owned parts, on rank 0."""
     if mesh.rank != 0:
         if mine.numel():
             dist.send(mine.to(mesh.device), dst=0)
@@ -153,37 +195,37 @@ def _collect(mine: Tensor, everyone: list[list[dict]], mesh: Mesh, dtype: torch.
     return flats
 
 
-def _assemble(flats: list[Tensor], everyone: list[list[dict]], specs: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+def _assemble(
+    flats: list[Tensor], everyone: list[Entries], specs: Mapping[str, ParameterSpec], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the logical tensors that all ranks' owned parts make up."""
     logical = {name: torch.zeros(spec.shape, dtype=dtype) for name, spec in specs.items()}
     cover = {name: torch.zeros(spec.shape, dtype=torch.int32) for name, spec in specs.items()}
     for flat, entries in zip(flats, everyone):
         offset = 0
         for entry in (entry for entry in entries if entry["owned"]):
-            place = tuple(slice(start, stop) for start, stop in entry["ranges"])
+            box = tuple(slice(start, stop) for start, stop in entry["ranges"])
             numel = _numel(entry["ranges"])
-            target = logical[entry["name"]][place]
+            target = logical[entry["name"]][box]
             target.copy_(flat[offset : offset + numel].view(target.shape))
-            cover[entry["name"]][place] += 1
+            cover[entry["name"]][box] += 1
             offset += numel
     for name, count in cover.items():
         assert bool((count == 1).all()), f"{name} is not covered exactly once by its layout's owners"
     return logical
 
 
-def _note_disagreeing(everyone: list[list[dict]], trace: Trace, tolerance: float) -> None:
-    """Copies of one part on several ranks must have equal sums."""
+def _note_disagreeing(everyone: list[Entries], trace: Trace, tolerance: float) -> None:
+    """Record parameters whose copies on several ranks have different sums."""
     first: dict[str, list[float]] = {}
     for entry in (entry for entries in everyone for entry in entries):
         key = f"{entry['replica']} {entry['name']}{entry['ranges']}"
         total, magnitude = first.setdefault(key, entry["digest"])
         worst = max(abs(entry["digest"][0] - total), abs(entry["digest"][1] - magnitude))
-        # a gradient of pure rounding noise has no digits to compare: 1e-12 absolute is below any real one
+        # 1e-12 absolute, below any real gradient: a gradient of only rounding noise has no digits to compare
         if not worst <= tolerance * max(magnitude, 1e-2) and entry["name"] not in trace.disagreeing:
             trace.disagreeing.append(entry["name"])
 
 
-def _numel(ranges: list) -> int:
-    numel = 1
-    for start, stop in ranges:
-        numel *= stop - start
-    return numel
+def _numel(ranges: list[list[int]]) -> int:
+    return prod(stop - start for start, stop in ranges)

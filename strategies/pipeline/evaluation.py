@@ -17,7 +17,7 @@ from parallelrun import comm
 from parallelrun.mesh import Mesh
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.train.batch import Batch
+from parallelrun.train.reader import Batch
 
 from . import messages
 from .plan import Schedule, boundary_shape

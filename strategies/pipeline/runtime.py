@@ -15,8 +15,8 @@ from parallelrun.mesh import Mesh
 from parallelrun.models import recompute
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
-from parallelrun.train.batch import Batch
 from parallelrun.train.pipeline_runner import PipelineRunner
+from parallelrun.train.reader import Batch
 
 from .evaluation import ForwardPass
 from .plan import Schedule

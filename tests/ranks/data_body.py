@@ -15,7 +15,7 @@ from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.plans import tiny_config
 

@@ -20,7 +20,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.common.compression.runtime import FactoredSum
 from parallelrun.strategies.data.horovod.adasum import all_combine
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests import mutants
 from tests.plans import tiny_config, tiny_plan
@@ -63,7 +63,7 @@ def stall(overrides: dict[str, Any], laggard: int, tensor: str, seconds: float) 
     training.data.begin_run(training, context("."), 0)
     step(training, 1)
     if dist.get_rank() == laggard:
-        weight = training.parts[0].get_parameter(tensor)
+        weight = training.model_parts[0].get_parameter(tensor)
         weight.register_hook(lambda gradient: time.sleep(seconds))
     step(training, 2)
     time.sleep(0.2)

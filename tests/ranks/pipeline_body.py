@@ -17,9 +17,9 @@ from parallelrun.models import initialise
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.pipeline.plan import boundary_bytes, boundary_shape
-from parallelrun.train.batch import Batch
-from parallelrun.train.build import build_parts
+from parallelrun.train.build import build_model_parts
 from parallelrun.train.pipeline_runner import build_runner
+from parallelrun.train.reader import Batch
 from tests.live_bytes import LiveBytes
 
 
@@ -59,7 +59,7 @@ def gradients(parts: list[Network]) -> dict[str, torch.Tensor]:
 def single_device(config: Config, plan: Plan) -> Outcome:
     """The whole batch at once through the whole model: no runner, no microbatches, no recomputation."""
     mesh = build_mesh(plan, torch.device("cpu"))
-    (network,) = build_parts(config, plan, mesh)
+    (network,) = build_model_parts(config, plan, mesh)
     initialise.materialise([network], plan, mesh, config.seed)
     batch = make_batch(plan)
     loss = network.loss(network(batch.inputs, batch.sample_ids), batch.targets)
@@ -74,7 +74,7 @@ def set_up(config: Config, plan: Plan) -> tuple[Mesh, list[Network], object, Bat
     """This rank's mesh, parts, runner and batch."""
     mesh = build_mesh(plan, torch.device("cpu"))
     pp_rank = mesh.coordinate.get("pp", 0)
-    parts = build_parts(config, plan, mesh)
+    parts = build_model_parts(config, plan, mesh)
     initialise.materialise(parts, plan, mesh, config.seed)
     runner = build_runner(parts, plan, mesh)
     batch = make_batch(plan, pp_rank == plan.stages[0].pp_rank, pp_rank == plan.last_stage_pp_rank)

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelrun import checkpoint
+from parallelrun.checkpoint import store
+from parallelrun.checkpoint.find import complete_steps, keep_last
 from parallelrun.errors import CheckpointError, EnvironmentProblem
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.plans import tiny_plan
@@ -45,8 +46,8 @@ class DieAt:
 
 def save(folder, step, plan, mesh, keep=2):
     parameters, optimizer = parts_of(plan, mesh, step)
-    checkpoint.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
-    checkpoint.keep_last(folder, keep, mesh)
+    store.save(folder, step, parameters, optimizer, {"step": step}, plan, mesh)
+    keep_last(folder, keep, mesh.rank)
 
 
 def points(names, most_writes=8):
@@ -82,7 +83,7 @@ def crash_everywhere(root):
             save(folder, 3, plan, mesh)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        steps = checkpoint.complete_steps(folder)  # a save writes the same bytes every time
+        steps = complete_steps(folder)  # a save writes the same bytes every time
         after_crash = [step for step, path in steps.items() if contents(path) == contents(whole[step])]
         save(folder, 4, plan, mesh)
         found.append((number, counter.names[number - 1], code, after_crash, sorted(os.listdir(folder))))
@@ -95,7 +96,7 @@ def contents(path):
 
 def complete(folder, plan):
     """The steps on disk whose every number is that step's."""
-    steps = checkpoint.complete_steps(folder)
+    steps = complete_steps(folder)
     return [step for step, path in steps.items() if same(read_whole(path), truth(plan, salt=step))]
 
 
@@ -179,14 +180,14 @@ def load_damaged(folder, overrides):
     for path in sorted(Path(folder).iterdir()):
         parameters, optimizer = parts_of(plan, mesh, None)
         try:
-            checkpoint.load(path, parameters, optimizer, plan, mesh)
+            store.load(path, parameters, optimizer, plan, mesh)
             out[path.name] = (0, "", False)
         except CheckpointError as error:
             untouched = all(torch.isnan(p.tensor).all() and not optimizer.state(p.name) for p in parameters)
             out[path.name] = (error.exit_code, str(error), untouched)
         dist.barrier()
     parameters, optimizer = parts_of(plan, mesh, None)
-    checkpoint.load(Path(folder).parent / "good" / "step_1", parameters, optimizer, plan, mesh)
+    store.load(Path(folder).parent / "good" / "step_1", parameters, optimizer, plan, mesh)
     return out, wrong_parts(parameters, optimizer, plan, mesh, 1)
 
 
@@ -245,7 +246,7 @@ def load_wrong(path, overrides):
     plan, mesh = build({**SMALL, **overrides})
     parameters, optimizer = parts_of(plan, mesh, None)
     try:
-        checkpoint.load(path, parameters, optimizer, plan, mesh)
+        store.load(path, parameters, optimizer, plan, mesh)
     except CheckpointError as error:
         return str(error), all(torch.isnan(p.tensor).all() for p in parameters)
 

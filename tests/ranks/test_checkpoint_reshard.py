@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from parallelrun import checkpoint
+from parallelrun.checkpoint import store
+from parallelrun.checkpoint.schema import read_index
 from tests.checkpoints import build, parts_of, read_whole, same, truth, wrong_parts
 from tests.matrix import FULL
 from tests.plans import tiny_plan
@@ -62,7 +63,7 @@ def save_once(folder, changes, salt):
     plan, mesh = build(changes)
     parameters, optimizer = parts_of(plan, mesh, salt)
     extra = {"step": 5, "scaler": {"scale": 0.1, "applied_in_a_row": 2}, "rank": mesh.rank}
-    checkpoint.save(folder, 5, parameters, optimizer, extra, plan, mesh)
+    store.save(folder, 5, parameters, optimizer, extra, plan, mesh)
 
 
 def save_all(root, names):
@@ -78,10 +79,10 @@ def load_and_save(root, folder, names):
         wrong, extras = [], []
         for source in sources(name):
             parameters, optimizer = parts_of(plan, mesh, None)
-            extras.append(checkpoint.load(root / source / "step_5", parameters, optimizer, plan, mesh))
+            extras.append(store.load(root / source / "step_5", parameters, optimizer, plan, mesh))
             bad = wrong_parts(parameters, optimizer, plan, mesh, list(PLANS).index(source))
             wrong += [f"{source}: {part}" for part in bad]
-        checkpoint.save(folder / name, 6, parameters, optimizer, {}, plan, mesh)
+        store.save(folder / name, 6, parameters, optimizer, {}, plan, mesh)
         out[name] = wrong, extras
     return out
 
@@ -129,7 +130,7 @@ def test_a_checkpoint_holds_every_logical_element_once(saved, name):
     assert same(whole, truth(plan, salt=list(PLANS).index(name)))
     stored = sum(tensor.numel() for key, tensor in whole.items() if key.startswith("model/"))
     assert stored == plan.spec.num_parameters
-    index = checkpoint.read_index(path)
+    index = read_index(path)
     numbers = plan.spec.num_parameters * 12 + len(plan.spec.parameters) * 4
     headers = sum(int.from_bytes((path / file).read_bytes()[:8], "little") + 8 for file in index.files)
     assert index.num_bytes == numbers + headers  # nothing twice, nothing beside
@@ -152,8 +153,6 @@ def owners_without_pp(layout, shape, coordinate):
 
 
 def save_with_wrong_owners(folder, changes):
-    from parallelrun.checkpoint import store
-
     store.owns = owners_without_pp
     save_once(folder, changes, 0)
     return dist.get_rank()

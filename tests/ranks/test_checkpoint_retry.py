@@ -15,7 +15,7 @@ from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
 from parallelrun.train.build import build
 from parallelrun.train.checkpointing import Checkpoints
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from tests.checkpoints import read_whole
 from tests.plans import tiny_config, tiny_plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelrun.checkpoint import replicas
+from parallelrun.checkpoint import store
 from parallelrun.checkpoint.planners import LocalPart
 from parallelrun.config.schema import PrecisionConfig
 from parallelrun.context import WorkerContext
@@ -14,7 +14,7 @@ from parallelrun.mesh import build_mesh
 from parallelrun.train import checkpointing, loop
 from parallelrun.train.build import build
 from parallelrun.train.recorder import Recorder
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.checkpoints import read_whole, same
 from tests.plans import tiny_config, tiny_plan
@@ -97,7 +97,7 @@ def mean_of(plan_changes):
     mesh = build_mesh(plan, torch.device("cpu"))
     mine = float(mesh.coordinate.get("dp", 0))
     part = LocalPart("model/w", torch.full((4,), mine, dtype=torch.float64), (4,), (0,))
-    return {one.key: one.tensor.tolist() for one in replicas.apart_and_mean([part], mesh)}
+    return {one.key: one.tensor.tolist() for one in store.replica_parts_and_mean([part], mesh)}
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelrun import comm
+from parallelrun.comm import gather_json
 from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.comm.json_exchange import gather_json
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.structure import Collective
 from tests.plans import tiny_plan

@@ -235,7 +235,7 @@ def gradient_bytes(overrides: dict[str, Any]) -> tuple[int, int, int]:
         under_way.start = watched
     forward_backward(training, 1)
     finish_gradients(training)
-    weights = [weight for part in training.parts for weight in part.parameters()]
+    weights = [weight for part in training.model_parts for weight in part.parameters()]
     held = {
         w.grad.untyped_storage().data_ptr(): w.grad.untyped_storage().nbytes() for w in weights if w.grad is not None
     }

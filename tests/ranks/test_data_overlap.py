@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parallelrun.optimizer import Optimizer
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start
@@ -24,7 +24,7 @@ def events(overrides: dict[str, Any]) -> list[str]:
     seen: list[str] = []
     for bucket in training.data._buckets:
         bucket.launch = _noted(bucket.launch, "launch", seen)
-    training.parts[0].register_forward_pre_hook(_noted(lambda *_: None, "microbatch", seen))
+    training.model_parts[0].register_forward_pre_hook(_noted(lambda *_: None, "microbatch", seen))
     training.data.launch_gradients = _noted(training.data.launch_gradients, "finish", seen)
     train_step(training, 1, 0.1, LossScaler(training.config.precision, False))
     return seen
@@ -79,7 +79,7 @@ def shared_storage(overrides: dict[str, Any]) -> list[str]:
         evaluate(training)
         training.data.begin_step()
         for local in training.parameters:
-            weight = training.parts[0].get_parameter(local.name).detach()
+            weight = training.model_parts[0].get_parameter(local.name).detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
             same = weight.untyped_storage().data_ptr() == local.tensor.untyped_storage().data_ptr()
             if local.tensor.numel() and not same:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallelrun.mesh import build_mesh
 from parallelrun.models import dropout, initialise
-from parallelrun.train.build import build_parts
+from parallelrun.train.build import build_model_parts
 from tests.live_bytes import saving
 from tests.pool import run_ranks
 from tests.tensor_cases import batch_of, gpt_plan
@@ -35,7 +35,7 @@ def saved(cases: list[dict]) -> list[tuple[int, int]]:
     for overrides in cases:
         config, plan = gpt_plan(overrides)
         mesh = build_mesh(plan, torch.device("cpu"))
-        (network,) = parts = build_parts(config, plan, mesh)
+        (network,) = parts = build_model_parts(config, plan, mesh)
         initialise.materialise(parts, plan, mesh, config.seed)
         parameters = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
         tokens, _, sample_ids = batch_of(plan)

@@ -17,7 +17,7 @@ from parallelrun.mesh import build_mesh
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.first_steps import FirstSteps
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks

@@ -12,7 +12,7 @@ from parallelrun.config.schema import PrecisionConfig
 from parallelrun.plan import prediction
 from parallelrun.train import checkpointing
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.checkpoints import read_whole
 from tests.matrix import FULL
@@ -84,7 +84,7 @@ def frozen_under(overrides: dict[str, Any], folder: Path, resume: bool) -> dict[
     said = prediction.memory(plan, training.mesh.rank)
     place = plan.mesh.coordinate(training.mesh.rank)
     row = plan.data.held_bytes(place["pp"], place, plan) if plan.data.kind == "zero1" else 0  # where a sum arrives
-    modules = {name: p for part in training.parts for name, p in part.named_parameters()}
+    modules = {name: p for part in training.model_parts for name, p in part.named_parameters()}
     weights = sum(p.numel() * p.element_size() for p in modules.values())
     gradients = 0 if plan.data.kind != "zero1" else sum(p.numel() * p.element_size() for p in reduced(training))
     state = [training.optimizer.state(p.name) for p in training.parameters]

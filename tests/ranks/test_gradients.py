@@ -10,7 +10,7 @@ import torch
 
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.train import gradients
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.pool import run_ranks
 from tests.ranks.data_body import start

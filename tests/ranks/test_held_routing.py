@@ -9,7 +9,7 @@ import torch
 
 from parallelrun.models.moe.router import Router
 from parallelrun.train.build import Training
-from parallelrun.verify.decisions import are_held
+from parallelrun.verify.trace import decisions_are_held
 from tests.parity import assert_equal, parity
 from tests.plans import tiny_config, tiny_plan
 
@@ -35,7 +35,7 @@ def test_scores_that_tie_but_for_rounding_are_decided_alike(router: str) -> None
 
 def shifted_scores(training: Training) -> None:
     """The plan's routers see other scores than the reference's: a bug that held decisions alone would hide."""
-    for part in training.parts:
+    for part in training.model_parts:
         for module in part.modules():
             if isinstance(module, Router):
                 module.register_forward_pre_hook(lambda _, args: (args[0] * 1.2,))
@@ -61,7 +61,7 @@ def test_exact_comparisons_in_fp64_hold_nothing(overrides: dict[str, Any], held:
     asked = {"dp": 2, "model.experts": 8, "model.router.kind": "top_k", "model.router.top_k": 2, **overrides}
     if not asked["model.experts"]:
         asked = {key: value for key, value in asked.items() if "router" not in key}
-    assert are_held(tiny_config(asked), tiny_plan(asked)) is held
+    assert decisions_are_held(tiny_config(asked), tiny_plan(asked)) is held
 
 
 def test_a_reference_in_fp32_follows_the_plan_too() -> None:

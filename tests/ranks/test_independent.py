@@ -14,7 +14,7 @@ from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import SYNC
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from parallelrun.verify.measure import BOUNDS, tensor_errors
 from tests.matrix import FULL

@@ -21,7 +21,7 @@ from parallelrun.comm.counter import ENGINE
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config
 from tests.pool import run_ranks

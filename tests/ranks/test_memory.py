@@ -11,7 +11,7 @@ import torch
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config, tiny_plan

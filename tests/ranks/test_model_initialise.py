@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from parallelrun.mesh import build_mesh
 from parallelrun.models import initialise
 from parallelrun.plan.resolve import resolve
-from parallelrun.train.build import build_parts
+from parallelrun.train.build import build_model_parts
 from parallelrun.train.data_runtime import data_runtime
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
@@ -41,7 +41,7 @@ def held(overrides: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     config = tiny_config(overrides)
     plan = resolve(config)
     mesh = build_mesh(plan, torch.device("cpu"))
-    parts = build_parts(config, plan, mesh)
+    parts = build_model_parts(config, plan, mesh)
     data = data_runtime(plan)
     data.shard(parts, plan, mesh)
     initialise.materialise(parts, plan, mesh, SEED)

@@ -14,9 +14,9 @@ import torch
 from parallelrun.data.order import Sampler
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.reference import LogReplay, checked
-from parallelrun.train import schedule
 from parallelrun.train.build import build
 from parallelrun.train.reader import Reader
+from parallelrun.train.schedules import learning_rate
 from parallelrun.verify.run import checked_config
 from parallelrun.verify.single_device import single_device as single_device
 from tests.ranks.ps_body import document, drops, metrics, ps_config, ps_plan, run, updates
@@ -83,7 +83,7 @@ def by_plain_arithmetic(directory: Path, overrides: dict) -> dict[str, torch.Ten
         parts = [gradient(push) for push in row.pushes]
         mean = [torch.stack(of_one).mean(0) for of_one in zip(*parts)]
         mean = clipped(mean) if len(parts) > 1 else mean
-        lr = schedule.learning_rate(config.optimizer, row.clock, config.steps)
+        lr = learning_rate(config.optimizer, row.clock, config.steps)
         decay = [config.optimizer.weight_decay if value.dim() >= 2 else 0.0 for value in history[-1]]
         history.append([w - lr * (g + d * w) for w, g, d in zip(history[-1], mean, decay)])
     return dict(zip(names, history[-1]))
@@ -180,12 +180,12 @@ def test_one_async_worker_is_plain_sgd(tmp_path, optimizer) -> None:
     assert all(row.staleness == (0,) for row in updates(tmp_path))
     config, plan = single_device(ps_config(settings), ps_plan(settings))
     training = build(config, plan, torch.device("cpu"))
-    from parallelrun.train.scaler import LossScaler
+    from parallelrun.train.schedules import LossScaler
     from parallelrun.train.step import train_step
 
     scaler = LossScaler(config.precision, scaled=False)
     for step in range(1, 5):
-        train_step(training, step, schedule.learning_rate(config.optimizer, step, 4), scaler)
+        train_step(training, step, learning_rate(config.optimizer, step, 4), scaler)
     assert_same(final_weights(tmp_path), {p.name: p.tensor.detach() for p in training.parameters}, 1e-6)
 
 
@@ -299,8 +299,8 @@ def test_each_async_worker_resumes_at_its_own_clock(tmp_path) -> None:
 
 
 def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
-    from parallelrun import checkpoint
-    from parallelrun.train.scaler import LossScaler
+    from parallelrun.checkpoint import store
+    from parallelrun.train.schedules import LossScaler
     from parallelrun.train.step import train_step
 
     settings = {"steps": 2, "checkpoint.last": True, **TWO_SERVERS}
@@ -308,15 +308,15 @@ def test_checkpoints_go_from_servers_to_one_device_and_back(tmp_path) -> None:
     config, plan = single_device(ps_config({**settings, "steps": 4}), ps_plan(settings))
     training = build(config, plan, torch.device("cpu"))
     path = tmp_path / "servers" / "checkpoints" / "step_2"
-    extra = checkpoint.load(path, training.held, training.optimizer, plan, training.mesh)
+    extra = store.load(path, training.held, training.optimizer, plan, training.mesh)
     saved = final_weights(tmp_path / "servers")
     assert all(torch.equal(p.tensor, saved[p.name]) for p in training.held)
     assert training.optimizer.state(training.parameters[0].name)["exp_avg"].abs().sum() > 0
     scaler = LossScaler(config.precision, scaled=False)
     for step in (3, 4):
-        train_step(training, step, schedule.learning_rate(config.optimizer, step, 4), scaler)
+        train_step(training, step, learning_rate(config.optimizer, step, 4), scaler)
     aside = tmp_path / "alone" / "checkpoints"
-    checkpoint.save(aside, 2, training.held, training.optimizer, {**extra, "step": 2}, plan, training.mesh)
+    store.save(aside, 2, training.held, training.optimizer, {**extra, "step": 2}, plan, training.mesh)
     run(tmp_path / "back", {**settings, "steps": 3, "resume": str(aside / "step_2")})
     run(tmp_path / "straight", {**settings, "steps": 4, "resume": str(path)})
     straight = final_weights(tmp_path / "straight")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks

@@ -13,8 +13,8 @@ from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.routing import PURPOSE
 from parallelrun.train.build import Training, build
-from parallelrun.train.routing import Routing
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.routing import RoutingUpdater
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import evaluate, train_step
 from parallelrun.verify.trace import Trace, _gather
 from tests.parity import assert_equal, parity
@@ -126,7 +126,7 @@ def test_replicas_of_a_replayed_way_move_by_the_load_of_all(name: str) -> None:
 
 
 def forget_the_scale_of_replicas(training: Training) -> None:
-    training.routing.begin_step = lambda scale, samples: Routing.begin_step(training.routing, 2 * scale, samples)
+    training.routing.begin_step = lambda scale, samples: RoutingUpdater.begin_step(training.routing, 2 * scale, samples)
 
 
 def move_by_the_own_load(training: Training) -> None:
@@ -138,7 +138,7 @@ def move_by_the_own_load(training: Training) -> None:
         return own[0].clone()
 
     routing.collect = keep
-    routing.finish_step = lambda applied: Routing.finish_step(routing, applied, own[0])
+    routing.finish_step = lambda applied: RoutingUpdater.finish_step(routing, applied, own[0])
 
 
 def move_in_one_replica_only(training: Training) -> None:
@@ -149,7 +149,7 @@ def move_in_one_replica_only(training: Training) -> None:
 
 def count_auxiliary_on_each_tensor_rank(training: Training) -> None:
     size = training.mesh.group("tp").size
-    training.routing.begin_step = lambda scale, n: Routing.begin_step(training.routing, size * scale, n)
+    training.routing.begin_step = lambda scale, n: RoutingUpdater.begin_step(training.routing, size * scale, n)
 
 
 FAULTS = {

@@ -19,7 +19,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.recorder import mean_times, median_times
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from parallelrun.train.timing import StepClock, StepTimes
 from tests.plans import tiny_config
@@ -31,11 +31,11 @@ WAITS = {"comm_exposed_s", "bubble_s", "data_s"}
 
 def slow_forward(training: Training, seconds: float) -> None:
     """Every microbatch takes `seconds` more: asleep, so that ranks do not fight for cores."""
-    training.parts[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    training.model_parts[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
 
 
 def slow_backward(training: Training, seconds: float) -> None:
-    training.parts[0].register_full_backward_pre_hook(lambda *_: time.sleep(seconds))
+    training.model_parts[0].register_full_backward_pre_hook(lambda *_: time.sleep(seconds))
 
 
 def slow_data(training: Training, seconds: float) -> None:
@@ -71,7 +71,7 @@ def timed_steps(
         began = time.perf_counter()
         with clock:
             train_step(training, step, 0.01, scaler, clock=clock)
-        steps.append((clock.times.known, time.perf_counter() - began))
+        steps.append((clock.times.fields, time.perf_counter() - began))
         assert dist.Work.wait is original, "nothing is timed outside"
     return steps
 
@@ -235,9 +235,9 @@ def test_on_a_device_one_step_in_ten_is_timed_after_the_first() -> None:
         with clock:
             pass
         assert (dist.Work.wait, torch.cuda.Stream.wait_event) == original
-        timed += [step] if len(clock.times.known) > 1 else []
+        timed += [step] if len(clock.times.fields) > 1 else []
     assert timed == [1, 2, 3, 4, 5, 10, 20, 30]
-    assert clock.times.known.keys() == {"data_s", "compute_s", "comm_exposed_s", "bubble_s", "optimizer_s"}
+    assert clock.times.fields.keys() == {"data_s", "compute_s", "comm_exposed_s", "bubble_s", "optimizer_s"}
 
 
 def test_the_optimizer_is_a_part_of_computing() -> None:
@@ -251,7 +251,7 @@ def test_the_optimizer_is_a_part_of_computing() -> None:
     clock = StepClock(training)
     with clock:
         train_step(training, 1, 0.01, LossScaler(config.precision, False), clock=clock)
-    assert DELAY <= clock.times.known["optimizer_s"] <= clock.times.known["compute_s"] <= clock.seconds
+    assert DELAY <= clock.times.fields["optimizer_s"] <= clock.times.fields["compute_s"] <= clock.seconds
 
 
 def test_waits_are_left_alone_when_a_step_fails() -> None:

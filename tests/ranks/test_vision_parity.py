@@ -137,7 +137,7 @@ def shifted_sets(training: Training) -> None:
 
 
 def norms(training: Training) -> list[BatchNorm]:
-    return [module for part in training.parts for module in part.modules() if isinstance(module, BatchNorm)]
+    return [module for part in training.model_parts for module in part.modules() if isinstance(module, BatchNorm)]
 
 
 def _in_forward() -> bool:

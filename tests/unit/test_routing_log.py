@@ -20,7 +20,7 @@ ROUTER = RouterSpec(
 
 
 def layer(name: str, load: list[float], kept: list[float], aux: float = 2.0) -> dict:
-    """8 tokens in one group, as `train.routing.Routing.described` tells of them."""
+    """8 tokens in one group, as `train.routing.RoutingUpdater.described` tells of them."""
     scalars = {"tokens": 8.0, "groups": 1.0, "aux": aux}
     vector = [*load, *kept, *(scalars.get(name, 0.0) for name in statistics.SCALARS)]
     return {"layer": name, **statistics.describe(vector, ROUTER, 8), "all_to_all_bytes": 64}

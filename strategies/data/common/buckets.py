@@ -158,14 +158,14 @@ class Contents:
 def contents(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Contents]:
     """The buckets of a rank that sums unsharded gradients, in launch order."""
     key = "bucket contents", pp_rank, *sorted(coordinate.items())
-    if key not in plan.known:
+    if key not in plan.cache:
         trained = trained_parameters(plan, pp_rank)
         shapes = local_shapes(trained, coordinate, plan)
-        plan.known[key] = [
+        plan.cache[key] = [
             Contents(bucket.axis, tuple((trained[index], shapes[index]) for index in bucket.indices))
             for bucket in partition(trained, shapes, plan)
         ]
-    found: list[Contents] = plan.known[key]
+    found: list[Contents] = plan.cache[key]
     return found
 
 

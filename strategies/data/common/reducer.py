@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from parallelrun import comm, torch_private
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
@@ -24,12 +24,6 @@ from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradi
 from . import buckets
 
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
-
-
-class Waitable(Protocol):
-    """A started exchange, such as `dist.Work`."""
-
-    def wait(self) -> object: ...
 
 
 class GradientBucket(ABC):

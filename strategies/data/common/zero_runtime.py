@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelrun import comm
+from parallelrun.comm import Waitable
 from parallelrun.layout import chunk_range
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.parameters import HeldParameter, LocalParameter
@@ -23,7 +24,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
 from .buckets import Filled, shard_dim, shard_layout, sum_axis
-from .reducer import GradientBucket, Reducer, Waitable
+from .reducer import GradientBucket, Reducer
 from .zero_plan import ZeRO
 
 
@@ -105,7 +106,8 @@ class Chunks:
 
     def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
         """Start summing this rank's row of everyone's buffer into `into`."""
-        work: Waitable = comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
+        work = comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
+        assert work is not None
         return work
 
     def gather(self) -> Callable[[], None]:
@@ -115,6 +117,7 @@ class Chunks:
         for part, one in zip(self._own_parts(row), self.weights):
             part.copy_(one.mine)
         work = comm.all_gather_into(buffer, row, self.group, "parameters", async_op=True)
+        assert work is not None
 
         def finish() -> None:
             work.wait()

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import SumRule
+from parallelrun.verify.replay import ReplayRule
 
 from .plan import DiLoCo
 
 
-class DiLoCoRule(SumRule):
+class DiLoCoRule(ReplayRule):
     """Only what differs from plain data parallelism. The shared weights are those that the first step began with."""
 
     def __init__(self, plan: Plan):

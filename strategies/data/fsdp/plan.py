@@ -98,9 +98,9 @@ class FSDP(DataStrategy):
     def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
         """The FSDP units of a pp rank."""
         key = "fsdp units", pp_rank
-        if key not in plan.known:
-            plan.known[key] = make_units(plan, pp_rank, self.reshard_after_forward)
-        found: tuple[Unit, ...] = plan.known[key]
+        if key not in plan.cache:
+            plan.cache[key] = make_units(plan, pp_rank, self.reshard_after_forward)
+        found: tuple[Unit, ...] = plan.cache[key]
         return found
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import Rule, SumRule
+from parallelrun.verify.replay import ReplayRule
 
 from ..common.compression.reference import compressed_sum, stored_parts
 from .checks import ADASUM
@@ -16,7 +16,7 @@ from .plan import Horovod
 Tensors = dict[str, Tensor]
 
 
-def rule(config: Config, plan: Plan) -> Rule:
+def rule(config: Config, plan: Plan) -> ReplayRule:
     """The rule of a plan."""
     strategy = Horovod.of(plan)
     sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
@@ -27,10 +27,10 @@ def rule(config: Config, plan: Plan) -> Rule:
     return compressed_sum(plan, strategy.compression)
 
 
-class ProcessSetRule(SumRule):
+class ProcessSetRule(ReplayRule):
     """Each set of workers has a rule of its own for its sums, and takes the mean."""
 
-    def __init__(self, rules: dict[tuple[int, ...], SumRule]):
+    def __init__(self, rules: dict[tuple[int, ...], ReplayRule]):
         self._rules = rules
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
@@ -42,7 +42,7 @@ class ProcessSetRule(SumRule):
         return out
 
 
-class AdasumRule(SumRule):
+class AdasumRule(ReplayRule):
     """Workers keep their gradients; what their optimizers have changed the weights by is combined in pairs of pairs."""
 
     def __init__(self, plan: Plan, sets: list[tuple[int, ...]], half: bool):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelrun import comm, torch_private
+from parallelrun.comm import Waitable
 from parallelrun.context import WorkerContext
 from parallelrun.layout import Layout
 from parallelrun.mesh import Group, Mesh
@@ -29,7 +30,7 @@ from ..common.allreduce.algorithm import over
 from ..common.allreduce.runtime import all_reduce
 from ..common.buckets import fill, reduce_bytes
 from ..common.compression.runtime import CompressedRuntime
-from ..common.reducer import Part, Waitable
+from ..common.reducer import Part
 from .adasum import all_combine
 from .checks import ADASUM
 from .plan import Horovod

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..common.reducer import Waitable
+from parallelrun.comm import Waitable
 
 if TYPE_CHECKING:
     from .timeline import Timeline

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import SumRule
+from parallelrun.verify.replay import ReplayRule
 
 from .plan import LocalSGD
 
 
-class LocalSGDRule(SumRule):
+class LocalSGDRule(ReplayRule):
     """Only what differs from plain data parallelism."""
 
     def __init__(self, sync_every: int, steps: int):

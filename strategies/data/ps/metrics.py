@@ -16,9 +16,9 @@ from parallelrun.context import WorkerContext
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective
 from parallelrun.records import write_json
-from parallelrun.train import schedule
 from parallelrun.train.build import Training
 from parallelrun.train.recorder import Recorder, StepRecord
+from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import Evaluation
 from parallelrun.train.timing import StepClock
 
@@ -145,7 +145,7 @@ class MetricsWriter:
         self, clock: int, reply: ServerReply, timer: StepClock, evaluation: Evaluation | None, loss_scale: float
     ) -> None:
         """Record this worker's step `clock`."""
-        lr = schedule.learning_rate(self._training.config.optimizer, clock, self._training.config.steps)
+        lr = learning_rate(self._training.config.optimizer, clock, self._training.config.steps)
         val_loss, top1 = (evaluation.loss, evaluation.top1) if evaluation else (None, None)
         now = time.perf_counter() - self._began
         record = StepRecord(

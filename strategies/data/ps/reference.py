@@ -21,12 +21,12 @@ from parallelrun.errors import Problem, VerificationError
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import TABLE
-from parallelrun.train import schedule
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
+from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import evaluate
 from parallelrun.verify.run import checked_config, conclude, judge, reference_trace
-from parallelrun.verify.single_device import single_device as single_device
+from parallelrun.verify.single_device import single_device
 from parallelrun.verify.trace import Trace
 
 from . import apply_log
@@ -206,7 +206,7 @@ class LogReplay:
             self.losses.append(sum(push.loss_sum for push in pushes) / (sum(push.num_valid for push in pushes) or 1))
             self.norms.append(pushes[0].norm)
         if row.applied:
-            lr = schedule.learning_rate(self._config.optimizer, row.clock, self._config.steps)
+            lr = learning_rate(self._config.optimizer, row.clock, self._config.steps)
             store.update(lr, row.coefficient)
         store.version = row.version
         self._versions[row.server].append(store.weights.clone())

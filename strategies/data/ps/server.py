@@ -17,10 +17,10 @@ from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
 from parallelrun.mesh import build_server_group
 from parallelrun.plan.structure import Plan
-from parallelrun.train import schedule
 from parallelrun.train.checkpointing import MAX_FAILED_SAVES
 from parallelrun.train.gradients import EPSILON
 from parallelrun.train.recorder import peak_bytes
+from parallelrun.train.schedules import learning_rate
 
 from . import apply_log
 from .apply_log import AppliedUpdate, DroppedPush, Push
@@ -109,7 +109,7 @@ class Server:
             for pushes in self._pending.values():
                 pushes.pop(worker, None)
             if self._index == 0:
-                self._context.gone(worker)
+                self._context.rank_died(worker)
             self._release_barriers()
         except BaseException as further:
             return further
@@ -232,7 +232,7 @@ class Server:
         step_time: float = 0.0,
     ) -> ServerReply:  # fmt: skip
         """Step the optimizer, unless a value is not finite, and log the update; return the reply to its workers."""
-        lr = schedule.learning_rate(self._config.optimizer, clock, self._config.steps)
+        lr = learning_rate(self._config.optimizer, clock, self._config.steps)
         if applied:
             self._store.update(lr, coefficient)
         self._store.version += 1

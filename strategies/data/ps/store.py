@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import checkpoint, registry
-from parallelrun.checkpoint.find import FOLDER
+from parallelrun import registry
+from parallelrun.checkpoint.find import FOLDER, keep_last
 from parallelrun.checkpoint.index import check_model
 from parallelrun.checkpoint.planners import LocalPart, PartLoadPlanner
+from parallelrun.checkpoint.resume import check_global_batch, resolve_resume
 from parallelrun.checkpoint.storage import SafetensorsReader
 from parallelrun.checkpoint.store import parts_to_load, parts_to_save, read_parts, write_parts
 from parallelrun.config.schema import Config
@@ -29,8 +29,7 @@ from parallelrun.models import initialise
 from parallelrun.optimizer import Optimizer
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.checkpointing import check_batch
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 
 from .connections import shard_views
 from .plan import ParameterServer, sharding
@@ -104,7 +103,7 @@ class ShardStore:
         parts = [part for one in self._held for part in parts_to_save(one, self.optimizer, self._as_part)]
         folder = directory / FOLDER
         write_parts(folder, step, parts, extra, plan, self._server, alone=group is None, group=group)
-        checkpoint.keep_last(folder, config.checkpoint.keep, SimpleNamespace(rank=self._server))
+        keep_last(folder, config.checkpoint.keep, self._server)
 
     def load(self) -> dict[int, int]:
         """Load `config.resume`, if given; return the clock from which each worker goes on. Raises CheckpointError.
@@ -115,7 +114,7 @@ class ShardStore:
         config, plan, workers = self._config, self._plan, range(self._plan.num_workers)
         if not config.resume:
             return dict.fromkeys(workers, 0)
-        path = checkpoint.resolve_resume(config.resume, config.runs)
+        path = resolve_resume(config.resume, config.runs)
         reader = SafetensorsReader(path)
         check_model(reader.index, plan, path)
         to_load = {one.name: parts_to_load(one, reader.index, self._as_part) for one in self._held}
@@ -124,7 +123,7 @@ class ShardStore:
             if state:
                 self.optimizer.load_state(name, state)
         extra = dict(reader.index.extra)
-        check_batch(extra, plan, path)
+        check_global_batch(extra, plan, path)
         step, clocks = int(extra["step"]), extra.get("clocks", [])
         if ParameterServer.of(plan).synchronous:
             self.version = step

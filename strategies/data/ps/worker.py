@@ -13,13 +13,12 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
-from parallelrun.train.batch import Batch
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
 from parallelrun.train.gradients import EPSILON
 from parallelrun.train.loop import check_finite
-from parallelrun.train.reader import Reader
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.reader import Batch, Reader
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import Evaluation, StepResult
 
 from .connections import ServerClient

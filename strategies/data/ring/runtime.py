@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
 from ..common.allreduce.algorithm import over
 from ..common.allreduce.runtime import all_reduce
 from ..common.compression.runtime import CompressedRuntime
-from ..common.reducer import Waitable
 from .plan import Ring
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from parallelrun.checkpoint import check_resume, complete_steps, resolve_resume
+from parallelrun.checkpoint.find import complete_steps
+from parallelrun.checkpoint.resume import choose, resolve_resume
 from parallelrun.checkpoint.schema import MAX_INDEX_BYTES
 from parallelrun.cli import errors as screen
 from parallelrun.cli.main import main
@@ -243,7 +244,7 @@ def test_the_table_is_long_enough_and_the_untouched_one_is_good(tmp_path):
     path = written(tmp_path / "step_3", tiny_plan(SMALL))
     index(lambda body: None)(path)
     header(lambda fields: None)(path)
-    assert check_resume(tiny_config(SMALL, resume=str(path)), tiny_plan(SMALL)) == path
+    assert choose(tiny_config(SMALL, resume=str(path)), tiny_plan(SMALL)).path == path
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -255,7 +256,7 @@ def test_it_is_refused_named_and_changes_nothing(tmp_path, watched, name):
     began = time.monotonic()
     armed[0] = True
     with pytest.raises(CheckpointError) as caught:
-        check_resume(config, plan)
+        choose(config, plan)
     armed[0] = False
     assert time.monotonic() - began < 5 and seen == []
     text = screen.render(caught.value.problems)

@@ -1,4 +1,4 @@
-"""The index and the search for checkpoints, torch-free: nothing damaged passes, nothing half-written is chosen."""
+"""The index and the search for checkpoints, torch-free: nothing damaged passes, nothing incomplete is chosen."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
-from parallelrun.checkpoint import check_resume, complete_steps, keep_last, latest, resolve_resume
 from parallelrun.checkpoint.files import sha256_of, write_bytes
+from parallelrun.checkpoint.find import complete_steps, keep_last, latest
 from parallelrun.checkpoint.index import (
     INDEX_FILE,
     Index,
-    Part,
+    StoredPart,
     StoredTensor,
     check_model,
     describe_plan,
@@ -24,18 +24,14 @@ from parallelrun.checkpoint.index import (
     reshard_note,
     verify_file,
 )
+from parallelrun.checkpoint.resume import choose, resolve_resume
 from parallelrun.checkpoint.schema import decode, read_index
 from parallelrun.errors import CheckpointError
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 
 FILES = ("rank_00000.safetensors", "rank_00001.safetensors")
-TENSOR = StoredTensor("float32", (4, 2), (Part((0, 0), (3, 2), FILES[0]), Part((3, 0), (1, 2), FILES[1])))
-
-
-@dataclass(frozen=True)
-class Rank:
-    rank: int
+TENSOR = StoredTensor("float32", (4, 2), (StoredPart((0, 0), (3, 2), FILES[0]), StoredPart((3, 0), (1, 2), FILES[1])))
 
 
 def make(folder, step, content=b"numbers", hidden=""):
@@ -101,18 +97,18 @@ class TestIndex:
 
     @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "rank_0.safetensors", "x.pt", "index.json"])
     def test_a_hostile_file_name_is_refused(self, tmp_path, name):
-        tensor = StoredTensor("float32", (2,), (Part((0,), (2,), name),))
+        tensor = StoredTensor("float32", (2,), (StoredPart((0,), (2,), name),))
         raw = encode(Index(1, "sgd", {}, {}, {"model/w": tensor}, {name: (8, "0" * 64)}))
-        assert "not understood" in said(decode, raw, tmp_path)
+        assert "content is invalid" in said(decode, raw, tmp_path)
 
     @pytest.mark.parametrize(
         "parts",
         [
-            [Part((0,), (3,), FILES[0])],
-            [Part((0,), (3,), FILES[0]), Part((2,), (2,), FILES[0])],
-            [Part((0,), (2,), FILES[0]), Part((0,), (2,), FILES[0])],
-            [Part((0,), (2,), FILES[0]), Part((1,), (2,), FILES[0])],
-            [Part((0, 0), (2, 2), FILES[0])],
+            [StoredPart((0,), (3,), FILES[0])],
+            [StoredPart((0,), (3,), FILES[0]), StoredPart((2,), (2,), FILES[0])],
+            [StoredPart((0,), (2,), FILES[0]), StoredPart((0,), (2,), FILES[0])],
+            [StoredPart((0,), (2,), FILES[0]), StoredPart((1,), (2,), FILES[0])],
+            [StoredPart((0, 0), (2, 2), FILES[0])],
             [],
         ],
     )
@@ -120,7 +116,7 @@ class TestIndex:
         raw = encode(
             Index(1, "sgd", {}, {}, {"w": StoredTensor("float32", (4,), tuple(parts))}, {FILES[0]: (16, "0" * 64)})
         )
-        assert "do not make up" in said(decode, raw, tmp_path)
+        assert "do not cover" in said(decode, raw, tmp_path)
 
     def test_another_schema_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr("parallelrun.checkpoint.index.SCHEMA", 2)
@@ -262,7 +258,7 @@ class TestResume:
     def test_a_half_written_one_asked_for_is_refused_with_the_others(self, run):
         (run / "checkpoints" / "step_10" / INDEX_FILE).unlink()
         text = said(resolve_resume, str(run / "checkpoints" / "step_10"), "runs")
-        assert "half-written" in text and "step_2, step_4" in text
+        assert "is incomplete" in text and "step_2, step_4" in text
 
     def test_an_incomplete_one_asked_for_is_refused(self, run):
         (run / "checkpoints" / "step_10" / FILES[0]).unlink()
@@ -290,10 +286,11 @@ class TestBeforeTheStart:
 
     def check(self, saved, **changes):
         changes = {"resume": str(saved), **changes}
-        return check_resume(tiny_config(**changes), tiny_plan(**changes))
+        chosen = choose(tiny_config(**changes), tiny_plan(**changes))
+        return chosen and chosen.path
 
     def test_nothing_to_resume_is_fine(self):
-        assert check_resume(tiny_config(), tiny_plan()) is None
+        assert choose(tiny_config(), tiny_plan()) is None
 
     def test_other_degrees_are_fine(self, saved):
         assert self.check(saved, tp=2, dp=2) == self.check(saved.parents[1]) == saved
@@ -313,17 +310,17 @@ class TestKeeping:
         return list(complete_steps(run))
 
     def test_the_newest_stay(self, run):
-        keep_last(run / "checkpoints", 2, Rank(0))
+        keep_last(run / "checkpoints", 2, 0)
         assert self.steps(run) == [4, 10] and len(os.listdir(run / "checkpoints")) == 2
 
     def test_only_rank_0_deletes_and_below_one_keeps_all(self, run):
-        keep_last(run / "checkpoints", 1, Rank(1))
-        keep_last(run / "checkpoints", 0, Rank(0))
+        keep_last(run / "checkpoints", 1, 1)
+        keep_last(run / "checkpoints", 0, 0)
         assert self.steps(run) == [2, 4, 10]
 
     def test_an_incomplete_one_does_not_count(self, run):
         (run / "checkpoints" / "step_10" / INDEX_FILE).unlink()
-        keep_last(run / "checkpoints", 2, Rank(0))
+        keep_last(run / "checkpoints", 2, 0)
         assert self.steps(run) == [2, 4]
 
     def test_what_a_crash_left_behind_goes(self, run):
@@ -331,16 +328,17 @@ class TestKeeping:
         make(folder, 12, hidden=".step_12.tmp-0a1b2c3d")
         make(folder, 4, hidden=".step_4.old-0a1b2c3d")
         (folder / "notes.txt").touch()
-        keep_last(folder, 3, Rank(0))
+        keep_last(folder, 3, 0)
         assert sorted(os.listdir(folder)) == ["notes.txt", "step_10", "step_2", "step_4"]
 
     def test_a_replaced_step_whose_replacement_never_came_gets_its_name_back(self, run):
         folder = run / "checkpoints"
         os.rename(folder / "step_10", folder / ".step_10.old-0a1b2c3d")
-        keep_last(folder, 2, Rank(0))
+        keep_last(folder, 2, 0)
         assert sorted(os.listdir(folder)) == ["step_10", "step_4"]
 
 
 def test_finding_and_checking_never_import_torch():
-    code = "import sys, parallelrun.checkpoint as c; c.latest(c.Path('/nonexistent')); print('torch' in sys.modules)"
+    code = "import sys; from parallelrun.checkpoint import find, resume; from pathlib import Path; "
+    code += "find.latest(Path('/nonexistent')); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

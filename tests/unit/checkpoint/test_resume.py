@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from parallelrun.checkpoint import check_resume, find, resume
+from parallelrun.checkpoint import find, resume
 from parallelrun.checkpoint.find import complete_steps
-from parallelrun.checkpoint.resume import Chosen, hold, newest, resolve_resume
+from parallelrun.checkpoint.resume import Chosen, choose, hold, newest, resolve_resume
 from parallelrun.checkpoint.schema import read_index
 from parallelrun.errors import CheckpointError
 from parallelrun.launch import start as launcher
@@ -34,7 +34,8 @@ def run_of(folder, step_time, **changes):
 
 def auto(runs, **changes):
     changes = {**SMALL, "resume": "auto", "runs": str(runs), **{k.replace("__", "."): v for k, v in changes.items()}}
-    return check_resume(tiny_config(changes), tiny_plan(changes))
+    found = choose(tiny_config(changes), tiny_plan(changes))
+    return found and found.path
 
 
 def chosen(path):
@@ -102,7 +103,7 @@ class TestBesideALiveRun:
             real_check = resume._check
             monkeypatch.setattr(resume, "_check", lambda path, plan: (move(), real_check(path, plan))[1])
         changes = {**SMALL, "resume": str(folder) if asked == "run" else asked, "runs": str(folder.parents[1])}
-        assert check_resume(tiny_config(changes), tiny_plan(changes)) == folder / "checkpoints" / "step_6"
+        assert choose(tiny_config(changes), tiny_plan(changes)).path == folder / "checkpoints" / "step_6"
 
     def test_the_start_takes_the_newer_one_that_is_there_when_the_chosen_one_is_gone(self, live, tmp_path, monkeypatch):
         """Whatever is deleted after it was chosen: nothing of it is read again but what is held."""

@@ -12,7 +12,7 @@ from parallelrun.config.schema import PrecisionConfig
 from parallelrun.models.vision import batch_norm
 from parallelrun.models.vision.batch_norm import BatchNorm, SampleSetLayout, SetPiece
 from parallelrun.train.build import Training, build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import measure, train_step
 from tests.plans import tiny_config, tiny_plan
 from tests.vision import RESNET
@@ -122,7 +122,7 @@ def test_running_statistics_move_once_a_step_by_the_mean_over_sets() -> None:
     batch = one.reader.batch(1)
     after = stepped(one)
     fresh = training(model__norm_samples="4")  # the step has changed the weights
-    x = fresh.parts[0].block("stem").convolution(batch.inputs)
+    x = fresh.model_parts[0].block("stem").convolution(batch.inputs)
     means = torch.stack([part.mean((0, 2, 3)) for part in x.split(4)]).mean(0)
     variances = torch.stack([part.transpose(0, 1).flatten(1).var(1) for part in x.split(4)]).mean(0)
     torch.testing.assert_close(after["stem.norm.running_mean"], 0.75 * before["stem.norm.running_mean"] + 0.25 * means)
@@ -141,9 +141,11 @@ def test_a_step_that_is_not_applied_leaves_them_alone() -> None:
     one = training()
     before = running(one)
     with torch.no_grad():
-        one.parts[0].get_parameter("head.classifier.weight").fill_(float("inf"))
+        one.model_parts[0].get_parameter("head.classifier.weight").fill_(float("inf"))
     assert all(torch.equal(before[name], value) for name, value in stepped(one).items())
-    assert all(module.take_statistics() is None for module in one.parts[0].modules() if isinstance(module, BatchNorm))
+    assert all(
+        module.take_statistics() is None for module in one.model_parts[0].modules() if isinstance(module, BatchNorm)
+    )
 
 
 def test_evaluation_uses_them_and_leaves_them_alone() -> None:

@@ -16,7 +16,7 @@ from parallelrun.models.module import network, source, spec
 from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
 from parallelrun.train.build import build
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config, tiny_plan
 from tests.unit import user_net
@@ -224,7 +224,9 @@ def test_a_frozen_parameter_trains_as_in_plain_torch() -> None:
     }
     squares = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
     assert result.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
-    assert training.parts[0].get_parameter("module.layers.0.q.weight").grad is None  # and autograd stopped above it
+    assert (
+        training.model_parts[0].get_parameter("module.layers.0.q.weight").grad is None
+    )  # and autograd stopped above it
 
 
 def test_a_module_with_nothing_to_train_is_refused() -> None:

@@ -8,7 +8,7 @@ from parallelrun.errors import ConfigError
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.resolve import resolve
-from parallelrun.train.schedule import learning_rate
+from parallelrun.train.schedules import learning_rate
 from parallelrun.verify.single_device import single_device as single_device
 from tests.plans import tiny_config, tiny_plan
 

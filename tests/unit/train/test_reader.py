@@ -17,9 +17,8 @@ from parallelrun.data.order import Sampler
 from parallelrun.definitions import Split
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.mesh import Mesh
-from parallelrun.train import prefetch
-from parallelrun.train.prefetch import InBackgroundThread, InWorkerProcesses
-from parallelrun.train.reader import HostSamples, Reader, _num_workers
+from parallelrun.train import reader as reader_module
+from parallelrun.train.reader import HostSamples, InBackgroundThread, InWorkerProcesses, Reader, _num_workers
 from tests.plans import tiny_plan
 
 STEPS = 6
@@ -175,7 +174,9 @@ def test_for_a_gpu_the_thread_pins_what_the_device_copies(monkeypatch: pytest.Mo
 
 def test_for_a_gpu_worker_processes_are_told_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
-    monkeypatch.setattr(prefetch, "DataLoader", lambda steps, **options: told.update(options) or [(None, None, None)])
+    monkeypatch.setattr(
+        reader_module, "DataLoader", lambda steps, **options: told.update(options) or [(None, None, None)]
+    )
     InWorkerProcesses(host_samples(), last_step=9, num_workers=2, pin=True).take(3)
     assert told["pin_memory"] and list(told["sampler"]) == list(range(3, 10)) and told["num_workers"] == 2
 

@@ -12,7 +12,7 @@ from parallelrun.models.moe.layer import MoE
 from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import Training, build
 from parallelrun.train.routing import bias_change
-from parallelrun.train.scaler import LossScaler
+from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import evaluate, finish_gradients, forward_backward, train_step
 from tests.plans import tiny_config
 
@@ -100,7 +100,7 @@ def test_evaluation_is_not_counted() -> None:
 def test_a_forward_pass_outside_of_a_step_is_not_counted() -> None:
     training = built()
     batch = training.reader.batch(1)
-    training.parts[0](batch.inputs, batch.sample_ids)
+    training.model_parts[0](batch.inputs, batch.sample_ids)
     assert sum(stepped(training)[0]["load"]) == ASSIGNED
 
 
@@ -121,7 +121,7 @@ def test_the_auxiliary_loss_is_a_mean_over_the_groups_of_the_global_batch(
     aux = {"model.router.aux_coefficient": 0.7, "model.router.z_coefficient": 0.1}
     training, plain = built(**aux, **overrides), built(**aux, **{**overrides, "microbatches": 1})
     found = gradients(training, loss_scale)
-    (part,) = plain.parts
+    (part,) = plain.model_parts
     routings: list[Any] = []
     for module in part.modules():
         if isinstance(module, MoE):

@@ -6,8 +6,7 @@ import pytest
 
 from parallelrun.config.schema import OptimizerConfig, PrecisionConfig
 from parallelrun.errors import ConfigError
-from parallelrun.train.scaler import LARGEST, SMALLEST, LossScaler
-from parallelrun.train.schedule import learning_rate
+from parallelrun.train.schedules import LARGEST, SMALLEST, LossScaler, learning_rate
 
 
 def rates(steps: int, **fields) -> list[float]:

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import comm, torch_private
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
 from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table
@@ -28,10 +29,6 @@ from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, pie
 # A thread or a stream belongs to its process group and ends with it; callers know only the group.
 _lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
-
-
-class Waitable(Protocol):
-    def wait(self) -> object: ...
 
 
 def all_reduce(

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallelrun.config.schema import Config
 from parallelrun.plan.parameters import HeldParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import Rule, SumRule
+from parallelrun.verify.replay import ReplayRule
 
 from ..bucketed_plan import BucketedAllReduce
 from .plan import Compression, is_factored, matrix_shape, num_columns
@@ -23,19 +23,19 @@ Tensors = dict[str, Tensor]
 StoredPart = tuple[HeldParameter, tuple[int, ...], tuple[slice, ...]]
 
 
-def rule(config: Config, plan: Plan) -> Rule:
+def rule(config: Config, plan: Plan) -> ReplayRule:
     """The rule of a strategy whose gradients are compressed sums over dp."""
     return compressed_sum(plan, BucketedAllReduce.of(plan).compression)
 
 
-def compressed_sum(plan: Plan, compression: Compression) -> SumRule:
+def compressed_sum(plan: Plan, compression: Compression) -> ReplayRule:
     """The rule of one compressed sum, over dp or over a process set."""
     if compression.kind == "fp16":
         return HalfSumRule()
-    return PowerSGDRule(plan, compression) if compression.kind == "powersgd" else SumRule()
+    return PowerSGDRule(plan, compression) if compression.kind == "powersgd" else ReplayRule()
 
 
-class HalfSumRule(SumRule):
+class HalfSumRule(ReplayRule):
     """Rounds gradients and sums to fp16."""
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
@@ -49,7 +49,7 @@ class HalfSumRule(SumRule):
         return [{name: value.clone() for name, value in total.items()} for _ in local]
 
 
-class PowerSGDRule(SumRule):
+class PowerSGDRule(ReplayRule):
     """Replaces matrices by P Q^T; a worker adds the error of its own P Q^T to its next gradient."""
 
     def __init__(self, plan: Plan, compression: Compression):

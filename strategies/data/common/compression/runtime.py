@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 from parallelrun.plan.structure import Plan
 
 from ..bucketed_plan import BucketedAllReduce
-from ..reducer import BucketedRuntime, Part, Waitable
+from ..reducer import BucketedRuntime, Part
 from . import powersgd
 from .plan import Compression, is_factored, matrix_shape, num_columns
 
