@@ -82,7 +82,7 @@ def fill(
     given = {axis: degree for axis in AXES if (degree := asked[axis]) is not None}
     degrees.sound = len(problems) == before
     if config.strategy.name == "single":
-        _single({**given, **({"ep": asked["ep"]} if asked["ep"] else {})}, target, degrees, problems)
+        _single({**given, "ep": asked["ep"] or 1}, target, degrees, problems)
         return degrees
     ep = asked["ep"] or 1
     fills_gpus = target is None and degrees.device == "cuda" and bool(gpus)
@@ -90,19 +90,10 @@ def fill(
     if ep > 1 and "dp" not in given and not fills_dp:
         given["dp"] = ep
         degrees.filled.append(f"dp={ep} (filled: ep, which divides it)")
-    open_axes = OpenAxes(config, given, gpus, ep, degrees, num_problems)
-    if fills_gpus:
-        _fill_gpus(open_axes, gpus or 0)
-    elif target is None:
-        _fill_freely(config, given, degrees)
-    elif degrees.sound:
-        _fill_world(open_axes, target, source, problems)
+    OpenAxes(config, given, gpus, ep, degrees, num_problems).fill(target, source, problems)
     for axis, degree in given.items():
         setattr(degrees, axis, degree)
-    if degrees.sound and degrees.world > LARGEST:
-        what = f"{_product(degrees)} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
-        problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
-    degrees.sound = degrees.sound and degrees.world <= LARGEST
+    degrees.sound = degrees.sound and _is_plannable(degrees, problems)
     if degrees.sound:
         degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, experts, degrees.filled, problems)
     return degrees
@@ -189,6 +180,15 @@ class OpenAxes:
     @property
     def names(self) -> list[str]:
         return [axis for axis in fill_order.axes(self.config.strategy) if axis not in self.given]
+
+    def fill(self, target: int | None, source: str, problems: list[Problem]) -> None:
+        """Spread the open axes over the world, or over this host's GPUs, or over the demonstration plan."""
+        if target is None and self.degrees.device == "cuda" and self.gpus:
+            _fill_gpus(self, self.gpus)
+        elif target is None:
+            _fill_freely(self.config, self.given, self.degrees)
+        elif self.degrees.sound:
+            _fill_world(self, target, source, problems)
 
     def degrees_for(self, ranks: int) -> tuple[fill_order.Sizes, bool]:
         """(the degrees of the open axes, whose product is `ranks`; whether they give a legal plan)."""
@@ -287,6 +287,12 @@ def _wrong_product(given: dict[str, int], target: int, source: str, servers: int
     return Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic")
 
 
-def _product(degrees: Degrees) -> str:
-    workers = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
-    return f"{workers} + {counted(degrees.servers, 'server')}" if degrees.servers else workers
+def _is_plannable(degrees: Degrees, problems: list[Problem]) -> bool:
+    """Return whether the world is at most LARGEST; append the violation otherwise."""
+    if degrees.world <= LARGEST:
+        return True
+    product = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
+    product += f" + {counted(degrees.servers, 'server')}" if degrees.servers else ""
+    what = f"{product} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
+    problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
+    return False

@@ -21,7 +21,7 @@ from parallelrun.plan.load import (
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import BatchSizes, Equivalence, Plan, Stage
+from parallelrun.plan.structure import BatchSizes, Equivalence, Plan, SampleSets, Stage
 from parallelrun.precision import TABLE
 from parallelrun.wording import either
 
@@ -84,7 +84,7 @@ class PlanDraft:
         problems += routing.check(request, parts)
         return request
 
-    def sample_sets(self, request: Request) -> tuple[sample_sets.SampleSets | None, list[Problem]]:
+    def sample_sets(self, request: Request) -> tuple[SampleSets | None, list[Problem]]:
         """(the sets of samples that share BatchNorm statistics, violations)."""
         return sample_sets.resolve(request, self.strategies.data.resolve(request))
 

@@ -24,12 +24,13 @@ class ExpertDispatcher(ABC):
 
     Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
 
-    kind: the registry's name. chunks: parts of a microbatch's routing groups that are dispatched one after the other.
-    group_size: ranks of an inner group of the two-level all-to-all, 1 for one level. overlap: the all-to-all runs while
-    the shared expert and other chunks compute.
+    kind: the registry's name. needs_capacity: it refuses routers without a capacity per expert. chunks: parts of a
+    microbatch's routing groups that are dispatched one after the other. group_size: ranks of an inner group of the
+    two-level all-to-all, 1 for one level. overlap: all-to-alls overlap the shared expert and other chunks.
     """
 
     kind: ClassVar[str]
+    needs_capacity: ClassVar[bool] = False
 
     chunks: int = 1
     group_size: int = 1

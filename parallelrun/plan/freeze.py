@@ -17,7 +17,7 @@ from parallelrun.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
 
-# Keys that do not change the result of a run: configs that differ only here are the same point of a sweep.
+# Keys that do not change the result of a run: configs that differ only in them are the same point of a sweep.
 _VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sweep", "timeout_s")
 
 
@@ -62,7 +62,7 @@ def _filled(config: Config, plan: Plan) -> Config:
 
     folded, problems = shorthands.fold(routing.frozen(with_lr_scale(config, plan), plan), frozenset())
     assert not problems, "only a config that was resolved is frozen with its plan"
-    # The ranks resolve again, and would refuse short names beside their full keys, and unread keys (notes in a sweep).
+    # The ranks resolve this config again and would refuse short names beside full keys, and keys that nothing reads.
     unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
     clear: dict[str, Any] = {
         key: None for key in ("layout", "grid", "depth", "schedule", "virtual_stages", *unread) if hasattr(folded, key)
@@ -90,7 +90,7 @@ def _filled(config: Config, plan: Plan) -> Config:
 
 
 def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
-    """The data strategy's keys, without those that it does not read, and with the number of its servers."""
+    """The keys that the data strategy reads, with the resolved number of servers."""
     data = config.strategy.data
     read = {key: getattr(data, key) for key in (*plan.data.reads, "kind")}
     return replace(DataStrategyConfig(**read), servers=plan.servers or None)

@@ -68,7 +68,8 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
     key = "held_parameters", pp_rank
     if key not in plan.cache:
         plan.cache[key] = tuple(_held(plan, pp_rank))
-    return plan.cache[key]
+    found: tuple[HeldParameter, ...] = plan.cache[key]
+    return found
 
 
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:

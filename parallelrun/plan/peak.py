@@ -139,14 +139,16 @@ class _Walk:
         key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
         if key not in self._plan.cache:
             self._plan.cache[key] = _backward_block(spec.block(name), self._plan)
-        return self._plan.cache[key]
+        block: BackwardBlock = self._plan.cache[key]
+        return block
 
     def _gradients_of(self, index: int) -> list[int]:
         key = "gradients", self._number[index]
         if key not in self._shared:
             held = [p for p in held_parameters(self._plan, self._pp_rank) if p.stage == index]
             self._shared[key] = _by_block(self._stages[index], held, self._plan, self._coordinate)
-        return self._shared[key]
+        gradients: list[int] = self._shared[key]
+        return gradients
 
     def _apart(self, index: int) -> int:
         """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
@@ -175,7 +177,8 @@ class _Walk:
         key = "beyond", self._number[index], number
         if key not in self._shared:
             self._shared[key] = self._compute_beyond(index, number)
-        return self._shared[key]
+        most: int = self._shared[key]
+        return most
 
     def _compute_beyond(self, index: int, number: int) -> int:
         blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)

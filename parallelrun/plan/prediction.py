@@ -6,7 +6,7 @@ ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from parallelrun.precision import BYTES
 CONTROL = "control"
 INT64_BYTES = 8
 # The part of a full-size buffer that each of n ranks sends under a bandwidth-optimal algorithm.
-WIRE = {
+WIRE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,

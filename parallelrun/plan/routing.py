@@ -1,7 +1,7 @@
-"""The router among the settings: what presets fill in, what is legal, what its statistics cost. Torch-free.
+"""Router settings: values from presets, checks, and the traffic of routing statistics. Torch-free.
 
-How tokens are routed is part of the model (`model.router`): a routing group is a fixed number of consecutive samples of
-the global batch, so every microbatch must hold whole groups. How rows travel is the expert dispatcher's.
+Routing is part of the model (`model.router`): a routing group is a fixed number of consecutive samples of the global
+batch, so every microbatch must contain complete groups. The expert dispatcher moves the tokens.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from parallelrun.config.schema import Config, ExpertConfig, ModelConfig, RouterC
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import routing_statistics as statistics
+from parallelrun.plan.load import expert_dispatcher
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import WORLD, Collective, Plan
 from parallelrun.precision import BYTES
+from parallelrun.registry import has
 from parallelrun.wording import counted, did_you_mean, divisors, either, nearest
 
 PURPOSE = "routing"
-KEY, WAY = "model.router.", "strategy.expert."
-MODEL = "model=moe_gpt"  # what has experts
-CHOICES_OF = {"gshard": 2, "switch": 1}  # experts of a token, where the kind says it
+KEY, DISPATCHER = "model.router.", "strategy.expert."
+MODEL = "model=moe_gpt"  # a preset with experts
+CHOICES_OF = {"gshard": 2, "switch": 1}  # experts per token of the kinds that fix it
 
 
 def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Problem]]:
-    """(the model with the router that the preset of `strategy` and the user made together, violations).
+    """(the model with the router of the `strategy` preset and the user's keys, violations).
 
-    The user's own keys beat the preset's, and a model that has its own router keeps it. A kind that has a number of
-    experts a token by its nature sets it, unless somebody said another.
+    The user's keys override the preset's, and a model with its own router keeps it. A kind that fixes the number of
+    experts per token sets top_k, unless it is given.
     """
     known = [field.name for field in fields(RouterConfig)]
     problems, preset = [], {}
     for key, value in config.strategy.router.items():
-        place = f"strategy.router.{key}"
+        where = f"strategy.router.{key}"
         if key not in known:
-            what = f"{place} is no setting of a router; they are {', '.join(known)}"
-            problems.append(Problem(what, place, did_you_mean(key, known, "strategy.router.")))
+            what = f"{where} is not a router setting; they are {', '.join(known)}"
+            problems.append(Problem(what, where, did_you_mean(key, known, "strategy.router.")))
         elif value is None and not known_keys()[KEY + key].optional:
-            problems.append(Problem(f"{place} is null, which means nothing here", place, f"leave {place} out"))
+            problems.append(Problem(f"{where} must not be null", where, f"leave {where} out"))
         elif KEY + key not in given and not config.model.own_router:
             preset[key] = value
     router = replace(config.model.router, **preset)
@@ -50,7 +52,7 @@ def fold(config: Config, given: frozenset[str]) -> tuple[ModelConfig, list[Probl
 
 
 def kept(config: Config) -> list[str]:
-    """A note where the preset of `strategy` would route otherwise than the model, which keeps its own router."""
+    """A note if the model keeps its own router although the `strategy` preset has a different one."""
     differing = [
         key for key, value in config.strategy.router.items() if getattr(config.model.router, key, value) != value
     ]
@@ -61,7 +63,7 @@ def kept(config: Config) -> list[str]:
 
 
 def check_model(config: Config, experts: int) -> list[Problem]:
-    """What no plan could make right about a router, beside the ranges of its settings. experts: of a layer, or 0."""
+    """Return the router's violations that hold under every plan, except bounds. experts: number in a layer, or 0."""
     router = config.model.router
     kind, top_k = router.kind, router.top_k
     if experts < 1 or type(top_k) is not int:
@@ -90,26 +92,26 @@ def _is_limited(router: RouterConfig) -> bool:
 
 
 def dispatcher_kind(config: Config, spec: ModelSpec) -> str:
-    """The expert dispatcher of a plan with ep > 1: as asked, else capacity where experts have one."""
+    """The expert dispatcher of a plan with ep > 1: as given, else by whether experts have a capacity."""
     assert spec.router is not None
     return config.strategy.expert.kind or ("capacity" if spec.router.limited else "dropless")
 
 
 def sample_parts(spec: ModelSpec, parts: int) -> int:
-    """What micro_batch must be a multiple of: parts of equally many whole routing groups. parts: the tensor
-    strategy's."""
+    """The divisor of micro_batch: each of the tensor strategy's `parts` must consist of complete routing groups."""
     return parts * spec.router.group_samples if spec.router else parts
 
 
 def check(request: Request, parts: int) -> list[Problem]:
-    """Every violation of a router by a plan. parts: of `sample_parts`."""
+    """Return the router's violations by a plan. parts: the result of `sample_parts`."""
     router, batch = request.spec.router, request.batch
     if router is None:
         return []
     problems = []
-    if request.config.strategy.expert.kind == "capacity" and not router.limited:
+    kind = request.config.strategy.expert.kind
+    if kind and has("strategies", f"expert.{kind}") and expert_dispatcher(kind).needs_capacity and not router.limited:
         what = (
-            f"strategy.expert.kind=capacity sends equally many rows to every expert, and with model.router.kind="
+            f"strategy.expert.kind={kind} sends equally many rows to every expert, and with model.router.kind="
             f"{router.kind} and no model.router.capacity_factor an expert takes all that come"
         )
         fix = f"strategy.expert.kind=dropless or {KEY}capacity_factor=1.25"
@@ -120,38 +122,39 @@ def check(request: Request, parts: int) -> list[Problem]:
 
 
 def _cut_groups(request: Request, parts: int) -> Problem:
-    """A microbatch that does not hold whole groups."""
+    """The problem of a microbatch with incomplete routing groups."""
     batch, router = request.batch, request.spec.router
     assert batch is not None and router is not None
-    of, group = f"micro_batch={batch.micro_batch}", router.group_samples
-    whole = parts // group
-    spread = f", in {whole} equal parts" if whole > 1 else ""
-    what = f"{of} does not hold whole routing groups of {KEY}group_samples={group} samples{spread}"
+    group = router.group_samples
+    num_parts = parts // group
+    equal = f", in {num_parts} equal parts" if num_parts > 1 else ""
+    of_groups = f"routing groups of {KEY}group_samples={group} samples{equal}"
+    what = f"micro_batch={batch.micro_batch} does not hold whole {of_groups}"
     fixes = []
     if batch.replica_batch % parts == 0:
         legal = [n for n in divisors(batch.replica_batch) if n % parts == 0]
         fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
     else:
         what += f"; a data replica has {batch.replica_batch} samples"
-        step = lcm(request.dp * parts, request.dp * parts * (batch.microbatches if whole > 1 else 1))
+        step = lcm(request.dp * parts, request.dp * parts * (batch.microbatches if num_parts > 1 else 1))
         least = -(-batch.global_batch // step) * step
         fixes.append(f"global_batch={least}")
-    if batch.micro_batch % whole == 0:
-        fixes.append(either(f"{KEY}group_samples", nearest(group, divisors(batch.micro_batch // whole))))
+    if batch.micro_batch % num_parts == 0:
+        fixes.append(either(f"{KEY}group_samples", nearest(group, divisors(batch.micro_batch // num_parts))))
     return Problem(what, f"{KEY}group_samples", " or ".join(fixes), kind="arithmetic")
 
 
 def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list[Problem]:
-    """Settings of experts and routers that were given although nothing reads them (`config` is folded)."""
+    """Return a problem for each given key of experts and routers that nothing reads. config: after `fold`."""
     if experts < 1:
         without = f"model={config.model.preset} has no experts"
         keys = [f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts")]
-        keys += ["model.experts"] if config.model.experts else []  # of a model that knows none
+        keys += ["model.experts"] if config.model.experts else []  # set by the preset of a model without experts
         return [_unread(key, config, without, MODEL) for key in sorted(given) if key in keys or _is_expert_key(key)]
     found = []
     if ep == 1 and (config.ep or 1) == 1:
         without = "every rank has all experts (ep is 1)"
-        found += [_unread(key, config, without, "ep=2") for key in sorted(given) if _is_way_key(key)]
+        found += [_unread(key, config, without, "ep=2") for key in sorted(given) if _is_dispatcher_key(key)]
     router = config.model.router
     chosen = f"{KEY}kind={router.kind}"
     unlimited = "experts have no capacity" if not _is_limited(router) else ""
@@ -170,11 +173,11 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
 
 
 def _is_expert_key(key: str) -> bool:
-    return key.startswith(KEY) or _is_way_key(key)
+    return key.startswith(KEY) or _is_dispatcher_key(key)
 
 
-def _is_way_key(key: str) -> bool:
-    return key.startswith(WAY) and key != f"{WAY}fills"
+def _is_dispatcher_key(key: str) -> bool:
+    return key.startswith(DISPATCHER) and key != f"{DISPATCHER}fills"
 
 
 def _unread(key: str, config: Config, why: str, fix: str) -> Problem:
@@ -185,7 +188,7 @@ def _unread(key: str, config: Config, why: str, fix: str) -> Problem:
 
 
 def warnings(spec: ModelSpec) -> tuple[str, ...]:
-    """What a user of this router should know."""
+    """Warnings about this router."""
     if spec.router is None or spec.router.kind != "expert_choice":
         return ()
     return (
@@ -195,7 +198,7 @@ def warnings(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def collectives(plan: Plan) -> list[Collective]:
-    """One all-reduce a step over all ranks: the statistics of every layer with experts of the whole model, in fp64."""
+    """The all-reduce over all ranks in every step: fp64 statistics of all layers with experts."""
     if plan.spec.router is None or plan.world == 1 or plan.servers:
         return []
     layers = sum(1 for layer in plan.spec.layers() if layer.layer_role == "router")
@@ -204,20 +207,19 @@ def collectives(plan: Plan) -> list[Collective]:
 
 
 def frozen(config: Config, plan: Plan) -> Config:
-    """`config` with the plan's router as the model's own and nothing left to fill in; with its ep and expert
-    dispatcher."""
+    """`config` with the plan's router as the model's own, its ep and its expert dispatcher: nothing left to fill in."""
     router = RouterConfig(**asdict(plan.spec.router)) if plan.spec.router else config.model.router
-    strategies = replace(config.strategy, router={}, expert=_frozen_way(config, plan))
+    strategies = replace(config.strategy, router={}, expert=_frozen_dispatcher(config, plan))
     return replace(config, model=replace(config.model, router=router), strategy=strategies, ep=plan.mesh.size("ep"))
 
 
-def _frozen_way(config: Config, plan: Plan) -> ExpertConfig:
+def _frozen_dispatcher(config: Config, plan: Plan) -> ExpertConfig:
     if plan.expert is None:
         return ExpertConfig()
     return replace(config.strategy.expert, kind=plan.expert.kind, fills=False)
 
 
-def alone(config: Config, plan: Plan) -> Config:
-    """`config` for the one-device reference: the router is the model's, and stays; every expert is at home."""
+def single_device(config: Config, plan: Plan) -> Config:
+    """`config` for the single-device reference: the same router, without ep and a dispatcher."""
     kept = frozen(config, plan)
     return replace(kept, strategy=replace(kept.strategy, expert=ExpertConfig()), ep=None)

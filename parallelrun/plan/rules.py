@@ -1,4 +1,4 @@
-"""Checks of a configuration that hold for every plan: the bounds that the schema states, and a few combinations."""
+"""Checks of a configuration that apply to every plan: the bounds in the schema, and a few combinations of keys."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from parallelrun.registry import has
 from parallelrun.wording import DETAILS, did_you_mean, one_of
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-LARGEST = 2**40  # of every whole number without a bound of its own: far above what any machine can hold
+LARGEST = 2**40  # bound of integers without one in the schema: far more than any machine can hold
 DEGREES = {"world", "dp", "tp", "pp", "ep"}  # `degrees` bounds them
 _PEAK = Key("", "float", optional=True, above=0)  # a rate
 VERBS = {"detail": ("plan",), "plot": ("plan", "explain"), "tokens": ("plan",)}  # keys that only these verbs read
 
 
 def too_large(config: Config) -> list[Problem]:
-    """Numbers too large to plan with, reported before anything is built that many times."""
+    """Refuse numbers that are too large, before anything is built that many times."""
     problems = []
     for name, key in known_keys().items():
         if name in DEGREES or key.kind == "float":
@@ -39,7 +39,7 @@ def too_large(config: Config) -> list[Problem]:
 
 
 def check(config: Config) -> list[Problem]:
-    """Every violation that needs neither degrees nor a model's spec."""
+    """Return every violation that does not depend on degrees or a model's spec."""
     problems = out_of_bounds(config) + one_of("optimizer", config.optimizer.name, OPTIMIZERS)
     problems += _betas(list(config.optimizer.betas)) + check_lr_scale(config) + _profile(config)
     problems += _peaks(config.cluster.peak_tflops)
@@ -88,7 +88,7 @@ def check_images(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
 
 
 def out_of_bounds(config: Config, section: str = "") -> list[Problem]:
-    """Violations of the bounds that the schema states, of all keys or of those below `section`."""
+    """Return the violations of bounds in the schema, for all keys or for those that begin with `section`."""
     return [
         problem
         for name, key in known_keys().items()
@@ -105,13 +105,13 @@ def _get(config: Config, key: str) -> Any:
 
 
 def _as_given(config: Config, key: str) -> str:
-    """The short name of `key` if the user has set that (`servers` for `strategy.data.servers`)."""
+    """The short name of `key` if the user has set it (`servers` for `strategy.data.servers`)."""
     short = key.rpartition(".")[2]
     return short if key.startswith("strategy.") and getattr(config, short, None) is not None else key
 
 
 def _outside(key: Key, name: str, value: Any) -> list[Problem]:
-    """The violation of the bounds of `key` (called `name` in the message) by `value`; None means "not given"."""
+    """The violation of the bounds of `key` (called `name` in the message) by `value`; None means that it is unset."""
     if value is None or key.kind not in ("int", "float", "str"):
         return []
     if key.choices:
@@ -126,11 +126,8 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
     if not limits or (isinstance(value, (int, float)) and not isinstance(value, bool) and _holds(key, value)):
         return []
     inside = key.least if key.least is not None else 1.0 if key.below is None and key.most is None else 0.5
-    return [
-        Problem(
-            f"{name}={value} is not a finite number {' and '.join(limits)}", name, f"{name}={_default(name, inside)}"
-        )
-    ]
+    what = f"{name}={value} is not a finite number {' and '.join(limits)}"
+    return [Problem(what, name, f"{name}={_default(name, inside)}")]
 
 
 def _holds(key: Key, value: float) -> bool:

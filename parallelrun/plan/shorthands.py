@@ -165,32 +165,27 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     if explicit and number != 1 and (pp == 1 or not pipeline_schedule(pipeline).takes_virtual_stages):
         fix = "leave virtual_stages out"
         complain("virtual_stages", number, f"schedule=interleaved, or {fix}" if pp > 1 else fix)
-    known = config.optimizer.name in OPTIMIZERS
-    rules = {
-        **{
-            f"strategy.data.{key}": (True, _data_strategies_that_read(key))
-            for key in of_data
-            if f"strategy.data.{key}" in given
-        },
-        **{
-            f"strategy.tensor.{key}": (True, _layout_that_reads(key))
-            for key in of_tensor
-            if f"strategy.tensor.{key}" in given
-        },
-        "strategy.pipeline.kind": (pp == 1, "pp=2"),
-        "strategy.pipeline.partition": (pp == 1, "pp=2"),
-        "strategy.pipeline.split": (pp == 1, "pp=2"),
-        "dataset.path": (_reads_no_path(config), "dataset=text"),
-        **{
-            f"optimizer.{key}": (known and key not in OPTIMIZERS[config.optimizer.name].own_keys, readers(key))
-            for key in ("momentum", "betas", "eps")
-        },
-    }
-    for key, (ignored, suggestion) in rules.items():
-        if key in given and ignored:
+    readers_of = {f"strategy.data.{key}": _data_strategies_that_read for key in of_data}
+    readers_of |= {f"strategy.tensor.{key}": _layout_that_reads for key in of_tensor}
+    ignored = {key: find(key.rpartition(".")[2]) for key, find in readers_of.items() if key in given}
+    ignored |= _ignored_elsewhere(config, pp)
+    for key, suggestion in ignored.items():
+        if key in given:
             asked: Any = config
             for part in key.split("."):
                 asked = getattr(asked, part)
-            if asked is not None:  # null is what the key has where it is left out
+            if asked is not None:  # a null key has not been set
                 complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
     return problems
+
+
+def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
+    """Keys of the pipeline, dataset and optimizer that are ignored, each with the change that makes it read."""
+    found = dict.fromkeys([f"strategy.pipeline.{key}" for key in ("kind", "partition", "split")], "pp=2")
+    found = found if pp == 1 else {}
+    if _reads_no_path(config):
+        found["dataset.path"] = "dataset=text"
+    if config.optimizer.name in OPTIMIZERS:
+        own_keys = OPTIMIZERS[config.optimizer.name].own_keys
+        found |= {f"optimizer.{key}": readers(key) for key in ("momentum", "betas", "eps") if key not in own_keys}
+    return found

@@ -13,7 +13,7 @@ from parallelrun.plan.structure import Plan
 
 def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
     """Return the same config and its plan with every degree 1, no servers and the same global batch."""
-    config = routing.alone(config, plan)
+    config = routing.single_device(config, plan)
     strategy = replace(
         config.strategy,
         name="single",

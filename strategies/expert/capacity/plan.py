@@ -15,6 +15,7 @@ class CapacityDispatcher(common.AllToAllDispatcher):
     """GShard's dispatch (Lepikhin et al. 2020): all slots are sent, filled or empty."""
 
     kind = "capacity"
+    needs_capacity = True
     explained = (
         "Each expert has a fixed number of slots per rank, so all messages have one size; empty slots are sent too.",
         "Lepikhin et al. 2020 (GShard)",
