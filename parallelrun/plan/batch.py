@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.errors import Problem
-from parallelrun.plan.structure import Batch
+from parallelrun.plan.structure import BatchSizes
 from parallelrun.wording import divisors, either, nearest
 
 MICROBATCHES_PER_STAGE = 4  # the bubble of gpipe and 1f1b is then (pp - 1) / (5 pp - 1) of a step: below 20 %
@@ -33,18 +33,18 @@ class BatchRules:
     """
 
     parts: int = 1
-    violations: Callable[[Batch], list[Problem]] = lambda batch: []
-    suits: Callable[[Batch], bool] = lambda batch: True
-    fits: Callable[[Batch], bool] = lambda batch: True
+    violations: Callable[[BatchSizes], list[Problem]] = lambda batch: []
+    suits: Callable[[BatchSizes], bool] = lambda batch: True
+    fits: Callable[[BatchSizes], bool] = lambda batch: True
     tokens: int = 0
 
-    def allow(self, batch: Batch) -> bool:
+    def allow(self, batch: BatchSizes) -> bool:
         return batch.micro_batch % self.parts == 0 and not self.violations(batch) and self.suits(batch)
 
 
 def fill(
     config: Config, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
-) -> Batch | None:
+) -> BatchSizes | None:
     """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
     before = len(problems)
     problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
@@ -103,15 +103,15 @@ def _default_global_batch(config: Config, dp: int, pp: int, rules: BatchRules) -
     if config.microbatches is not None:
         return dp * step
     for count in range(1, 2 * pp + DEFAULT_GLOBAL_BATCH + 1):
-        batch = Batch(dp * step * count, step, count)
+        batch = BatchSizes(dp * step * count, step, count)
         if batch.global_batch >= DEFAULT_GLOBAL_BATCH and rules.allow(batch):
             return batch.global_batch
     # No small count gives enough samples and a legal schedule: the schedule's own check reports the reason.
     return max(DEFAULT_GLOBAL_BATCH // (dp * step), 1) * dp * step
 
 
-def _batch(global_batch: int, dp: int, count: int) -> Batch:
-    return Batch(global_batch, global_batch // dp // count, count)
+def _batch(global_batch: int, dp: int, count: int) -> BatchSizes:
+    return BatchSizes(global_batch, global_batch // dp // count, count)
 
 
 def _counts(config: Config, replica: int) -> list[int]:
@@ -125,7 +125,7 @@ def _counts(config: Config, replica: int) -> list[int]:
 
 def _microbatches(
     config: Config, global_batch: int, dp: int, pp: int, rules: BatchRules, filled: list[str], problems: list[Problem]
-) -> Batch | None:
+) -> BatchSizes | None:
     replica = global_batch // dp
     counts = _counts(config, replica)
     key = "micro_batch" if config.micro_batch is not None else "microbatches"
@@ -156,7 +156,7 @@ def in_whole_rounds(microbatches: int, pp: int) -> bool:
     return microbatches >= pp and microbatches % (microbatches // pp) == 0
 
 
-def _best(legal: list[Batch], pp: int, rules: BatchRules) -> tuple[Batch, str]:
+def _best(legal: list[BatchSizes], pp: int, rules: BatchRules) -> tuple[BatchSizes, str]:
     """(the batch chosen by the module's rule, the reason). legal: by ascending number of microbatches."""
     why = "the fewest"
     if pp > 1:

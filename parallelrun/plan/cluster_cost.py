@@ -9,7 +9,7 @@ from math import ceil
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import sample_sets
 from parallelrun.plan.hosts import rate_gb_s
-from parallelrun.plan.prediction import CONTROL, Traffic
+from parallelrun.plan.prediction import CONTROL, TrafficRow
 from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
 from parallelrun.wording import gib
 
@@ -82,7 +82,7 @@ class Cost:
         return self.compute_s + self.communication_s, max(self.compute_s, self.communication_s)
 
 
-def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...], makespan_flops: float) -> Cost:
+def cost(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...], makespan_flops: float) -> Cost:
     """Return the Cost of a plan. makespan_flops: the length of the simulated step, in FLOPs of one rank."""
     forward = plan.spec.forward_flops * plan.batch.global_batch
     repeated = sum(block.forward_flops for block in plan.spec.blocks if block.is_recomputed)
@@ -130,7 +130,7 @@ def _is_of_data(plan: Plan, axis: str) -> bool:
     return mesh_dims <= set(plan.mesh.mesh_dims_of("dp")) and not mesh_dims <= set(plan.mesh.mesh_dims_of("ep"))
 
 
-def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[Traffic, ...]) -> float | None:
+def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...]) -> float | None:
     if not cluster.intra_gb_s:
         return None
     seconds = 0.0

@@ -18,7 +18,7 @@ from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
 from parallelrun.plan.request import Request
 from parallelrun.plan.shorthands import kinds
-from parallelrun.plan.structure import Batch, Collective, Plan
+from parallelrun.plan.structure import BatchSizes, Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, TensorStrategy
 from parallelrun.precision import BYTES, Precision
 from parallelrun.product import Transfer
@@ -84,7 +84,7 @@ def _rows(plan: Plan) -> int:
     return plan.batch.micro_batch * plan.spec.seq
 
 
-def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Request:
+def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: BatchSizes, tp: int | None = None) -> Request:
     """Return the request for this layout with everything else as in the plan."""
     plan, strategy = case.plan, case.config.strategy
     tensor = replace(layout.config, overlap=plan.tensor.overlap)
@@ -96,7 +96,9 @@ def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, t
     return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.virtual_stages, batch)
 
 
-def _resolved(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, tp: int | None = None) -> Plan | str:
+def _resolved(
+    layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: BatchSizes, tp: int | None = None
+) -> Plan | str:
     """Return the plan in another layout, on its tensor axes alone; or why it is not legal."""
     strategy = tensor_strategy(layout.config.kind)
     request = _request(layout, case, spec, batch, tp)
@@ -106,7 +108,7 @@ def _resolved(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: Batch, 
     return _with_layout(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)
 
 
-def _with_layout(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec, batch: Batch) -> Plan:
+def _with_layout(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec, batch: BatchSizes) -> Plan:
     mesh_dims, flattened = axes
     mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
     return replace(plan, mesh=mesh, tensor=tensor, spec=spec, batch=batch)
@@ -199,7 +201,7 @@ def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | No
             break
         best = crossing
         rows = _divisible(LARGE if best == inf else best, case)
-        again = _resolved(layout, case, case.narrow, Batch(rows, rows, 1))
+        again = _resolved(layout, case, case.narrow, BatchSizes(rows, rows, 1))
         if isinstance(again, str) or again.tensor == resolved.tensor:
             break
         resolved = again

@@ -79,7 +79,7 @@ def fill(
     if cluster is None:
         degrees.servers = servers = _enough_servers(config, asked, world, servers, degrees.filled)
     target, source = _target(asked["world"], world, servers, cluster, problems)
-    given = {axis: asked[axis] for axis in AXES if asked[axis] is not None}
+    given = {axis: degree for axis in AXES if (degree := asked[axis]) is not None}
     degrees.sound = len(problems) == before
     if config.strategy.name == "single":
         _single({**given, **({"ep": asked["ep"]} if asked["ep"] else {})}, target, degrees, problems)

@@ -21,7 +21,7 @@ from parallelrun.plan.load import (
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Batch, Equivalence, Plan, Stage
+from parallelrun.plan.structure import BatchSizes, Equivalence, Plan, Stage
 from parallelrun.precision import TABLE
 from parallelrun.wording import either
 
@@ -62,7 +62,7 @@ class PlanDraft:
         if strategies.expert:
             problems += strategies.expert.check(request) + expert_axes.check(request, strategies.data)
 
-        def violations(batch: Batch) -> list[Problem]:
+        def violations(batch: BatchSizes) -> list[Problem]:
             found = strategies.pipeline.check(replace(request, batch=batch))
             return [problem for problem in found if problem not in of_any_batch]
 

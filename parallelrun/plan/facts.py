@@ -23,7 +23,7 @@ class Facts:
 
     simulation: simulate.Simulation
     busiest_rank: int
-    traffic: tuple[prediction.Traffic, ...]
+    traffic: tuple[prediction.TrafficRow, ...]
     memories: dict[int, Memory]
     cost: cluster_cost.Cost
     training: cluster_cost.TrainingTime | None

@@ -22,7 +22,7 @@ MESH_AXES = {"data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep"}
 
 
 @dataclass(frozen=True)
-class Message:
+class ExplainedMessage:
     """A message from one rank to another. calls: number of transfers; the runtime splits long messages."""
 
     source: int
@@ -47,20 +47,20 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Round:
+class ExplainedRound:
     """Messages and collectives that run at the same time, before the next round."""
 
     title: str
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ExplainedMessage, ...] = ()
     calls: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExplainedExchange:
     """Consecutive rounds. repeats: their number of repetitions in a step, such as one per microbatch."""
 
     title: str
-    rounds: tuple[Round, ...]
+    rounds: tuple[ExplainedRound, ...]
     repeats: int = 1
 
 
@@ -79,7 +79,7 @@ class Explanation:
     ranks: tuple[int, ...]
     num_groups: int
     message_axis: str
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ExplainedExchange, ...]
 
 
 def explain(plan: Plan) -> tuple[Explanation, ...]:
@@ -155,6 +155,6 @@ def explanation_of_calls(
     """Explain a strategy that only uses collectives: one round for each predicted row of rank 0."""
     mesh_axis = MESH_AXES[axis]
     ranks = ranks_over(plan, mesh_axis)
-    rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(found, plan, ranks))
-    exchange = Exchange("the collectives of one step", rounds)
+    rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(found, plan, ranks))
+    exchange = ExplainedExchange("the collectives of one step", rounds)
     return Explanation(axis, kind, text, source, ranks, plan.mesh.num_ranks // len(ranks), mesh_axis, (exchange,))

@@ -191,7 +191,7 @@ def _alike(plan: Plan, parts: set[tuple[tuple[int, ...], Layout]], ranks: list[i
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficRow:
     """Predicted traffic of one axis, operation and purpose: of the busiest rank, and in total over all ranks.
 
     every: the traffic occurs once in so many steps. most_bytes: the busiest rank's bound on payload_bytes, if these
@@ -212,7 +212,7 @@ class Traffic:
     most_bytes: int | None = None
 
 
-def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
+def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
     """(the rank that sends most, a row per axis, operation and purpose)."""
     per_class = [(rank, num_ranks, collectives(plan, rank)) for rank, num_ranks in rank_classes(plan)]
 
@@ -235,7 +235,7 @@ def traffic(plan: Plan) -> tuple[int, tuple[Traffic, ...]]:
         sent = row.calls, row.payload_bytes, wire_bytes(row, size)
         calls, payload, wire = totals[key]
         every = steps_between(plan, row.purpose)
-        table.append(Traffic(*key, size, *sent, calls, payload, wire, every, row.most_bytes))
+        table.append(TrafficRow(*key, size, *sent, calls, payload, wire, every, row.most_bytes))
     return busiest, tuple(table)
 
 

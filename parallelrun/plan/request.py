@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
-from parallelrun.plan.structure import Batch
+from parallelrun.plan.structure import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,6 @@ class Request:
     dp: int
     tp: int
     virtual_stages: int
-    batch: Batch | None
+    batch: BatchSizes | None
     servers: int = 0
     ep: int = 1

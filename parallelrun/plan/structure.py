@@ -28,7 +28,7 @@ SYNC = "sync"  # purpose of the traffic between independent replicas, once every
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """Batch arithmetic, in samples: global_batch = dp x micro_batch x microbatches."""
 
     global_batch: int
@@ -89,7 +89,7 @@ class Plan:
     preset: str
     world: int
     mesh: MeshShape
-    batch: Batch
+    batch: BatchSizes
     data: DataStrategy
     tensor: TensorStrategy
     pipeline: PipelineSchedule

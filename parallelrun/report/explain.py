@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.plan.messages import Call, Exchange, Explanation, Message, Round
+from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text
 
@@ -42,14 +42,14 @@ def _explained(one: Explanation) -> list[str]:
     return lines
 
 
-def _rounds(exchange: Exchange) -> list[str]:
+def _rounds(exchange: ExplainedExchange) -> list[str]:
     lines = [line for one in exchange.rounds for line in _round(one)]
     if len(lines) <= MOST_LINES:
         return lines
     return [*lines[:MOST_LINES], f"    ... and {len(lines) - MOST_LINES} more lines; --json has all of them"]
 
 
-def _round(one: Round) -> list[str]:
+def _round(one: ExplainedRound) -> list[str]:
     senders = max((len(str(message.source)) for message in one.messages), default=1)
     lines = [f"    {one.title}"]
     for message in one.messages:
@@ -120,7 +120,7 @@ def picture(one: Explanation) -> str:
     return chart.svg(drawn, [purpose.replace("_", " ") for purpose in purposes] if len(purposes) > 1 else ())
 
 
-def _events(one: Explanation) -> Iterator[str | Message | Call]:
+def _events(one: Explanation) -> Iterator[str | ExplainedMessage | Call]:
     """Titles of exchanges and rounds, messages and collectives, in the order in which they are drawn."""
     for exchange in one.exchanges:
         for number, part in enumerate(exchange.rounds):
@@ -129,9 +129,9 @@ def _events(one: Explanation) -> Iterator[str | Message | Call]:
             yield from part.calls
 
 
-def _draw_event(axes: Axes, event: Message | Call, lanes: dict[int, int], y: float, colour: str) -> None:
+def _draw_event(axes: Axes, event: ExplainedMessage | Call, lanes: dict[int, int], y: float, colour: str) -> None:
     what = f"{event.what}, {bytes_text(event.payload_bytes)}"
-    if isinstance(event, Message):
+    if isinstance(event, ExplainedMessage):
         start, stop = lanes[event.source], lanes[event.target]
         axes.annotate("", (stop, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": colour, "shrinkA": 0,
                                                              "shrinkB": 0, "gid": "message"})  # fmt: skip

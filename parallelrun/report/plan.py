@@ -12,7 +12,7 @@ from parallelrun.plan.advice import warnings
 from parallelrun.plan.document import document, experts, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.prediction import Traffic
+from parallelrun.plan.prediction import TrafficRow
 from parallelrun.plan.structure import Plan
 from parallelrun.report import plan_details
 from parallelrun.report.figures import (
@@ -188,7 +188,7 @@ def _schedule(plan: Plan, found: Facts) -> str:
 
 def _traffic(plan: Plan, found: Facts, most: int) -> Table | Text:
     """Return a row per axis: what it carries, and the mean bytes of a step."""
-    by_axis: dict[tuple[str, int], list[Traffic]] = {}
+    by_axis: dict[tuple[str, int], list[TrafficRow]] = {}
     for row in found.traffic:
         if row.purpose != prediction.CONTROL and row.operation != "recv":
             by_axis.setdefault((row.axis, row.group_size), []).append(row)

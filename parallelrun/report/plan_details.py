@@ -160,7 +160,7 @@ def _traffic(plan: Plan, found: Facts) -> RenderableType:
     return Group(drawn, Text("\n".join([*_traffic_notes(plan, found, sending), *_links(plan)]), "dim"))
 
 
-def _traffic_notes(plan: Plan, found: Facts, sending: list[prediction.Traffic]) -> list[str]:
+def _traffic_notes(plan: Plan, found: Facts, sending: list[prediction.TrafficRow]) -> list[str]:
     if plan.role(found.busiest_rank) == "server":
         rank = "a server, in a step of every worker"
     else:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from parallelrun.errors import Problem
 from parallelrun.plan import simulate
-from parallelrun.plan.messages import Exchange, Explanation, Message, Round, ranks_over
+from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation, ranks_over
 from parallelrun.plan.pipeline_schedule import Action, PipelineSchedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
@@ -105,7 +105,7 @@ class Schedule(PipelineSchedule):
         """Return the messages between the stages of rank 0's pipeline, in the order of a simulated step."""
         ranks, last = ranks_over(plan, "pp"), len(plan.stages) - 1
         run = simulate.of_schedule(plan)
-        sent: dict[float, list[Message]] = {}
+        sent: dict[float, list[ExplainedMessage]] = {}
         for pp_rank, order in enumerate(run.orders):
             for action, ended in zip(order, run.ends[pp_rank], strict=True):
                 step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
@@ -115,15 +115,22 @@ class Schedule(PipelineSchedule):
                 what, purpose = ("activations", "activations") if step > 0 else ("their gradients", "gradients")
                 size = boundary_bytes(plan, max(action.stage, to))
                 label = f"{what} of microbatch {action.microbatch}, stage {action.stage} to {to}"
-                message = Message(ranks[pp_rank], ranks[plan.stages[to].pp_rank], label, size, purpose)
+                message = ExplainedMessage(ranks[pp_rank], ranks[plan.stages[to].pp_rank], label, size, purpose)
                 sent.setdefault(round(ended, 6), []).append(message)
-        rounds = tuple(Round(f"at {moment:g} forward times", tuple(sent[moment])) for moment in sorted(sent))
+        rounds = tuple(ExplainedRound(f"at {moment:g} forward times", tuple(sent[moment])) for moment in sorted(sent))
         bubble = f"{run.bubble_of_total:.0%} of the step is bubble where all stages take equal time."
         title = f"one step of {plan.batch.microbatches} microbatches on {len(ranks)} ranks"
         sentences, paper = self.explained
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation(
-            "pipeline", self.kind, f"{sentences} {bubble}", paper, ranks, groups, "pp", (Exchange(title, rounds),)
+            "pipeline",
+            self.kind,
+            f"{sentences} {bubble}",
+            paper,
+            ranks,
+            groups,
+            "pp",
+            (ExplainedExchange(title, rounds),),
         )
 
 

@@ -106,7 +106,8 @@ class Chunks:
 
     def reduce(self, into: Tensor, buffer: Tensor) -> Waitable:
         """Start summing this rank's row of everyone's buffer into `into`."""
-        work: Waitable = comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
+        work = comm.reduce_scatter_into(into, buffer, self.group, "gradients", async_op=True)
+        assert work is not None
         return work
 
     def gather(self) -> Callable[[], None]:
@@ -116,6 +117,7 @@ class Chunks:
         for part, one in zip(self._own_parts(row), self.weights):
             part.copy_(one.mine)
         work = comm.all_gather_into(buffer, row, self.group, "parameters", async_op=True)
+        assert work is not None
 
         def finish() -> None:
             work.wait()

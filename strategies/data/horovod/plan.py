@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.errors import Problem
-from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
+from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 
@@ -197,8 +197,8 @@ class Horovod(AlgorithmAllReduce):
             messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
             titles = [f"bucket {number} of {len(messages)}" for number in range(1, len(messages) + 1)]
             exchanges = [self.explained_sum(*one, plan, ranks) for one in zip(titles, messages)]
-        rounds = tuple(Round(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
-        exchanges += [Exchange("the collectives of one step", rounds)] if rounds else []
+        rounds = tuple(ExplainedRound(calls[0].what, calls=calls) for calls in calls_of(rows, plan, ranks))
+        exchanges += [ExplainedExchange("the collectives of one step", rounds)] if rounds else []
         sets = ", ".join(str(list(one)) for one in self.process_sets)
         text = f"{self.description[0]} Only the members of a process set sum with each other: {sets}."
         return Explanation("data", self.kind, text, self.description[1], ranks, 1, axis, tuple(exchanges))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from parallelrun.plan.messages import Call, Exchange, Explanation, Message, Round
+from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted
@@ -116,16 +116,16 @@ def explanation(plan: Plan, shard_bytes: Sequence[int], synchronous: bool) -> Ex
     for worker in range(plan.num_workers):
         for server, weights in enumerate(shard_bytes):
             rank, gradient = plan.num_workers + server, gradient_bytes(plan, weights)
-            pushes.append(Message(worker, rank, "header: step, loss, norm", HEADER_BYTES, CONTROL))
-            pushes.append(Message(worker, rank, f"gradient of server {server}'s shards", gradient, PUSH))
-            pulls.append(Message(rank, worker, "header: version, loss, norm", HEADER_BYTES, CONTROL))
-            pulls.append(Message(rank, worker, f"weights of server {server}'s shards", weights, PULL))
-    rounds = [Round("push: each worker sends its gradient to every server", tuple(pushes))]
+            pushes.append(ExplainedMessage(worker, rank, "header: step, loss, norm", HEADER_BYTES, CONTROL))
+            pushes.append(ExplainedMessage(worker, rank, f"gradient of server {server}'s shards", gradient, PUSH))
+            pulls.append(ExplainedMessage(rank, worker, "header: version, loss, norm", HEADER_BYTES, CONTROL))
+            pulls.append(ExplainedMessage(rank, worker, f"weights of server {server}'s shards", weights, PULL))
+    rounds = [ExplainedRound("push: each worker sends its gradient to every server", tuple(pushes))]
     if synchronous and plan.servers > 1:
         servers = tuple(range(plan.num_workers, plan.world))
         norm = Call("all_reduce", servers, "squared norm, stop requests", NORM_BYTES, AXIS, CONTROL)
-        rounds.append(Round("the servers sum the squared norm of the gradient", calls=(norm,)))
-    rounds.append(Round("pull: each server sends its updated weights back", tuple(pulls)))
+        rounds.append(ExplainedRound("the servers sum the squared norm of the gradient", calls=(norm,)))
+    rounds.append(ExplainedRound("pull: each server sends its updated weights back", tuple(pulls)))
     waits = "waits for all workers" if synchronous else "does not wait for other workers"
     text = (
         "The servers own the weights, cut into shards of about equal bytes, and the optimizer. A worker pushes each "
@@ -133,6 +133,6 @@ def explanation(plan: Plan, shard_bytes: Sequence[int], synchronous: bool) -> Ex
         "is a server's: it carries every worker's bytes."
     )
     title = f"one step of {counted(plan.num_workers, 'worker')} and {counted(plan.servers, 'server')}"
-    exchanges = (Exchange(title, tuple(rounds)),)
+    exchanges = (ExplainedExchange(title, tuple(rounds)),)
     source, ranks = "Li et al. 2014; Dean et al. 2012", tuple(range(plan.world))
     return Explanation("data", plan.data.kind, text, source, ranks, 1, AXIS, exchanges)

@@ -22,7 +22,7 @@ from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
-from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
+from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
@@ -123,8 +123,8 @@ class AllToAllDispatcher(ExpertDispatcher):
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
                 found = calls_of(self.collectives((plan.spec.block(name),), plan), plan, ranks)
-                rounds = tuple(Round(WHAT[calls[0].purpose], calls=calls) for calls in found)
-                exchanges += [Exchange(name, rounds)] if rounds else []
+                rounds = tuple(ExplainedRound(WHAT[calls[0].purpose], calls=calls) for calls in found)
+                exchanges += [ExplainedExchange(name, rounds)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         text = (
             "The router of every rank chooses experts for its own tokens. An all-to-all brings each token's row to the "

@@ -21,7 +21,7 @@ from math import prod
 from typing import ClassVar, NamedTuple
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.plan.messages import Call, Exchange, Explanation, Round, calls_of, ranks_over
+from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import LayerBackward, TensorStrategy
 from parallelrun.precision import BYTES
@@ -141,8 +141,8 @@ class ProductStrategy(TensorStrategy):
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
                 found = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(Round(title, calls=_calls(traffic, plan, ranks)) for title, traffic in found)
-                exchanges += [Exchange(name, rounds, plan.batch.microbatches)] if rounds else []
+                rounds = tuple(ExplainedRound(title, calls=_calls(traffic, plan, ranks)) for title, traffic in found)
+                exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
 

@@ -18,6 +18,7 @@ def start_all_gather(part: Tensor, group: Group | None, purpose: str) -> Finish:
         return lambda: part.unsqueeze(0)
     whole, part = part.new_empty((group.size, *part.shape)), part.contiguous()
     work = comm.all_gather_into(whole.flatten(0, 1), part, group, purpose, async_op=True)
+    assert work is not None
 
     def finish() -> Tensor:
         work.wait()
@@ -32,6 +33,7 @@ def start_reduce_scatter(parts: Tensor, group: Group | None, purpose: str) -> Fi
         return lambda: parts[0]
     own = parts.new_empty(parts.shape[1:])
     work = comm.reduce_scatter_into(own, parts.flatten(0, 1), group, purpose, async_op=True)
+    assert work is not None
 
     def finish() -> Tensor:
         work.wait()

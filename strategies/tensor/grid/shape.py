@@ -160,16 +160,22 @@ def _changed(request: Request, **settings: Any) -> Request:
 def _wrong(kind: str, tp: int, grid: Grid | None, depth: int | None) -> tuple[str, str]:
     """(the key that is wrong, the rule that it breaks, with its numbers)."""
     if kind == "3d":
-        return "tp", f"layout=3d needs a cube of ranks: tp={tp} is not l x l x l (8, 27, 64, ...)"
+        return "tp", f"tp={tp} does not fit layout=3d, which needs a cube of ranks (8, 27, 64, ...)"
     if kind == "2d":
         if grid:
             return "grid", f"grid={grid[0]}x{grid[1]} = {grid[0] * grid[1]} ranks, and tp={tp}"
-        return "tp", f"layout=2d needs a square tp (4, 9, 16, ...) where no grid is given, got tp={tp}"
+        return (
+            "tp",
+            f"tp={tp} does not fit layout=2d, which needs a square tp (4, 9, 16, ...) unless grid is set",
+        )
     if depth is None:
         if grid:
             deepest = f"at most {min(grid)} deep, because no grid is deeper than its sides"
             return "grid", f"tp={tp} is not made of grids of {grid[0]}x{grid[1]} = {grid[0] * grid[1]} ranks, {deepest}"
-        return "tp", f"layout=2.5d needs depth x q x q ranks with depth at most q: tp={tp} is not such a number"
+        return (
+            "tp",
+            f"tp={tp} does not fit layout=2.5d, which needs depth x q x q ranks with depth at most q (4, 8, 9, ...)",
+        )
     rows, columns = grid or (isqrt(tp // depth),) * 2
     if depth * rows * columns == tp:
         return "depth", f"depth={depth} exceeds the grid's side of {min(rows, columns)} (tp={tp})"

@@ -60,7 +60,7 @@ def problems(overrides, *given):
         ("strategy.data.sync_every", 4, "ddp", "local_sgd"),
         ("strategy.data.outer_lr", 0.5, "local_sgd", "diloco"),
         ("strategy.data.outer_momentum", 0.5, "ddp", "diloco"),
-        ("strategy.data.shard", 2, "local_sgd", "hsdp"),
+        ("strategy.data.shard", 2, "local_sgd", "fsdp"),
     ],
 )
 def test_keys_that_the_way_does_not_read_are_refused_with_the_strategy_that_does(key, value, kind, meant):

@@ -15,7 +15,7 @@ from parallelrun.plan.facts import facts
 from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
-from parallelrun.plan.structure import Batch, Plan
+from parallelrun.plan.structure import BatchSizes, Plan
 from tests.plans import tiny_config, tiny_plan
 
 PTDP = {
@@ -133,7 +133,7 @@ def test_every_schedule_of_several_microbatches_allows_whole_rounds(kind):
     spec = tiny_plan().spec
     for pp in range(2, 9):
         for microbatches in filter(lambda m: in_whole_rounds(m, pp), range(1, 80)):
-            batch = Batch(microbatches, 1, microbatches)
+            batch = BatchSizes(microbatches, 1, microbatches)
             request = Request(config, spec, pp, 1, 1, 1 if kind in ("gpipe", "1f1b") else 2, batch)
             assert strategy.check(request) == []
 
@@ -155,7 +155,7 @@ def test_as_many_as_the_memory_of_a_device_asks(pp):
         assert chosen.batch.microbatches > free, "all at once does not fit"
         needs = [memory.total / 1e9 for memory in facts(chosen, Config()).memories.values()]
         assert max(needs) <= 0.9 * memory_gb
-        half = replace(chosen, batch=Batch(256, 2 * chosen.batch.micro_batch, chosen.batch.microbatches // 2))
+        half = replace(chosen, batch=BatchSizes(256, 2 * chosen.batch.micro_batch, chosen.batch.microbatches // 2))
         if half.batch.microbatches >= 4 * pp:
             assert max(memory.total for memory in facts(half, Config()).memories.values()) > 0.9e9 * memory_gb
         others = {plan(memory_gb, schedule).batch for schedule in SCHEDULES if pp > 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from parallelrun.plan.messages import Exchange, Message, Round
+from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, ExplainedRound
 
 from .algorithm import Algorithm
 from .steps import ALL_GATHER, SCATTER_REDUCE, Span, pieces, table
@@ -46,7 +46,7 @@ def exchange(
     limit: int | None,
     title: str,
     purpose: str = "gradients",
-) -> Exchange:
+) -> ExplainedExchange:
     """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are sent whole."""
     size = len(ranks)
     tables = [table(algorithm.name, size, index, numel, algorithm.group_size) for index in range(size)]
@@ -61,15 +61,17 @@ def exchange(
                 what = _what(one.send, blocks, before[index], ranks)
                 size_bytes = one.send.numel * element_bytes
                 calls = 1 if limit is None else sum(1 for _ in pieces(one.send, limit))
-                messages.append(Message(ranks[index], ranks[one.send.peer], what, size_bytes, purpose, calls))
+                messages.append(ExplainedMessage(ranks[index], ranks[one.send.peer], what, size_bytes, purpose, calls))
             if one.receive is not None:
                 for block in _covered(one.receive, blocks):
                     arrived = before[one.receive.peer][block]
                     adds = one.phase == SCATTER_REDUCE
                     holders[index][block] = holders[index][block] | arrived if adds else arrived
-        rounds.append(Round(f"round {number + 1} of {len(tables[0])}, {TITLES[together[0].phase]}", tuple(messages)))
+        rounds.append(
+            ExplainedRound(f"round {number + 1} of {len(tables[0])}, {TITLES[together[0].phase]}", tuple(messages))
+        )
     assert all(block == frozenset(range(size)) for held in holders for block in held), "a rank lacks a part of the sum"
-    return Exchange(title, tuple(rounds))
+    return ExplainedExchange(title, tuple(rounds))
 
 
 def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:

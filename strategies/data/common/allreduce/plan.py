@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from parallelrun.errors import Problem
 from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.expert_axes import DP, EXPERT
-from parallelrun.plan.messages import Exchange, Explanation, Round, calls_of, ranks_over
+from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
@@ -97,12 +97,14 @@ class AlgorithmAllReduce(BucketedAllReduce):
         ranks = ranks_over(plan, DP)
         final = calls_of(buckets.final_collectives(coordinate["pp"], coordinate, plan), plan, ranks)
         if final:
-            exchanges.append(Exchange("the final gradients", tuple(Round(c[0].what, calls=c) for c in final)))
+            exchanges.append(
+                ExplainedExchange("the final gradients", tuple(ExplainedRound(c[0].what, calls=c) for c in final))
+            )
         text, source = explain.TEXTS[self.algorithm.name]
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("data", self.kind, text, source, ranks, groups, DP, tuple(exchanges))
 
-    def explained_sum(self, title: str, message: Message, plan: Plan, ranks: tuple[int, ...]) -> Exchange:
+    def explained_sum(self, title: str, message: Message, plan: Plan, ranks: tuple[int, ...]) -> ExplainedExchange:
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
         algorithm = over(self.algorithm, message.axis, plan)
         return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, limit, title)

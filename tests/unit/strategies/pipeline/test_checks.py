@@ -9,7 +9,7 @@ from parallelrun.errors import ConfigError
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Batch
+from parallelrun.plan.structure import BatchSizes
 from tests.plans import tiny_config, tiny_plan
 
 KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -17,7 +17,7 @@ KINDS = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 
 def request(pp: int, m: int | None, virtual_stages: int = 1, samples: int = 48, **overrides) -> Request:
     config = tiny_config(**overrides)
-    batch = None if m is None else Batch(global_batch=samples, micro_batch=samples // m, microbatches=m)
+    batch = None if m is None else BatchSizes(global_batch=samples, micro_batch=samples // m, microbatches=m)
     return Request(config, gpt.MODEL.make(config, 32), pp, dp=1, tp=1, virtual_stages=virtual_stages, batch=batch)
 
 

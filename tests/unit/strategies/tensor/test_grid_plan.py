@@ -183,7 +183,7 @@ def test_what_was_filled_in_is_told():
 @pytest.mark.parametrize(
     ("overrides", "where", "told", "suggested"),
     [
-        ({"layout": "2d", "tp": 8}, "tp", "needs a square tp", {"tp=4", "tp=16", "grid=2x4"}),
+        ({"layout": "2d", "tp": 8}, "tp", "which needs a square tp", {"tp=4", "tp=16", "grid=2x4"}),
         ({"layout": "2d", "tp": 8, "grid": "2x3"}, "grid", "grid=2x3 = 6 ranks", {"grid=2x4"}),
         ({"layout": "2d", "tp": 8, "grid": "2by4"}, "grid", "rows x columns", {"grid=2x4"}),
         ({"layout": "2.5d", "tp": 12}, "tp", "depth at most q", {"tp=8", "tp=16"}),
