@@ -130,14 +130,14 @@ def bootstrap(values: list[float], rounds: int = 2000, seed: int = 0) -> tuple[f
 def on_ranks(world: int, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Call `function(*args)` on `world` gloo ranks over loopback with one thread each; rank 0's result."""
     with tempfile.TemporaryDirectory() as scratch:
-        mp.spawn(_entry, (world, scratch, function, args), nprocs=world)
+        mp.spawn(_entry, (world, scratch, function, args), nprocs=world)  # type: ignore[attr-defined]
         return json.loads((Path(scratch) / "result.json").read_text())
 
 
 def _entry(rank: int, world: int, scratch: str, function: Callable[..., dict[str, Any]], args: tuple) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{scratch}/store", world)
+    store = dist.FileStore(f"{scratch}/store", world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = function(*args)
     if rank == 0:
