@@ -19,7 +19,7 @@ from rich.console import Console
 
 from parallelrun.launch.preflight import crowding
 from parallelrun.launch.start import starting
-from parallelrun.report.progress import Progress
+from parallelrun.report.progress import ProgressLine
 from parallelrun.report.run import FILES, show
 
 COMMAND = ["parallelrun", "model=gpt", "strategy=ptdp", "tp=2", "pp=2"]
@@ -50,7 +50,7 @@ def draw() -> str:
         console.print(starting(summary["world"], summary["dataset"]))
         for note in crowding(summary["world"], round(summary["world"] / summary["ranks_per_core"])):
             console.print(f"note: {note}")
-        console.print(Progress(summary["steps"], enabled=False).line(rows[-1], WIDTH))
+        console.print(ProgressLine(summary["steps"], enabled=False).line(rows[-1], WIDTH))
         with _as_a_run() as directory:
             show(directory, console)
         return console.export_svg(title="parallelrun", unique_id="run")

@@ -23,7 +23,7 @@ _COLORS = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One line of the table. state: pass | warn | fail."""
 
     name: str
@@ -47,40 +47,40 @@ def main(words: list[str]) -> int:
     return EXIT_OK if usable else EXIT_ENVIRONMENT
 
 
-def examine() -> list[Check]:
+def examine() -> list[DoctorCheck]:
     """All checks, in the order of the table. An exception in one of them makes it fail."""
-    checks: list[Check] = []
+    checks: list[DoctorCheck] = []
     for check in _CHECKS:
         try:
             found = check()
         except Exception as error:
-            found = Check(check.__name__.strip("_").replace("_", " "), "fail", f"{type(error).__name__}: {error}")
+            found = DoctorCheck(check.__name__.strip("_").replace("_", " "), "fail", f"{type(error).__name__}: {error}")
         checks += found if isinstance(found, list) else [found]
     return checks
 
 
-def _python() -> Check:
+def _python() -> DoctorCheck:
     state = "pass" if sys.version_info >= (3, 10) else "fail"
-    return Check("python", state, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    return DoctorCheck("python", state, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
-def _packages() -> Check:
+def _packages() -> DoctorCheck:
     names = ("parallelrun", "hydra-core", "omegaconf", "numpy", "rich", "safetensors")
-    return Check("packages", "pass", ", ".join(f"{name} {metadata.version(name)}" for name in names))
+    return DoctorCheck("packages", "pass", ", ".join(f"{name} {metadata.version(name)}" for name in names))
 
 
-def _torch() -> list[Check]:
+def _torch() -> list[DoctorCheck]:
     import torch
     import torch.distributed as dist
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
-        found = Check("torch", "fail", f"{torch.__version__}; at least {oldest} is needed")
+        found = DoctorCheck("torch", "fail", f"{torch.__version__}; at least {oldest} is needed")
     else:
         minor = ".".join(map(str, version))
         tested = "" if minor in _TESTED_TORCH else f" (tested: {', '.join(_TESTED_TORCH)})"
-        found = Check("torch", "pass", torch.__version__ + tested)
+        found = DoctorCheck("torch", "pass", torch.__version__ + tested)
     gloo = dist.is_available() and dist.is_gloo_available()
     nccl = "not built in; only GPUs need it"
     if has_nccl := dist.is_available() and dist.is_nccl_available():
@@ -88,79 +88,79 @@ def _torch() -> list[Check]:
         nccl = ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
     return [
         found,
-        Check("gloo", "pass" if gloo else "fail", "available" if gloo else "not built into this torch"),
-        Check("nccl", "warn" if torch.cuda.is_available() and not has_nccl else "pass", nccl),
+        DoctorCheck("gloo", "pass" if gloo else "fail", "available" if gloo else "not built into this torch"),
+        DoctorCheck("nccl", "warn" if torch.cuda.is_available() and not has_nccl else "pass", nccl),
     ]
 
 
-def _gpus() -> Check:
+def _gpus() -> DoctorCheck:
     import torch
 
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU"
-        return Check("gpus", "pass", f"none visible ({built}); runs use the CPU and gloo")
+        return DoctorCheck("gpus", "pass", f"none visible ({built}); runs use the CPU and gloo")
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     names = ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
-    return Check("gpus", "pass", f"{len(properties)}: {names}; CUDA {torch.version.cuda}")
+    return DoctorCheck("gpus", "pass", f"{len(properties)}: {names}; CUDA {torch.version.cuda}")
 
 
-def _cores() -> Check:
+def _cores() -> DoctorCheck:
     from parallelrun.launch.environment import num_cores
 
     cores = num_cores()
-    return Check("cores", "pass" if cores > 1 else "warn", f"{cores}, load {os.getloadavg()[0]:.1f}")
+    return DoctorCheck("cores", "pass" if cores > 1 else "warn", f"{cores}, load {os.getloadavg()[0]:.1f}")
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     from parallelrun.launch.preflight import available_bytes
 
     available = available_bytes()
     if available is None:
-        return Check("memory", "warn", "unknown")
-    return Check("memory", "pass" if available > 2 * 2**30 else "warn", f"{available / 2**30:.1f} GiB available")
+        return DoctorCheck("memory", "warn", "unknown")
+    return DoctorCheck("memory", "pass" if available > 2 * 2**30 else "warn", f"{available / 2**30:.1f} GiB available")
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> DoctorCheck:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Check("/dev/shm", "warn", "absent")
+        return DoctorCheck("/dev/shm", "warn", "absent")
     free = shutil.disk_usage(folder).free
     hint = "" if free > 2**26 else "; with docker: --ipc=host"
-    return Check("/dev/shm", "warn" if hint else "pass", f"{free / 2**20:.0f} MiB free{hint}")
+    return DoctorCheck("/dev/shm", "warn" if hint else "pass", f"{free / 2**20:.0f} MiB free{hint}")
 
 
-def _limits() -> Check:
+def _limits() -> DoctorCheck:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     shown = "unlimited" if processes == resource.RLIM_INFINITY else str(processes)
-    return Check("ulimit", "warn" if files < 1024 else "pass", f"open files {files}, processes {shown}")
+    return DoctorCheck("ulimit", "warn" if files < 1024 else "pass", f"open files {files}, processes {shown}")
 
 
-def _disk() -> Check:
+def _disk() -> DoctorCheck:
     folder = Path.cwd()
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        return Check("disk", "warn", f"{folder} is not writable; set runs=<a writable folder>")
-    return Check("disk", "warn" if free < 2**30 else "pass", f"{free / 2**30:.1f} GiB free in {folder}")
+        return DoctorCheck("disk", "warn", f"{folder} is not writable; set runs=<a writable folder>")
+    return DoctorCheck("disk", "warn" if free < 2**30 else "pass", f"{free / 2**30:.1f} GiB free in {folder}")
 
 
-def _loopback() -> Check:
+def _loopback() -> DoctorCheck:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname(), timeout=5):
-            return Check("loopback", "pass", "a process can listen on 127.0.0.1 and connect to it")
+            return DoctorCheck("loopback", "pass", "a process can listen on 127.0.0.1 and connect to it")
 
 
-def _all_reduce() -> Check:
+def _all_reduce() -> DoctorCheck:
     """Two processes add a number over gloo on the loopback interface."""
     began = time.monotonic()
     try:
         all_reduce.run(2, all_reduce.GLOO, num_elements=1)
     except all_reduce.AllReduceFailed as error:
-        return Check("all-reduce", "fail", f"two gloo ranks: {error}")
-    return Check("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
+        return DoctorCheck("all-reduce", "fail", f"two gloo ranks: {error}")
+    return DoctorCheck("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
 
 
-def _gpu_all_reduce(backend: str = all_reduce.NCCL) -> list[Check]:
+def _gpu_all_reduce(backend: str = all_reduce.NCCL) -> list[DoctorCheck]:
     """One process per visible GPU adds a tensor over NCCL."""
     import torch
 
@@ -171,8 +171,10 @@ def _gpu_all_reduce(backend: str = all_reduce.NCCL) -> list[Check]:
     try:
         seconds = all_reduce.run(num_gpus, backend)
     except all_reduce.AllReduceFailed as error:
-        return [Check(name, "fail", str(error))]
-    return [Check(name, "pass", f"{gpus}, {all_reduce.NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
+        return [DoctorCheck(name, "fail", str(error))]
+    return [
+        DoctorCheck(name, "pass", f"{gpus}, {all_reduce.NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")
+    ]
 
 
 _CHECKS = (
@@ -181,7 +183,7 @@ _CHECKS = (
 )  # fmt: skip
 
 
-def _print(checks: list[Check], usable: bool) -> None:
+def _print(checks: list[DoctorCheck], usable: bool) -> None:
     from rich.table import Table
 
     from parallelrun.report.screen import open_console

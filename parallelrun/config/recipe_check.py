@@ -70,7 +70,7 @@ def _is_plain_non_text(node: yaml.ScalarNode) -> bool:
     return not node.style and node.tag != _TEXT_TAG
 
 
-class Check:
+class RecipeCheck:
     """Walks a recipe's nodes and collects its keys, its parents and every problem."""
 
     def __init__(self, shown: str, trusted: bool):

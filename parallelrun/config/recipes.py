@@ -108,7 +108,7 @@ def load(file: RecipeFile, trust: bool = False) -> Recipe:
 
     text = _read(file.path)
     root = recipe_check.parse(text, file.shown)
-    check = recipe_check.Check(file.shown, file.is_trusted(trust))
+    check = recipe_check.RecipeCheck(file.shown, file.is_trusted(trust))
     check.root(root)
     if check.problems:
         raise ConfigError(*check.problems)

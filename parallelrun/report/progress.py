@@ -12,7 +12,7 @@ PLAIN_LINE_EVERY_S = 5.0
 BAR = 20  # columns
 
 
-class Progress:
+class ProgressLine:
     """Shows step, loss, gradient norm and rate; silent when not enabled (all ranks but rank 0)."""
 
     def __init__(self, steps: int, enabled: bool):

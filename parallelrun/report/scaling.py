@@ -32,7 +32,7 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Group:
+class ScalingGroup:
     """Points that differ only in world and degrees, by world. kind: strong | weak; crowded: ranks shared cores."""
 
     label: str
@@ -41,7 +41,7 @@ class Group:
     points: tuple[Scaled, ...]
 
 
-def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
+def groups(rows: Sequence[dict[str, Any]]) -> list[ScalingGroup]:
     """Return the groups among a sweep's rows that have points of at least two worlds."""
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     labels: dict[tuple[str, ...], str] = {}
@@ -54,13 +54,13 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     return [_group(labels[key], members) for key, members in alike.items() if len({m["world"] for m in members}) > 1]
 
 
-def _group(label: str, rows: list[dict[str, Any]]) -> Group:
+def _group(label: str, rows: list[dict[str, Any]]) -> ScalingGroup:
     smallest = min(row["world"] for row in rows)
     base = max(row[RATE] / smallest for row in rows if row["world"] == smallest)
     kind = "strong" if len({row.get("global_batch") for row in rows}) == 1 else "weak"
     points = [Scaled(row["point"], row["world"], row[RATE], row[RATE] / row["world"] / base) for row in rows]
     crowded = any((row.get("ranks_per_core") or 0) > 1 for row in rows)
-    return Group(label, kind, crowded, tuple(sorted(points, key=lambda one: (one.world, -one.rate))))
+    return ScalingGroup(label, kind, crowded, tuple(sorted(points, key=lambda one: (one.world, -one.rate))))
 
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
@@ -77,7 +77,7 @@ def write(directory: Path) -> list[Path]:
     return [directory / PICTURE]
 
 
-def to_svg(found: Sequence[Group]) -> str:
+def to_svg(found: Sequence[ScalingGroup]) -> str:
     """Draw samples/s and efficiency over the number of ranks, with the ideal line of every group."""
     worlds = sorted({one.world for group in found for one in group.points})
     drawn, (rates, shares) = chart.panels("scaling of the sweep's points", ["samples/s", "efficiency"])

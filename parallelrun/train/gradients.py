@@ -53,8 +53,8 @@ class Gradients:
             self._counted += [] if parts is not None else [p for p in own if not p.shared and owned[p.layout]]
         # Whether every rank can measure the global norm alone, so that `squared_norm` is all of it and not a share.
         only_flat = bool(self._measured) and not self._counted
-        self.measured_alone = only_flat and _are_everywhere(self._flat, self._parameters, plan)
-        if self.measured_alone:
+        self.norm_is_local = only_flat and _are_everywhere(self._flat, self._parameters, plan)
+        if self.norm_is_local:
             self._measured = self._flat
         self._sums = [  # (parameters, group, purpose), in the same order on all ranks
             ([p for p in self._parameters if p.layout.partial == axes], mesh.group(axis), "partial")
@@ -75,7 +75,7 @@ class Gradients:
                 _sum_together([_gradient(p) for p in parameters], group, purpose)
 
     def squared_norm(self) -> Tensor:
-        """Return this rank's share of the squared global gradient norm (all of it if `measured_alone`).
+        """Return this rank's share of the squared global gradient norm (all of it if `norm_is_local`).
 
         It is fp64, 0-d, on the gradients' device. Each logical element is counted once in the world, or once in each
         independent replica: by the owner of its part, and by the original of a tied pair. Replicas with flat buffers

@@ -20,7 +20,7 @@ from parallelrun.plan import prediction, simulate
 from parallelrun.plan.structure import Collective
 from parallelrun.records import RowFile, write_json
 from parallelrun.report import routing as routing_report
-from parallelrun.report.progress import Progress
+from parallelrun.report.progress import ProgressLine
 from parallelrun.routing_log import RoutingLog
 from parallelrun.train.build import Training
 from parallelrun.train.timing import StepTimes
@@ -65,7 +65,7 @@ class Recorder:
         self._recent: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._rows = RowFile(context.directory / "metrics.jsonl")
         self._routing = RoutingLog(context.directory, training.config.steps)
-        self._progress = Progress(rows or training.config.steps, enabled=context.console_owner)
+        self._progress = ProgressLine(rows or training.config.steps, enabled=context.console_owner)
         self._tracker = open_tracker(training.config.tracker, context) if self._writes else None
 
     def step(self, record: StepRecord) -> None:

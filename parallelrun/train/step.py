@@ -162,7 +162,7 @@ def train_step(
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with record_function("finish gradients"):
         # If the norm need not be exchanged, this starts before the gradients are final: ranks wait once, not twice.
-        early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.measured_alone else None
+        early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.norm_is_local else None
         finish_gradients(training)
         if observe:
             observe(training)

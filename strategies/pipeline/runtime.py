@@ -20,7 +20,7 @@ from parallelrun.train.reader import Batch
 
 from .evaluation import ForwardPass
 from .plan import Schedule
-from .stage import Sends, Stage
+from .stage import ScheduledStage, Sends
 
 TORCH_SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "naive": pipelining.ScheduleGPipe,
@@ -95,7 +95,7 @@ class ScheduleRunner(PipelineRunner):
         joined = {(step.kind, step.microbatch) for step in steps[group.index] if step.joined}
         self._sends = Sends()
         self._stages = [
-            Stage(part, index, plan, mesh.device, group.process_group, self._sends, joined)
+            ScheduledStage(part, index, plan, mesh.device, group.process_group, self._sends, joined)
             for index, part in zip(indices, model_parts, strict=True)
         ]
         self._inputs_here = indices[0] == 0

@@ -101,7 +101,7 @@ class Sends:
                 work.wait()
 
 
-class Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """torch's PipelineStage with static metadata, contiguous messages, tags for counting them, and early freed buffers.
 
     torch's own stage holds a buffer per microbatch and direction from the first step on, and every output until its

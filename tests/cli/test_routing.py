@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallelrun.cli import main as program
-from parallelrun.report.progress import Progress
+from parallelrun.report.progress import ProgressLine
 from tests.cli.launcher import run_to_end
 
 STEPS = 12
@@ -84,5 +84,5 @@ def test_the_plan_says_what_no_step_can_exceed(capsys: pytest.CaptureFixture[str
 
 def test_other_models_show_no_routing(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 5.0, "samples": 8, "tokens": 64}
-    Progress(2, enabled=True).update(row)
+    ProgressLine(2, enabled=True).update(row)
     assert "max_vio" not in capsys.readouterr().out

@@ -13,7 +13,7 @@ from parallelrun.config import compose
 from parallelrun.config.overrides import read
 from parallelrun.config.schema import Config
 from parallelrun.report import run as report
-from parallelrun.report.progress import Progress
+from parallelrun.report.progress import ProgressLine
 from tests.cli.launcher import run_to_end
 from tests.plans import tiny_plan
 from tests.vision import ALEXNET
@@ -100,6 +100,6 @@ def test_any_classifier_has_an_accuracy_where_its_classes_are_not_split(tp: int,
 
 def test_other_models_show_no_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"step": 1, "loss": 1.0, "val_loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 5.0}
-    Progress(2, enabled=True).update({**row, "samples": 8, "tokens": 64})
+    ProgressLine(2, enabled=True).update({**row, "samples": 8, "tokens": 64})
     out = capsys.readouterr().out
     assert "top1" not in out and "tokens/s" in out

@@ -192,7 +192,7 @@ def with_a_fault(fault: str) -> Tensor:
         runtime._Pieces.run = lambda self, right=runtime._Pieces.run: (time.sleep(0.2), right(self))[1]
         from parallelrun.strategies.data.common.allreduce import runtime as jobs
 
-        jobs.Job.wait = lambda self: None
+        jobs.AllReduceJob.wait = lambda self: None
     if fault == "sent before it was added":
         right = runtime._Pieces._send
         runtime._Pieces._send = lambda self, outgoing, ready: right(self, outgoing, self._flat.numel())

@@ -45,7 +45,7 @@ def fill_with_ones(overrides: dict[str, Any], alone_bytes: int) -> tuple[float, 
         parameter.tensor.grad.fill_(1.0)  # in the data strategy's flat buffers, where it has such
     share = training.gradients.squared_norm()
     assert share.dtype == torch.float64 and share.dim() == 0
-    return float(share), training.plan.spec.num_parameters, training.gradients.measured_alone
+    return float(share), training.plan.spec.num_parameters, training.gradients.norm_is_local
 
 
 @pytest.mark.parametrize("case", WORLDS)

@@ -18,7 +18,7 @@ from parallelrun.plan.structure import Collective, Equivalence, Plan
 
 from . import buckets
 from .compression import plan as compressions
-from .compression.plan import Compression, Message
+from .compression.plan import Compression, SummedMessage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,7 +50,7 @@ class BucketedAllReduce(DataStrategy):
         waiting = buckets.WaitingGradients(plan.stages[stage].pp_rank, coordinate, plan, filled)
         return [beside for beside, _ in waiting.of_stage(stage)]
 
-    def bucket_messages(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Message]:
+    def bucket_messages(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[SummedMessage]:
         """Every sum of one step, in the order in which the buckets are sent."""
         return [
             replace(message, axis=bucket.axis)
@@ -58,7 +58,7 @@ class BucketedAllReduce(DataStrategy):
             for message in compressions.messages(bucket.parts, plan, self.compression)
         ]
 
-    def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum. Override this to change the all-reduce algorithm."""
         return [Collective(message.axis, "all_reduce", "gradients", 1, message.payload_bytes)]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.mesh import Group
 
-from .halving import Level, levels
+from .halving import HalvingLevel, levels
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return out
 
 
-def _inside(spans: Sequence[tuple[int, int]], level: Level) -> list[tuple[int, int, int]]:
+def _inside(spans: Sequence[tuple[int, int]], level: HalvingLevel) -> list[tuple[int, int, int]]:
     """(tensor, start, stop) of what of each tensor lies in the kept part, counted from that part's start."""
     low, high = level.keep
     found = [(n, max(start, low) - low, min(stop, high) - low) for n, (start, stop) in enumerate(spans)]

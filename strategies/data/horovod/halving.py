@@ -17,7 +17,7 @@ DOT_BYTES = 8  # fp64
 
 
 @dataclass(frozen=True)
-class Level:
+class HalvingLevel:
     """One halving. distance: 2^k; the rank keeps [keep) and gives [give) of the vector, as (start, stop)."""
 
     distance: int
@@ -25,14 +25,14 @@ class Level:
     give: tuple[int, int]
 
 
-def levels(numel: int, size: int, index: int) -> tuple[Level, ...]:
+def levels(numel: int, size: int, index: int) -> tuple[HalvingLevel, ...]:
     """What member `index` of `size` (a power of two) does with a vector of `numel` elements."""
     start, stop, distance, out = 0, numel, 1, []
     while distance < size:
         middle = start + (stop - start) // 2
         low, high = (start, middle), (middle, stop)
         keep, give = (high, low) if index & distance else (low, high)
-        out.append(Level(distance, keep, give))
+        out.append(HalvingLevel(distance, keep, give))
         (start, stop), distance = keep, 2 * distance
     return tuple(out)
 

@@ -25,7 +25,7 @@ from ..common.allreduce.plan import AlgorithmAllReduce
 from ..common.allreduce.steps import NATIVE, piece_elements
 from ..common.bucketed_plan import BucketedAllReduce
 from ..common.compression import plan as compression
-from ..common.compression.plan import HALF_BYTES, Message
+from ..common.compression.plan import HALF_BYTES, SummedMessage
 from . import checks, halving
 from .checks import ADASUM
 
@@ -153,7 +153,7 @@ class Horovod(AlgorithmAllReduce):
         """As ring's; with adasum its updates are counted in `gathered_bytes`."""
         return 0 if self._combines_updates(plan) else super().held_bytes(pp_rank, coordinate, plan)
 
-    def buffer_elements(self, message: Message, coordinate: dict[str, int], plan: Plan) -> int:
+    def buffer_elements(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> int:
         """Elements of the buffers in which the parts of one sum over a process set, or over all copies, arrive."""
         if not self.process_sets:
             return super().buffer_elements(message, coordinate, plan)
@@ -161,7 +161,7 @@ class Horovod(AlgorithmAllReduce):
         index = members.index(coordinate["dp"])
         return counts.buffer_elements(self.algorithm, len(members), index, message.numel, on_cpu)
 
-    def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum over a process set, or over all copies where there are none."""
         if not self.process_sets:
             return super().rows_of_sum(message, coordinate, plan)

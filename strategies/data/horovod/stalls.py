@@ -24,7 +24,7 @@ MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Progress:
+class SubmissionProgress:
     """What one rank says of itself. waits_s: how long it has waited for exchange `num_done`, None when it does not.
     missing: tensors of its next exchange whose gradients are not there yet."""
 
@@ -59,7 +59,7 @@ class Stall:
 
 def find_stalls(
     groups: Sequence[Sequence[int]],
-    said: Mapping[int, Progress],
+    said: Mapping[int, SubmissionProgress],
     names: Mapping[int, Sequence[tuple[str, ...]]],
     warn_s: float,
 ) -> list[Stall]:
@@ -128,7 +128,7 @@ class StallWatch:
             except (RuntimeError, ConnectionError):  # the store has gone: the run is ending
                 return
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> SubmissionProgress:
         noted, since = self._submissions, self._submissions.waiting_since
         number = noted.num_submitted
         missing: tuple[str, ...] = ()
@@ -136,10 +136,12 @@ class StallWatch:
             slots = zip(noted.names[number], self._buckets[number].slots)
             missing = tuple(name for name, slot in slots if not slot.filled and slot.weight.grad is None)
         waits_s = None if since is None else time.monotonic() - since
-        return Progress(noted.step, number, noted.num_done, waits_s, missing)
+        return SubmissionProgress(noted.step, number, noted.num_done, waits_s, missing)
 
     def _warn(self) -> None:
-        said = {rank: Progress(**fields) for rank, fields in self._read("progress", range(self._world)).items()}
+        said = {
+            rank: SubmissionProgress(**fields) for rank, fields in self._read("progress", range(self._world)).items()
+        }
         waiting = [rank for rank, progress in said.items() if (progress.waits_s or 0) >= self._warn_s]
         if not waiting:
             return

@@ -34,7 +34,7 @@ from .apply_log import AppliedUpdate, LogRow, Push
 from .connections import ShardBuffers
 from .plan import ParameterServer
 from .store import ShardStore
-from .worker import Worker, clip, compute, evaluate_alone
+from .worker import Worker, clip, compute, evaluate_locally
 
 PushKey = tuple[int, int]  # (worker, clock)
 
@@ -101,7 +101,7 @@ def _replay(config: Config, plan: Plan, context: WorkerContext) -> Trace:
     trace.losses, trace.grad_norms = replay.losses, replay.norms
     trace.gradients = [_with_frozen(gradients, training) for gradients in replay.gradients()]
     trace.final = _weights(training)
-    trace.val_loss = evaluate_alone(training, plan.num_workers, lambda n: context.heartbeat(n, "evaluate")).loss
+    trace.val_loss = evaluate_locally(training, plan.num_workers, lambda n: context.heartbeat(n, "evaluate")).loss
     return trace
 
 

@@ -109,7 +109,7 @@ class Worker:
         """Evaluate the weights as last pulled, in this worker alone: the others may be busy or lost."""
         training, heartbeat = self.training, self.context.heartbeat
         return self.paused(
-            lambda: evaluate_alone(training, training.plan.num_workers, lambda number: heartbeat(number, "evaluate"))
+            lambda: evaluate_locally(training, training.plan.num_workers, lambda number: heartbeat(number, "evaluate"))
         )
 
     def paused(self, action: Callable[[], T]) -> T:
@@ -146,7 +146,7 @@ def clip(gradients: list[Tensor], limit: float) -> float:
 
 
 @torch.no_grad()
-def evaluate_alone(training: Training, num_workers: int, heartbeat: Callable[[int], None]) -> Evaluation:
+def evaluate_locally(training: Training, num_workers: int, heartbeat: Callable[[int], None]) -> Evaluation:
     """Like `train.step.measure`, but compute all workers' parts of the validation batches in this process."""
     split, config = training.dataset.val, training.config
     sampler = Sampler(len(split), training.plan.batch.global_batch, config.seed, shuffle=False)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from parallelrun.report.figures import bytes_text, degrees_text
-from parallelrun.report.progress import Progress
+from parallelrun.report.progress import ProgressLine
 from parallelrun.report.run import communication_table, show, sparkline
 
 
@@ -28,7 +28,7 @@ def progress_row(step: int, **more: float) -> dict:
 
 def drawn(capsys: pytest.CaptureFixture[str], rows: list[dict]) -> list[str]:
     """The lines that these rows are shown as; of a redrawn line every drawing."""
-    progress = Progress(60000, enabled=True)
+    progress = ProgressLine(60000, enabled=True)
     for row in rows:
         progress.update(row)
     progress.close()

@@ -9,7 +9,7 @@ from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, Expla
 
 from .algorithm import Algorithm
 from .steps import ALL_GATHER, SCATTER_REDUCE, Span, pieces, table
-from .steps import Message as Slice
+from .steps import PeerMessage as Slice
 from .steps import Round as TableRow
 
 TEXTS = {

@@ -16,7 +16,7 @@ from parallelrun.plan.structure import Collective, Plan
 
 from .. import buckets
 from ..bucketed_plan import BucketedAllReduce
-from ..compression.plan import Message
+from ..compression.plan import SummedMessage
 from . import algorithm as algorithms
 from . import counts, explain
 from .algorithm import Algorithm, over
@@ -73,7 +73,7 @@ class AlgorithmAllReduce(BucketedAllReduce):
             largest[message.axis] = max(largest[message.axis], size)
         return largest.total()
 
-    def buffer_elements(self, message: Message, coordinate: dict[str, int], plan: Plan) -> int:
+    def buffer_elements(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> int:
         """Elements of the buffers in which the parts of one sum arrive."""
         axis, on_cpu = message.axis, plan.device == "cpu"
         algorithm = over(self.algorithm, axis, plan)
@@ -104,7 +104,9 @@ class AlgorithmAllReduce(BucketedAllReduce):
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("data", self.kind, text, source, ranks, groups, DP, tuple(exchanges))
 
-    def explained_sum(self, title: str, message: Message, plan: Plan, ranks: tuple[int, ...]) -> ExplainedExchange:
+    def explained_sum(
+        self, title: str, message: SummedMessage, plan: Plan, ranks: tuple[int, ...]
+    ) -> ExplainedExchange:
         limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
         algorithm = over(self.algorithm, message.axis, plan)
         return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, limit, title)
@@ -127,7 +129,7 @@ class AlgorithmAllReduce(BucketedAllReduce):
                         found[ranks[source], ranks[target]] += times * elements * message.element_bytes
         return found
 
-    def rows_of_sum(self, message: Message, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+    def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum."""
         axis = message.axis
         algorithm, size, index = over(self.algorithm, axis, plan), plan.mesh.size(axis), coordinate[axis]

@@ -24,7 +24,7 @@ from parallelrun import comm, torch_private
 from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
-from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, Message, Round, Span, piece_elements, pieces, table
+from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, PeerMessage, Round, Span, piece_elements, pieces, table
 
 # A thread or a stream belongs to its process group and ends with it; callers know only the group.
 _lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
@@ -52,7 +52,7 @@ def all_reduce(
     return None
 
 
-class Job:
+class AllReduceJob:
     """A function in a Queue. `wait` returns when it has run, or raises its exception."""
 
     def __init__(self, run: Callable[[], None]):
@@ -84,13 +84,13 @@ class Queue:
     """Runs jobs one after the other. The thread ends with the Queue and never keeps a process alive."""
 
     def __init__(self, name: str):
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[AllReduceJob | None] = SimpleQueue()
         threading.Thread(target=_carry_out_all, args=(self._jobs,), name=name, daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def put(self, run: Callable[[], None]) -> Job:
+    def put(self, run: Callable[[], None]) -> AllReduceJob:
         """Run `run` after all jobs that were put before; return at once."""
-        job = Job(run)
+        job = AllReduceJob(run)
         self._jobs.put(job)
         return job
 
@@ -165,7 +165,7 @@ class _Pieces:
         for work in self._sent:
             work.wait()
 
-    def _post(self, number: int) -> list[tuple[Message, Tensor, dist.Work]]:
+    def _post(self, number: int) -> list[tuple[PeerMessage, Tensor, dist.Work]]:
         """Start the receives of a round: into the tensor, or into the buffer from which they are added."""
         if number >= len(self._rounds) or (message := self._rounds[number].receive) is None:
             return []
@@ -179,11 +179,11 @@ class _Pieces:
             posted.append((piece, buffer, work))
         return posted
 
-    def _pieces_to_send(self, number: int) -> deque[Message]:
+    def _pieces_to_send(self, number: int) -> deque[PeerMessage]:
         message = self._rounds[number].send if number < len(self._rounds) else None
         return deque(pieces(message, self._piece)) if message else deque()
 
-    def _send(self, outgoing: deque[Message], ready: int) -> None:
+    def _send(self, outgoing: deque[PeerMessage], ready: int) -> None:
         """Start the sends of the pieces before `ready`, which have arrived."""
         while outgoing and outgoing[0].stop <= ready:
             piece = outgoing.popleft()

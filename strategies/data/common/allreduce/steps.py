@@ -18,7 +18,7 @@ Span = tuple[int, int]
 PIECE_BYTES = 2**21  # on gloo a message goes in pieces of up to so many bytes: smaller ones cost more than they hide
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """Elements [start, stop) of the flat tensor, to or from the group's member number `peer`."""
 
     peer: int
@@ -35,8 +35,8 @@ class Round:
     """One rank's part in one round of a phase. None: no message (an empty segment, or no peer)."""
 
     phase: str
-    send: Message | None
-    receive: Message | None
+    send: PeerMessage | None
+    receive: PeerMessage | None
 
 
 def table(algorithm: str, size: int, index: int, numel: int, group_size: int = 1) -> tuple[Round, ...]:
@@ -68,14 +68,14 @@ def piece_elements(element_bytes: int) -> int:
     return max(1, PIECE_BYTES // element_bytes)
 
 
-def pieces(message: Message, limit: int) -> Iterator[Message]:
+def pieces(message: PeerMessage, limit: int) -> Iterator[PeerMessage]:
     """The message in pieces of up to `limit` elements, in order."""
     for start in range(message.start, message.stop, limit):
-        yield Message(message.peer, start, min(start + limit, message.stop))
+        yield PeerMessage(message.peer, start, min(start + limit, message.stop))
 
 
-def _message(peer: int, span: Span) -> Message | None:
-    return Message(peer, *span) if span[0] < span[1] else None
+def _message(peer: int, span: Span) -> PeerMessage | None:
+    return PeerMessage(peer, *span) if span[0] < span[1] else None
 
 
 def _scatter_reduce(members: Sequence[int], index: int, span: Span) -> tuple[Round, ...]:

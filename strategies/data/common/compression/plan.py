@@ -1,7 +1,7 @@
 """Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors. Torch-free.
 
 The strategies that all-reduce gradients in buckets (ddp, ring, horovod) offer it: they predict one all-reduce per
-`Message`, and their runtime sends through `runtime.compress`.
+`SummedMessage`, and their runtime sends through `runtime.compress`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class Message:
+class SummedMessage:
     """One all-reduce: elements, bytes of each, and the axis over which they are summed."""
 
     numel: int
@@ -97,7 +97,7 @@ def is_factored(held: HeldParameter, shape: Sequence[int], plan: Plan, compressi
 
 def messages(
     bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression
-) -> tuple[Message, ...]:
+) -> tuple[SummedMessage, ...]:
     """The all-reduces of one bucket, of parameters with their local shapes, in the order in which they are started.
 
     powersgd: what is not factored, the left factors, the right factors; each flat, none if it would be empty.
@@ -105,12 +105,12 @@ def messages(
     size = BYTES[plan.precision.reduce]
     if compression.kind != "powersgd":
         element = HALF_BYTES if compression.kind == "fp16" else size
-        return (Message(sum(prod(shape) for _, shape in bucket), element),)
+        return (SummedMessage(sum(prod(shape) for _, shape in bucket), element),)
     factored = [shape for held, shape in bucket if is_factored(held, shape, plan, compression)]
     uncompressed = sum(prod(shape) for _, shape in bucket) - sum(prod(shape) for shape in factored)
     left = sum(matrix_shape(shape)[0] * num_columns(shape, compression.rank) for shape in factored)
     right = sum(matrix_shape(shape)[1] * num_columns(shape, compression.rank) for shape in factored)
-    return tuple(Message(numel, size) for numel in (uncompressed, left, right) if numel)
+    return tuple(SummedMessage(numel, size) for numel in (uncompressed, left, right) if numel)
 
 
 def held_bytes(bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression) -> int:

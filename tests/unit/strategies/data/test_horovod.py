@@ -16,7 +16,7 @@ from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import Progress, find_stalls, watched_groups
+from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls, watched_groups
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -230,7 +230,7 @@ NAMES = {0: (("head.weight",), ("embedding.weight",)), 2: (("head.weight",), ("e
 
 
 def progress(step, submitted, done, waits=None, missing=()):
-    return Progress(step, submitted, done, waits, tuple(missing))
+    return SubmissionProgress(step, submitted, done, waits, tuple(missing))
 
 
 def test_a_stall_names_the_missing_rank_and_its_tensors():

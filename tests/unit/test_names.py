@@ -1,0 +1,50 @@
+"""One name means one thing: class names are unique, and words that the field does not use name nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Words of older code that readers had to learn; CONTRIBUTING.md says which word stands for each.
+RETIRED = {
+    "way",
+    "settle",
+    "settled",
+    "foretell",
+    "foretold",
+    "desk",
+    "scribe",
+    "voice",
+    "alone",
+    "parcel",
+}
+
+
+def definitions() -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
+    """Every class and function of the product, with its file."""
+    for folder in ("parallelrun", "strategies"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    yield path.relative_to(ROOT).as_posix(), node
+
+
+def words(name: str) -> set[str]:
+    """`BoundaryShape` and `boundary_shape` -> {boundary, shape}."""
+    spaced = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+    return set(spaced.strip("_").split("_"))
+
+
+def test_class_names_are_unique():
+    files = defaultdict(set)
+    for file, node in definitions():
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            files[node.name].add(file)
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+def test_no_class_or_function_has_a_retired_word_in_its_name():
+    assert [f"{file}: {node.name}" for file, node in definitions() if words(node.name) & RETIRED] == []
