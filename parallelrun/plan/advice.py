@@ -13,8 +13,9 @@ from parallelrun.plan.batch import in_whole_rounds
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
 from parallelrun.plan.facts import Facts
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
-from parallelrun.plan.load import pipeline_schedule
+from parallelrun.plan.load import data_strategy, pipeline_schedule
 from parallelrun.plan.resolve import solve
+from parallelrun.plan.shorthands import kinds
 from parallelrun.plan.simulate import Simulation
 from parallelrun.plan.structure import Memory, Plan
 from parallelrun.plan.suggest import with_value
@@ -105,7 +106,11 @@ def _smaller(plan: Plan, config: Config) -> list[Change]:
         (plan.recompute != "full", {"recompute": "full"}),
         (batch.micro_batch > 1, {"micro_batch": 1} if in_samples else {"microbatches": batch.replica_batch}),
         (not plan.tensor.sequence_parallel and size("tp") > 1, {"strategy.tensor.sequence_parallel": "true"}),
-        *((size("dp") > 1 and plan.data.kind != kind, {"strategy.data.kind": kind}) for kind in ("zero1", "fsdp")),
+        *(
+            (size("dp") > 1 and plan.data.kind != kind, {"strategy.data.kind": kind})
+            for kind in kinds("data")
+            if data_strategy(kind).saves_memory
+        ),
     ]
     for axis in ("tp", "pp"):  # twice the degree on as many devices, if dp is even
         halved = {"dp": size("dp") // 2} if size("dp") % 2 == 0 else {}

@@ -56,6 +56,8 @@ class DataStrategy(ABC):
     kind: ClassVar[str]  # the name in the registry, without the axis
     reads: ClassVar[tuple[str, ...]] = ()  # the keys of `strategy.data` beside `kind` that it reads
     description: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
+    shards_weights: ClassVar[bool] = False  # no rank of dp holds complete weights
+    saves_memory: ClassVar[bool] = False  # suggested where a plan does not fit on a device
     takes_experts: ClassVar[bool] = False  # experts may be distributed over its ranks (ep > 1)
     has_servers: ClassVar[bool] = False  # some ranks are no workers
     keeps_gradients: ClassVar[bool] = False  # gradients stay allocated between steps, in buffers of the strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parallelrun import definitions
-from parallelrun.config.schema import Config
+from parallelrun.config.schema import Config, PipelineConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
@@ -25,7 +25,7 @@ from parallelrun.plan.structure import BatchSizes, Equivalence, Plan, SampleSets
 from parallelrun.precision import TABLE
 from parallelrun.wording import either
 
-REFERENCE_SCHEDULE = "1f1b"  # its memory determines the number of microbatches that is filled in
+REFERENCE_SCHEDULE = PipelineConfig().kind  # its memory determines the number of microbatches that is filled in
 LARGEST_SCHEDULE = 2**19  # forward passes of all stages together
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
+from parallelrun.config.schema import Config, DataStrategyConfig, PipelineConfig, TensorStrategyConfig
 from parallelrun.plan import routing, sample_sets
 from parallelrun.plan.optimizers import with_lr_scale
 from parallelrun.plan.resolve import resolve
@@ -17,9 +17,9 @@ def single_device(config: Config, plan: Plan) -> tuple[Config, Plan]:
     strategy = replace(
         config.strategy,
         name="single",
-        data=DataStrategyConfig(kind="ddp"),
+        data=DataStrategyConfig(),
         tensor=TensorStrategyConfig(),
-        pipeline=replace(config.strategy.pipeline, kind="1f1b", virtual_stages=None, split=[]),
+        pipeline=replace(config.strategy.pipeline, kind=PipelineConfig().kind, virtual_stages=None, split=[]),
     )
     single = replace(
         config, strategy=strategy, world=1, dp=1, tp=1, pp=1,

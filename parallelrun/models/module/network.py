@@ -17,6 +17,7 @@ from parallelrun.models import layers
 from parallelrun.models.module import source
 from parallelrun.models.network import Network, store
 from parallelrun.models.rounding import rounded
+from parallelrun.plan.load import data_strategy
 from parallelrun.precision import Precision
 
 ROOT = "module"  # the name of the user's module in the network
@@ -49,7 +50,7 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     for part in module.modules():
         _compute_in(part, dtype)
     network = UserNetwork(module, spec, layers.TokenLoss(config.model.label_smoothing))
-    shards_weights = config.strategy.data.kind == "fsdp" and (config.dp or 1) > 1
+    shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
     network.needs_every_gradient = (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights
     network.own_values = lambda seed: own_values(config, spec.vocab)
     return network

@@ -50,6 +50,8 @@ class FSDP(DataStrategy):
     )
     reads = ("shard", "reshard_after_forward", "reduce_each_microbatch")
     takes_experts = True
+    shards_weights = True
+    saves_memory = True
     keeps_gradients = True
 
     reshard_after_forward: bool = False

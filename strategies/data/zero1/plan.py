@@ -21,6 +21,7 @@ class ZeRO1(ZeRO):
     """Weights and gradients are complete on every rank of dp."""
 
     kind = "zero1"
+    saves_memory = True
     reads: ClassVar[tuple[str, ...]] = ("bucket_mb",)
     description = (
         "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
