@@ -53,5 +53,5 @@ def test_code_of_a_saved_run_is_named_again_by_the_user(tmp_path):
     (run / "config.yaml").write_text(config)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
     code, refused = program(tmp_path, "refused", "resume=latest", "steps=9")
-    assert code == 2 and "code is taken from the command line only" in refused.stderr
+    assert code == 2 and "code must be named on the command line" in refused.stderr
     assert not (tmp_path / "owned").exists() and runs_of(tmp_path) == [run]

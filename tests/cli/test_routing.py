@@ -75,10 +75,10 @@ def test_the_heat_map_is_on_the_screen_and_in_the_directory(trained: tuple[str, 
 
 
 def test_the_plan_says_what_no_step_can_exceed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["plan", "model=moe_gpt", "strategy=dropless", "dp=2", "ep=2"]) == 0
+    assert program.main(["plan", "model=moe_gpt", "strategy=dropless", "dp=2", "ep=2", "detail=traffic"]) == 0
     out = capsys.readouterr().out
-    assert "(<= " in out and "where bytes depend on the data" in " ".join(out.split())
-    assert program.main(["plan", "model=moe_gpt", "strategy=gshard", "dp=2", "ep=2"]) == 0
+    assert "(<= " in out and "where the bytes depend on the data" in " ".join(out.split())
+    assert program.main(["plan", "model=moe_gpt", "strategy=gshard", "dp=2", "ep=2", "detail=traffic"]) == 0
     assert "<=" not in capsys.readouterr().out
 
 

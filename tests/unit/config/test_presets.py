@@ -154,7 +154,7 @@ def test_days_are_asked_of_plan_alone_and_of_models_of_tokens():
     config = replace(composed("model=gpt").config, tokens=1e9)
     with pytest.raises(ConfigError, match="read by plan only, not by run"):
         resolve(replace(config, verb="run"))
-    with pytest.raises(ConfigError, match="which have no tokens"):
+    with pytest.raises(ConfigError, match="reads images, not tokens"):
         plan("model=resnet", "strategy=ddp", "tokens=1e9")
     assert describe(resolve(config), config)["training"]["sustained"] is None, "no rates"
 
