@@ -77,7 +77,7 @@ def _check_data_strategy(request: Request, data: DataStrategy) -> list[Problem]:
     if data.in_step:
         what = f"ep={request.ep}: {said} does not support experts that are sharded over dp"
     else:
-        what = f"ep={request.ep} sends tokens to other ranks of dp in every step, but replicas are not in step under {said}"
+        what = f"ep={request.ep} sends tokens to other ranks of dp in every step; replicas are not in step under {said}"
     return [Problem(what, where, f"{where}=ddp or ep=1", kind="not_built" if data.in_step else "undefined")]
 
 
