@@ -78,7 +78,8 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
 
 def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
     fields = asdict(data_axis)
-    return {**fields, "ways": fields.pop("strategies")}
+    fields["ways"] = fields.pop("strategies")  # the name that JSON has always had
+    return fields
 
 
 def _model(plan: Plan) -> dict[str, Any]:
