@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar, NamedTuple
 
 from parallelrun.errors import Problem
@@ -144,17 +143,12 @@ def levels(plan: Plan) -> tuple[str, ...]:
     return (INNER, OUTER) if plan.expert.group_size > 1 else (AXIS,)
 
 
-def num_tokens(plan: Plan) -> int:
-    """Return the tokens of a microbatch."""
-    return plan.batch.micro_batch * prod(plan.spec.boundary_shape[:-1])
-
-
 def num_slots(plan: Plan, num_experts: int | None = None) -> int:
     """Return the capacity slots that so many experts (None: all) have for a microbatch."""
     router, spec = plan.spec.router, plan.spec
     assert router is not None, NO_EXPERTS
     groups = plan.batch.micro_batch // router.group_samples
-    capacity = router.capacity(num_tokens(plan) // groups, spec.experts)
+    capacity = router.capacity(plan.num_rows // groups, spec.experts)
     return (spec.experts if num_experts is None else num_experts) * groups * capacity
 
 
@@ -162,7 +156,7 @@ def num_assignments(plan: Plan) -> int:
     """Return the assignments of a microbatch's tokens to experts, dropped ones included."""
     router = plan.spec.router
     assert router is not None, NO_EXPERTS
-    return num_slots(plan) if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
+    return num_slots(plan) if router.kind == "expert_choice" else plan.num_rows * router.top_k
 
 
 def kept_rows(plan: Plan) -> tuple[Rows, ...]:
@@ -177,7 +171,7 @@ def kept_rows(plan: Plan) -> tuple[Rows, ...]:
 
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """Return the kept rows of so many ranks for so many experts. A token never goes twice to the same expert."""
-    router, tokens, slots = plan.spec.router, num_tokens(plan), num_slots(plan, num_experts)
+    router, tokens, slots = plan.spec.router, plan.num_rows, num_slots(plan, num_experts)
     assert router is not None, NO_EXPERTS
     if router.kind == "expert_choice":
         return Rows(num_ranks * slots)  # every expert takes its fixed number of every group

@@ -20,9 +20,8 @@ from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from .activation_memory import INDEX, MASK, activates_again, activation_bytes
-from .product_strategy import AXIS
-from .product_strategy import num_rows as num_tokens
+from .activation_memory import INDEX, MASK, activates_again, activation_bytes, recomputed
+from .traffic import AXIS
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
@@ -32,19 +31,18 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     it is widened or jittered."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
     assert plan.spec.router is not None
-    own = num_tokens(plan) * plan.spec.hidden * accurate
+    own = plan.num_rows * plan.spec.hidden * accurate
     if plan.spec.router.jitter > 0.0:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel:
         return own
     counted = any(layer.layer_role == "column_parallel" for layer in _behind(block))  # a shared expert reads it too
-    again = plan.recompute == "selective" and block.is_recomputed
-    return 0 if counted or again else own
+    return 0 if counted or recomputed(block, plan) else own
 
 
 def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
-    spec, router, tokens = plan.spec, plan.spec.router, num_tokens(plan)
+    spec, router, tokens = plan.spec, plan.spec.router, plan.num_rows
     assert router is not None
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
     kept = scores * accurate
@@ -60,7 +58,7 @@ def routing_bytes(plan: Plan) -> int:
 
 
 def _choices(router: RouterSpec, plan: Plan) -> int:
-    tokens, accurate = num_tokens(plan), BYTES[plan.precision.accurate]
+    tokens, accurate = plan.num_rows, BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
         return num_rows(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     kept = tokens * router.top_k * INDEX
@@ -77,8 +75,8 @@ def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     router, compute, count = plan.spec.router, BYTES[plan.precision.compute], num_rows(plan)
     assert router is not None
     hidden = layer.in_features
-    assigned = count if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
-    indices = (2 * count + assigned + num_tokens(plan)) * INDEX
+    assigned = count if router.kind == "expert_choice" else plan.num_rows * router.top_k
+    indices = (2 * count + assigned + plan.num_rows) * INDEX
     inside = layer.parameters[0].shape[inside_dim(layer.parameters[0])] // plan.mesh.size(AXIS)
     opened = activation_bytes(count, inside * (len(layer.parameters) - 1), layer, plan)
     activated = 0 if activates_again(block, plan) else count * inside * compute
@@ -93,7 +91,7 @@ def _weights(layer: LayerSpec, plan: Plan) -> int:
 
 def num_rows(plan: Plan) -> int:
     """Rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
-    router, tokens, groups = plan.spec.router, num_tokens(plan), _groups(plan)
+    router, tokens, groups = plan.spec.router, plan.num_rows, _groups(plan)
     assert router is not None
     slots = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
     return slots if router.kind == "expert_choice" else min(tokens * router.top_k, slots)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
+from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
 
 class TakesOver(nn.Module):
-    """Mixin of a layer that replaces another one: it takes over its attributes and its (already cut) parameters.
+    """Mixin of a layer that replaces another one: it takes over its attributes and its (already cut) parameters, and
+    has `more` attributes.
 
     Sizes among the attributes stay those of the whole layer; the local ones are those of the parameters.
     """
 
-    def __init__(self, source: nn.Module):
+    def __init__(self, source: nn.Module, **more: Any):
         nn.Module.__init__(self)
         for name, value in vars(source).items():
             self.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        self.__dict__.update(more)
 
 
 def shard_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
@@ -39,6 +44,11 @@ def replace_module(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace the module at a dotted path."""
     parent, _, leaf = name.rpartition(".")
     setattr(network.get_submodule(parent), leaf, layer)
+
+
+def first_row(length: int, axes: tuple[str, ...], mesh: Mesh) -> int:
+    """Return where this rank's part of a dim of `length` begins that `axes` split (a vocabulary: maybe unevenly)."""
+    return Layout((axes,)).ranges((length,), mesh.shape.sizes, mesh.coordinate)[0][0]
 
 
 def has_vocab_head(plan: Plan) -> bool:

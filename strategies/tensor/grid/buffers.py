@@ -104,6 +104,17 @@ class ActivationPacking:
         flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         return start_all_gather(flat, self.move.group, ACTIVATIONS)
 
+    def gather(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Gather this rank's part of every activation, each as one tensor."""
+        return tuple(self.shaped(matrix.joined()) for matrix in self.read(self.start_gather(parts)()))
+
+    def scatter(self, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Sum partial activations, each one tensor; return this rank's part of each."""
+        buffer, whole = self.new(partial[0])
+        for matrix, source in zip(whole, partial):
+            matrix.fill(source.flatten(0, -2))
+        return self.start_scatter(buffer)()
+
     def shaped(self, matrix: Tensor) -> Tensor:
         """Return the activation in a matrix. No view as autograd sees it: outputs of nodes may be changed in place."""
         return matrix.view(-1, *self.inner, matrix.size(1)).detach()
@@ -145,6 +156,11 @@ class WeightPacking:
         return prod(group.size for group in self.groups)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The rows of each weight after the gather: the features of each output before it is scattered."""
+        return tuple(map(sum, self.valid))
+
+    @property
     def is_padded(self) -> bool:
         return any(real != rows for rows, valid in zip(self.rows, self.valid) for real in valid)
 
@@ -168,6 +184,24 @@ class WeightPacking:
             found.append(BlockMatrix(tuple(parts or [buffer[0].narrow(0, start, 0)])))
             start += rows
         return found
+
+    def start(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
+        """Begin to gather the stored weights, if they are; `read` reads the result."""
+        if not self.groups:
+            return lambda: weights
+        gathering = self.start_gather(weights, dtype)
+        return lambda: [gathering()]
+
+    def read(self, held: Sequence[Tensor], dtype: torch.dtype) -> list[BlockMatrix]:
+        """Return every W: out of the gathered buffer, or, where none is gathered, out of the stored ones."""
+        return self.matrices(held[0]) if self.groups else [BlockMatrix((w.to(dtype),)) for w in held]
+
+    def new(self, like: Tensor, columns: int) -> list[Tensor]:
+        """Return what `read` reads, for gradients of weights with so many columns."""
+        if not self.groups:
+            return [like.new_empty((rows, columns)) for rows in self.lengths]
+        shape = (self.num_parts, sum(self.rows), columns)
+        return [(like.new_zeros if self.is_padded else like.new_empty)(shape)]
 
     def start_gather(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Finish:
         """Begin to gather the weights, rounded to `dtype`; `matrices` reads the result."""
@@ -225,9 +259,7 @@ def weight_packing(
     return WeightPacking(groups, largest, valid, widths)
 
 
-def output_packing(
-    move: MoveGroup, source: ActivationPacking, widths: Sequence[int], weights: WeightPacking
-) -> ActivationPacking:
+def output_packing(move: MoveGroup, source: ActivationPacking, weights: WeightPacking) -> ActivationPacking:
     """Return the packing of every Y of an X: they are scattered, and their gradients gathered."""
-    sent = weights.widths if move.group else tuple(widths)
-    return ActivationPacking(move, source.rows, source.inner, tuple(widths), sent)
+    sent = weights.widths if move.group else weights.lengths
+    return ActivationPacking(move, source.rows, source.inner, weights.lengths, sent)

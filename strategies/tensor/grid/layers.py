@@ -18,7 +18,7 @@ from parallelrun.product import ActivationLayout, Product
 
 from ..common.cross_entropy import VocabParallelLoss
 from ..common.sharding import TakesOver
-from . import matmul
+from . import lookup, matmul
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,18 @@ class BoundProduct:
         return matmul.multiply(x, weights, self.product, self.mesh, self.options, rows)
 
     def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return rows of the table for the tokens of `product.x.rows`, in the compute dtype."""
+        """Return rows of the table for the tokens of the whole microbatch, in the compute dtype."""
         assert self.vocab is not None, "a table has a vocabulary"
         self.tracker.layout = self.product.y
-        return matmul.look_up(tokens, table, self.product, self.mesh, self.options, self.vocab)
+        own = slice_of(self.product.x.rows, self.mesh).of(tokens)
+        return lookup.look_up(own, table, self.product, self.mesh, self.options, self.vocab)
 
 
 class GridLayer(TakesOver):
     """A layer that multiplies as `multiply` says."""
 
     compiles: ClassVar[bool] = False
-
-    def __init__(self, source: single_device.RoleLayer, multiply: BoundProduct):
-        super().__init__(source)
-        self.multiply = multiply
+    multiply: BoundProduct
 
 
 class GridColumnLinear(GridLayer, single_device.ColumnLinear):
@@ -130,24 +128,14 @@ class GridVocabHead(GridLayer, single_device.VocabHead):
 class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
 
-    def __init__(self, source: single_device.TokenEmbedding, multiply: BoundProduct, rows: EvenSlice):
-        super().__init__(source, multiply)
-        self.rows = rows
-
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.multiply.look_up(self.rows.of(tokens), self.weight)
+        return self.multiply.look_up(tokens, self.weight)
 
 
-class TrackingLayer(TakesOver):
-    """A layer that must know which samples and features arrive."""
-
-    def __init__(self, source: single_device.RoleLayer, tracker: LayoutTracker):
-        super().__init__(source)
-        self.tracker = tracker
-
-
-class GridDropout(TrackingLayer, single_device.HashDropout):
+class GridDropout(TakesOver, single_device.HashDropout):
     """The mask of the whole, at this rank's samples and features."""
+
+    tracker: LayoutTracker
 
     def forward(self, x: Tensor) -> Tensor:
         rows, features = self.tracker.slices
@@ -155,13 +143,28 @@ class GridDropout(TrackingLayer, single_device.HashDropout):
         return super().forward(x)
 
 
-class GridAttentionProduct(TrackingLayer, single_device.AttentionProduct):
+class GridAttentionProduct(TakesOver, single_device.AttentionProduct):
     """Attention of this rank's samples over its heads; dropped probabilities are those of the global heads."""
+
+    tracker: LayoutTracker
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, features = self.tracker.slices
         self.sample_part, self.head_offset = (rows.index, rows.count), features.index * query.size(1)
         return super().forward(query, key, value)
+
+
+MULTIPLYING: dict[type, type[GridLayer]] = {
+    single_device.ColumnLinear: GridColumnLinear,
+    single_device.RowLinear: GridRowLinear,
+    single_device.UnsplitLinear: GridRowLinear,
+    single_device.VocabHead: GridVocabHead,
+    single_device.TokenEmbedding: GridTokenEmbedding,
+}
+TRACKING: dict[type, type[TakesOver]] = {
+    single_device.HashDropout: GridDropout,
+    single_device.AttentionProduct: GridAttentionProduct,
+}
 
 
 class GridLoss(VocabParallelLoss):

@@ -15,12 +15,15 @@ from parallelrun.product import Product
 from ..common.autograd import apply
 from .block_matrix import BlockMatrix
 from .buffers import ActivationPacking, MoveGroup, WeightPacking, move_group, weight_packing
+from .matmul import MatmulOptions
 
 
-def look_up(
-    ids: Tensor, table: Tensor, product: Product, mesh: Mesh, dtypes: tuple[torch.dtype, torch.dtype], vocab: int
-) -> Tensor:
-    """Rows of the table, in the first of `dtypes`; its gradient is summed in the second. See `matmul.look_up`."""
+def look_up(ids: Tensor, table: Tensor, product: Product, mesh: Mesh, options: MatmulOptions, vocab: int) -> Tensor:
+    """Rows of the table for token ids, in the compute dtype and the layout `product.y`.
+
+    ids: int64 (samples, ...) of the rows that `product.x` splits; table: this rank's (rows, features) as stored, of
+    `vocab` rows in all. An id that is no row of the table gives zeros.
+    """
     first = product.gathered_weight.dims[0]
     ((start, stop),) = Layout((first,)).ranges((vocab,), mesh.shape.sizes, mesh.coordinate)
     packed = weight_packing(product, mesh, [table], [vocab])
@@ -31,7 +34,7 @@ def look_up(
         real = [torch.arange(rows, device=ids.device) + part * padded for part, rows in enumerate(valid)]
         index = torch.cat([*real, index.new_zeros(1)])[index.masked_fill(elsewhere, stop - start)]
     index = index.masked_fill(elsewhere, packed.num_parts * padded)
-    return apply(_LookUp, table, index, packed, move_group(product.scatter_y, mesh), *dtypes)
+    return apply(_LookUp, table, index, packed, move_group(product.scatter_y, mesh), options)
 
 
 class _LookUp(torch.autograd.Function):
@@ -42,18 +45,12 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        table: Tensor,
-        index: Tensor,
-        packed: WeightPacking,
-        move: MoveGroup,
-        compute: torch.dtype,
-        reduce: torch.dtype,
+        ctx: Any, table: Tensor, index: Tensor, packed: WeightPacking, move: MoveGroup, options: MatmulOptions
     ) -> Tensor:
-        ctx.packed, ctx.reduce, width = packed, reduce, table.size(1)
+        ctx.packed, ctx.reduce, width = packed, options.reduce, table.size(1)
         ctx.own, ctx.stored = table.size(0), table.dtype
         ctx.save_for_backward(index)
-        whole = packed.start_gather([table], compute)().flatten(0, 1)
+        whole = packed.start_gather([table], options.compute)().flatten(0, 1)
         bundle = ctx.bundle = ActivationPacking(move, index.numel(), tuple(index.shape[1:]), (width,), (width,))
         buffer, (out,) = bundle.new(whole)
         for part, rows, some in _by_part(whole, index.flatten(), out):
@@ -70,7 +67,7 @@ class _LookUp(torch.autograd.Function):
         for part, rows, some in _by_part(sums, index.flatten(), whole):
             rows.index_add_(0, some, part.to(ctx.reduce))
         (own,) = packed.start_scatter(sums[:num_rows].view(packed.num_parts, -1, width))()
-        return own[: ctx.own].to(ctx.stored), *(None,) * 5
+        return own[: ctx.own].to(ctx.stored), *(None,) * 4
 
 
 def _by_part(table: Tensor, index: Tensor, matrix: BlockMatrix) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

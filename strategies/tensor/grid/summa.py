@@ -22,7 +22,7 @@ from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
 from parallelrun.product import Product, num_panels
 
-from ..common.autograd import apply, apply_to_all
+from ..common.autograd import apply_to_all
 from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
 
 
@@ -105,18 +105,14 @@ class _Grid:
 
 
 def multiply(
-    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype, fused: bool
+    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """X times each weight, without bias. fused: one node for both gradients, which share a pass over
-    the panels; else one for each (a split backward asks for them at different times)."""
+    """X times each weight, without bias. One node gives both gradients, which share a pass over the panels; a plan with
+    a split backward refuses this form."""
     (across,), (along,) = product.x.features, product.weight.dims[1]
     count = num_panels(product, mesh.shape.sizes)
     grid = _Grid(Panels(mesh.group(across), count, ACTIVATIONS), Panels(mesh.group(along), count, WEIGHTS), reduce)
-    if fused:
-        return apply_to_all(_Summa, x, grid, *weights)
-    out = apply_to_all(_Summa, x, grid, *(weight.detach() for weight in weights))
-    shadows = apply_to_all(_WeightGradients, x.detach(), grid, *weights)
-    return tuple(apply(_Join, y, shadow) for y, shadow in zip(out, shadows))
+    return apply_to_all(_Summa, x, grid, *weights)
 
 
 class _Summa(torch.autograd.Function):
@@ -144,63 +140,28 @@ class _Summa(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        return _backward(ctx.grid, x, weights, grads, ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
+        grid, wants_x, wants_weights = ctx.grid, ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
+        x, shape = x.flatten(0, -2), x.shape
+        rows = [grad.reshape(x.size(0), -1) for grad in grads]
+        widths = [weight.size(0) for weight in weights]
+        dx = torch.empty_like(x) if wants_x else None
+        dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
 
+        def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable[[], None]]:
+            flying = []
+            if w_panel is not None and dx is not None:
+                flying.append(grid.x.start_reduce(_sum_of_products(rows, w_panel, widths), number, dx, ACTIVATIONS))
+            if x_panel is not None and dw is not None:
+                partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
+                for grad, part in zip(rows, partial.split(widths)):
+                    torch.mm(grad.t(), x_panel, out=part)
+                flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
+            return flying
 
-class _WeightGradients(torch.autograd.Function):
-    """Nothing forward (outputs of no memory, in Y's shapes); backward the weights' gradients alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: _Grid, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.grid = grid
-        ctx.save_for_backward(x, *weights)
-        return tuple(x.new_zeros(()).expand(*x.shape[:-1], weight.size(0)).detach() for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        return _backward(ctx.grid, x, weights, grads, False, True)
-
-
-class _Join(torch.autograd.Function):
-    """Y, whose gradient goes to the node that yields dX and to the one that yields dW."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, shadow: Tensor) -> Tensor:
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad
-
-
-def _backward(
-    grid: _Grid, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_x: bool, wants_weights: bool
-) -> tuple[Any, ...]:
-    """(dX or None, None, dW or None of every weight), in one pass over the panels."""
-    x, shape = x.flatten(0, -2), x.shape
-    grads = [grad.reshape(x.size(0), -1) for grad in grads]
-    widths = [weight.size(0) for weight in weights]
-    packed = _packed(weights, x.dtype) if wants_x else None
-    dx = torch.empty_like(x) if wants_x else None
-    dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
-
-    def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable[[], None]]:
-        flying = []
-        if w_panel is not None and dx is not None:
-            flying.append(grid.x.start_reduce(_sum_of_products(grads, w_panel, widths), number, dx, ACTIVATIONS))
-        if x_panel is not None and dw is not None:
-            partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
-            for grad, part in zip(grads, partial.split(widths)):
-                torch.mm(grad.t(), x_panel, out=part)
-            flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
-        return flying
-
-    grid.run(x if wants_weights else None, packed, work)
-    dx = dx if dx is None else dx.view(shape)
-    if dw is None:
-        return dx, None, *(None for _ in weights)
-    return dx, None, *(own.to(weight.dtype) for own, weight in zip(dw.split(widths), weights))
+        grid.run(x if wants_weights else None, _packed(weights, x.dtype) if wants_x else None, work)
+        own = dw.split(widths) if dw is not None else [None] * len(weights)
+        given = [None if part is None else part.to(weight.dtype) for part, weight in zip(own, weights)]
+        return None if dx is None else dx.view(shape), None, *given
 
 
 def _sum_of_products(grads: Sequence[Tensor], panel: Tensor, widths: Sequence[int]) -> Tensor:

@@ -28,11 +28,9 @@ class TPContext:
 
 
 class TensorParallelLayer(TakesOver):
-    """A layer that replaces `source` on the ranks of `tp`."""
+    """A layer on the ranks of `tp`."""
 
-    def __init__(self, source: single_device.RoleLayer, tp: TPContext):
-        super().__init__(source)
-        self.tp = tp
+    tp: TPContext
 
 
 class ColumnParallelLinear(TensorParallelLayer, single_device.ColumnLinear):
@@ -54,9 +52,7 @@ class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
 class VocabParallelEmbedding(TensorParallelLayer, single_device.TokenEmbedding):
     """Local rows of the vocabulary and zeros for the others, summed. start: the global id of the first local row."""
 
-    def __init__(self, source: single_device.TokenEmbedding, tp: TPContext, start: int):
-        super().__init__(source, tp)
-        self.start = start
+    start: int
 
     def forward(self, tokens: Tensor) -> Tensor:
         return operators.reduce_or_scatter(self._own_rows(tokens), self.tp.group, self.tp.sequence_parallel)

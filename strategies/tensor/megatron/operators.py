@@ -56,30 +56,19 @@ class _ReduceFromTP(torch.autograd.Function):
         return grad, None
 
 
-class _GatherFromSP(torch.autograd.Function):
-    """gather_from_sp (f under sequence parallelism): all-gather in forward, reduce-scatter in backward."""
+class _SplitSequence(torch.autograd.Function):
+    """gather_from_sp (f under sequence parallelism): all-gather in forward, reduce-scatter in backward; or its
+    conjugate, scatter_to_sp (g)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM)
+    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return (comm.all_gather if gathers else comm.reduce_scatter)(x, group, PURPOSE, SEQUENCE_DIM)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.reduce_scatter(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
-
-
-class _ScatterToSP(torch.autograd.Function):
-    """scatter_to_sp (g under sequence parallelism): reduce-scatter in forward, all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return comm.reduce_scatter(x, group, PURPOSE, SEQUENCE_DIM)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.all_gather(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        move = comm.reduce_scatter if ctx.gathers else comm.all_gather
+        return move(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None, None
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
@@ -150,12 +139,12 @@ def _start_reduce(grad: Tensor, ctx: Any) -> Finish:
 
 def copy_or_gather(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Return the whole input of a column-parallel product, from what passes between blocks (f)."""
-    return apply(_GatherFromSP if sequence_parallel else _CopyToTP, x, group)
+    return apply(_SplitSequence, x, group, True) if sequence_parallel else apply(_CopyToTP, x, group)
 
 
 def reduce_or_scatter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Return what passes between blocks, from a fresh partial product, which is overwritten (g)."""
-    return apply(_ScatterToSP if sequence_parallel else _ReduceFromTP, x, group)
+    return apply(_SplitSequence, x, group, False) if sequence_parallel else apply(_ReduceFromTP, x, group)
 
 
 def column_parallel_linear(
