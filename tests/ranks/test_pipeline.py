@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.plan import boundary_bytes
+from parallelrun.strategies.pipeline.schedule import boundary_bytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.ranks import pipeline_body as body

@@ -24,7 +24,8 @@ from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.structure import Plan
 
 from .all_to_all import ByteCounter
-from .rows import DispatchedRows, ExpertGroups, Level, Reorder, ReturningRows, expert_groups
+from .plan import AXIS, levels
+from .rows import ExpertGroups, Level, Reorder, RowsInTransit
 
 
 class TokenPermutation(Protocol):
@@ -71,18 +72,19 @@ class TokenDispatcher(ABC):
         """Return the weighted sums of the experts' outputs for x (tokens, hidden), and the output of `beside`."""
         chunks = self.chunks(routing)
         tokens = x.split(x.size(0) // len(chunks))
-        sent = [DispatchedRows(chunk.tokens.permute(own), chunk.levels) for own, chunk in zip(tokens, chunks)]
+        sent = [RowsInTransit(chunk.tokens.permute(own), chunk.levels) for own, chunk in zip(tokens, chunks)]
         shared = beside() if beside is not None else None
         for rows_of_chunk in sent:
             rows_of_chunk.advance()
-        returning: list[ReturningRows] = []
+        returning: list[RowsInTransit] = []
         for rows_of_chunk, chunk in zip(sent, chunks):
             rows = chunk.by_expert.apply(rows_of_chunk.wait())
             if chunk.counts is None:
                 rows = experts(rows.unflatten(0, (self.groups.num_local, -1)), None).flatten(0, 1)
             else:
                 rows = experts(rows, chunk.counts)
-            returning.append(ReturningRows(chunk.by_expert.invert(rows), chunk.levels))
+            back = (level.reversed for level in reversed(chunk.levels))
+            returning.append(RowsInTransit(chunk.by_expert.inverse.apply(rows), back))
         for rows_of_chunk in returning:
             rows_of_chunk.advance()
         arrived = [rows_of_chunk.wait() for rows_of_chunk in returning]
@@ -101,7 +103,7 @@ def chunk_and_group(routing: Routing, chunks: int) -> tuple[Tensor, Tensor]:
 def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[TokenDispatcher]) -> None:
     """Keep only this rank's experts in every MoE layer (parameters uninitialised) and give the layer its dispatcher."""
     assert plan.expert is not None
-    groups = expert_groups(plan, mesh)
+    groups = ExpertGroups(tuple(map(mesh.group, levels(plan))), plan.spec.experts // plan.mesh.size(AXIS))
     for layer in network.modules():
         if isinstance(layer, MoE):
             for name, weight in list(layer.experts.named_parameters()):

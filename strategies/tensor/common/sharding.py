@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
@@ -44,6 +45,32 @@ def replace_module(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace the module at a dotted path."""
     parent, _, leaf = name.rpartition(".")
     setattr(network.get_submodule(parent), leaf, layer)
+
+
+@dataclass(frozen=True)
+class EvenSlice:
+    """Part `index` of the `count` equal parts into which several axes split a dim."""
+
+    index: int
+    count: int
+
+    def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return this part of a tensor that is whole along `dim`: a view."""
+        size, rest = divmod(tensor.size(dim), self.count)
+        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {self.count}"
+        return tensor.narrow(dim, self.index * size, size)
+
+
+WHOLE = EvenSlice(0, 1)
+
+
+def slice_of(axes: tuple[str, ...], mesh: Mesh) -> EvenSlice:
+    """Return this rank's part of a dim that `axes` split, major first."""
+    index, count = 0, 1
+    for axis in axes:
+        degree = mesh.shape.size(axis)
+        index, count = index * degree + mesh.coordinate.get(axis, 0), count * degree
+    return EvenSlice(index, count)
 
 
 def first_row(length: int, axes: tuple[str, ...], mesh: Mesh) -> int:

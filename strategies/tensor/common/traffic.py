@@ -17,10 +17,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import TensorStrategy
 from parallelrun.precision import BYTES
@@ -28,16 +28,6 @@ from parallelrun.product import ActivationLayout, Product, Transfer, transfers
 
 AXIS = "tp"
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
-
-
-class Traffic(NamedTuple):
-    """`calls` collectives of `payload` bytes together."""
-
-    axis: str
-    operation: str
-    purpose: str
-    calls: int
-    payload: int
 
 
 def overlaps(plan: Plan) -> bool:
@@ -69,7 +59,7 @@ class ProductTraffic(TensorStrategy):
         """Return whether backward reuses what forward gathered, instead of gathering it again."""
         return self.save_gathered
 
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """Return whether full recomputation of a block also repeats the last collective of its forward pass."""
         return True
 
@@ -79,18 +69,19 @@ class ProductTraffic(TensorStrategy):
             return []
         counts: Counter[tuple[str, str, str]] = Counter()
         payload: Counter[tuple[str, str, str]] = Counter()
-        known: dict[object, list[Traffic]] = {}
+        known: dict[object, list[Collective]] = {}
         for block in blocks:
             is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
-            key = plan.spec.first_alike[block.name], is_last, reached
-            if key not in known:
-                known[key] = [traffic for _, traffic in self.traffic(block, plan)]
-            for traffic in known[key]:
-                counts[traffic[:3]] += plan.batch.microbatches * traffic.calls
-                payload[traffic[:3]] += plan.batch.microbatches * traffic.payload
+            alike = plan.spec.first_alike[block.name], is_last, reached
+            if alike not in known:
+                known[alike] = [call for _, call in self.traffic(block, plan)]
+            for call in known[alike]:
+                key = call.axis, call.operation, call.purpose
+                counts[key] += plan.batch.microbatches * call.calls
+                payload[key] += plan.batch.microbatches * call.payload_bytes
         return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
 
-    def traffic(self, block: BlockSpec, plan: Plan) -> list[tuple[str, Traffic]]:
+    def traffic(self, block: BlockSpec, plan: Plan) -> list[tuple[str, Collective]]:
         """Return what one microbatch of a block sends, in order, each with a title such as `forward, attention.out`."""
         both = [(layer, *self._of_layer(layer, plan)) for layer in block.layers]
         forward = [call for _, calls, _ in both for call in calls]
@@ -111,7 +102,7 @@ class ProductTraffic(TensorStrategy):
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
                 found = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(ExplainedRound(title, calls=_calls(traffic, plan, ranks)) for title, traffic in found)
+                rounds = tuple(ExplainedRound(title, calls=calls_of([call], plan, ranks)[0]) for title, call in found)
                 exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
@@ -131,34 +122,34 @@ class ProductTraffic(TensorStrategy):
         runs_backward = wants_weight or (wants_input and not product.lookup)
         return found if runs_backward else [transfer for transfer in found if transfer.phase == "forward"]
 
-    def _of_layer(self, layer: LayerSpec, plan: Plan) -> tuple[list[Traffic], list[Traffic]]:
+    def _of_layer(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         """(what is sent in forward, in backward)."""
         if layer.layer_role == "norm":
             forward, backward = self._of_norm(layer, plan)
             return forward, backward if self.has_input_gradient(layer, plan) else []
-        phases: tuple[list[Traffic], list[Traffic]] = [], []
+        phases: tuple[list[Collective], list[Collective]] = [], []
         for transfer in self.transfers_of(layer, plan):
             dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
             size = transfer.calls * transfer.elements * BYTES[dtype]
             purpose = PURPOSES.get(transfer.operand, "activations")
-            found = Traffic(transfer.axis, transfer.operation, purpose, transfer.calls, size)
+            found = Collective(transfer.axis, transfer.operation, purpose, transfer.calls, size)
             phases[transfer.phase == "backward"].append(found)
         return phases
 
-    def _of_norm(self, layer: LayerSpec, plan: Plan) -> tuple[list[Traffic], list[Traffic]]:
+    def _of_norm(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
         """Statistics of rows whose features are split."""
         layout = self.activation_layout(layer, plan)
         size = layout.local(plan.num_rows, layer.in_features, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
         split = [axis for axis in layout.features if plan.mesh.size(axis) > 1]
         if plan.spec.norm == "rmsnorm":
-            both = [Traffic(axis, "all_reduce", "norm", 1, size) for axis in split]
+            both = [Collective(axis, "all_reduce", "norm", 1, size) for axis in split]
             return both, both
         return (
-            [Traffic(axis, "all_gather", "norm", 1, plan.mesh.size(axis) * 2 * size) for axis in split],
-            [Traffic(axis, "all_reduce", "norm", 1, 2 * size) for axis in split],
+            [Collective(axis, "all_gather", "norm", 1, plan.mesh.size(axis) * 2 * size) for axis in split],
+            [Collective(axis, "all_reduce", "norm", 1, 2 * size) for axis in split],
         )
 
-    def _of_loss(self, plan: Plan) -> list[Traffic]:
+    def _of_loss(self, plan: Plan) -> list[Collective]:
         """The largest logit, then both sums at once, over the axes that split the vocabulary."""
         product = self.head_product(plan)
         if product is None:
@@ -166,7 +157,7 @@ class ProductTraffic(TensorStrategy):
         targets = plan.batch.micro_batch * plan.spec.targets_per_sample
         size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
         split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
-        return [Traffic(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]
+        return [Collective(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]
 
     def has_input_gradient(self, layer: LayerSpec, plan: Plan) -> bool:
         """Return whether backward computes the gradient of a layer's input. The model's own input has none."""
@@ -192,7 +183,3 @@ class ProductTraffic(TensorStrategy):
 
 def _title(phase: str, layer: LayerSpec, block: BlockSpec) -> str:
     return f"{phase}, {layer.name.removeprefix(block.name + '.')}"
-
-
-def _calls(traffic: Traffic, plan: Plan, ranks: tuple[int, ...]) -> tuple[Call, ...]:
-    return calls_of([Collective(*traffic)], plan, ranks)[0]

@@ -68,34 +68,41 @@ class ActivationPacking:
     def is_padded(self) -> bool:
         return self.sent != self.widths
 
+    @property
+    def part(self) -> ActivationPacking:
+        """The packing of one rank's part of the whole, which is not moved."""
+        size = self.move.size
+        if self.move.dim == 0:
+            assert self.rows % size == 0, f"{self.rows} rows do not split by {size}"
+            return replace(self, move=STAYS, rows=self.rows // size)
+        assert not any(width % size for width in self.sent), f"{self.sent} do not split by {size}"
+        assert not self.is_padded, "features that are scattered divide"
+        widths = tuple(width // size for width in self.widths)
+        return replace(self, move=STAYS, widths=widths, sent=widths)
+
     def read(self, buffer: Tensor) -> list[BlockMatrix]:
         """Return the whole matrices in `buffer` (parts, ...): views."""
         if len(self.sent) == 1 and self.move.dim == 0 and not self.is_padded:
             return [BlockMatrix((buffer.view(self.rows, self.sent[0]),))]
-        found, start, size = [], 0, self.move.size
-        for width, sent in zip(self.widths, self.sent):
-            shape = (self.rows // size, sent) if self.move.dim == 0 else (self.rows, sent // size)
-            length = shape[0] * shape[1]
-            parts = (part.narrow(0, start, length).view(shape) for part in buffer.view(size, -1).unbind(0))
-            own = tuple(part if sent == width else part[:, :width] for part in parts)
+        found, start, part = [], 0, self.part
+        for width, sent, length in zip(self.widths, self.sent, part.sent):
+            stop = start + part.rows * length
+            parts = (flat[start:stop].view(part.rows, length) for flat in buffer.view(self.move.size, -1).unbind(0))
+            own = tuple(matrix if sent == width else matrix[:, :width] for matrix in parts)
             found.append(BlockMatrix(own, self.move.dim))
-            start += length
+            start = stop
         return found
 
     def new(self, like: Tensor) -> tuple[Tensor, list[BlockMatrix]]:
         """Return (a buffer to be scattered, the whole matrices to be written in it)."""
-        buffer = (like.new_zeros if self.is_padded else like.new_empty)((self.move.size, self._part_length))
+        shape = (self.move.size, self.part.rows * sum(self.part.sent))
+        buffer = (like.new_zeros if self.is_padded else like.new_empty)(shape)
         return buffer, self.read(buffer)
 
     def start_scatter(self, buffer: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to sum the buffer of `new`; the result is this rank's part of every activation."""
-        scattering, size = start_reduce_scatter(buffer, self.move.group, ACTIVATIONS), self.move.size
-        if self.move.dim == 0:
-            own = replace(self, move=STAYS, rows=self.rows // size)
-        else:
-            widths = tuple(width // size for width in self.widths)
-            own = replace(self, move=STAYS, widths=widths, sent=widths)
-        return lambda: tuple(self.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
+        scattering, own = start_reduce_scatter(buffer, self.move.group, ACTIVATIONS), self.part
+        return lambda: tuple(own.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
 
     def start_gather(self, parts: Sequence[Tensor]) -> Finish:
         """Begin to gather this rank's part of every activation; `read` reads the result."""
@@ -118,16 +125,6 @@ class ActivationPacking:
     def shaped(self, matrix: Tensor) -> Tensor:
         """Return the activation in a matrix. No view as autograd sees it: outputs of nodes may be changed in place."""
         return matrix.view(-1, *self.inner, matrix.size(1)).detach()
-
-    @property
-    def _part_length(self) -> int:
-        size = self.move.size
-        if self.move.dim == 0:
-            assert self.rows % size == 0, f"{self.rows} rows do not split by {size}"
-            return self.rows // size * sum(self.sent)
-        assert not any(width % size for width in self.sent), f"{self.sent} do not split by {size}"
-        assert not self.is_padded, "features that are scattered divide"
-        return self.rows * sum(self.sent) // size
 
 
 def input_packing(x: Tensor, move: MoveGroup) -> ActivationPacking:

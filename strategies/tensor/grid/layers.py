@@ -1,5 +1,4 @@
-"""Role layers and the loss on the ranks of a grid. Each layer takes over the (already cut) parameters of the layer that
-it replaces.
+"""Role layers on the ranks of a grid. Each takes over the (already cut) parameters of the layer that it replaces.
 
 How a layer multiplies and how its activations are split is data (`products`); nothing here distinguishes 2D from 3D.
 Positions and the MLP's activation work on a part as they do on the whole, so the one-device layers stay.
@@ -12,36 +11,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from parallelrun.mesh import Group, Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.product import ActivationLayout, Product
 
-from ..common.cross_entropy import VocabParallelLoss
-from ..common.sharding import TakesOver
+from ..common.sharding import EvenSlice, TakesOver, slice_of
 from . import lookup, matmul
-
-
-@dataclass(frozen=True)
-class EvenSlice:
-    """Part `index` of the `count` equal parts into which several axes split a dim."""
-
-    index: int
-    count: int
-
-    def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return this part of a tensor that is whole along `dim`: a view."""
-        size, rest = divmod(tensor.size(dim), self.count)
-        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {self.count}"
-        return tensor.narrow(dim, self.index * size, size)
-
-
-def slice_of(axes: tuple[str, ...], mesh: Mesh) -> EvenSlice:
-    """Return this rank's part of a dim that `axes` split, major first."""
-    index, count = 0, 1
-    for axis in axes:
-        degree = mesh.shape.size(axis)
-        index, count = index * degree + mesh.coordinate.get(axis, 0), count * degree
-    return EvenSlice(index, count)
 
 
 class LayoutTracker:
@@ -165,18 +140,3 @@ TRACKING: dict[type, type[TakesOver]] = {
     single_device.HashDropout: GridDropout,
     single_device.AttentionProduct: GridAttentionProduct,
 }
-
-
-class GridLoss(VocabParallelLoss):
-    """`TokenLoss` on this rank's samples and part of the vocabulary: the sum over its own samples, at least fp32.
-
-    rows: which samples those are. group: of the axis that splits the vocabulary; start: the first token id here.
-    """
-
-    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int, rows: EvenSlice):
-        super().__init__(label_smoothing, group, start, vocab)
-        self.rows = rows
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (own samples, ..., own vocabulary); targets (samples of the microbatch, ...), global ids."""
-        return super().forward(logits, self.rows.of(targets))

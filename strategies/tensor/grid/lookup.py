@@ -10,9 +10,9 @@ from torch import Tensor
 
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
+from parallelrun.models.autograd import apply
 from parallelrun.product import Product
 
-from ..common.autograd import apply
 from .block_matrix import BlockMatrix
 from .buffers import ActivationPacking, MoveGroup, WeightPacking, move_group, weight_packing
 from .matmul import MatmulOptions

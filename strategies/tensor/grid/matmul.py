@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from parallelrun.mesh import Mesh
+from parallelrun.models.autograd import apply_to_all
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Product
 
-from ..common.autograd import apply_to_all
 from ..common.traffic import overlaps
 from . import split_backward, summa
 from .block_matrix import BlockMatrix, multiply_into

@@ -15,10 +15,10 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.mesh import Group
 from parallelrun.models import layers as single_device
+from parallelrun.models.autograd import apply
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.rounding import rounded
 
-from ..common.autograd import apply
 from ..common.sharding import TakesOver
 
 PURPOSE = "norm"

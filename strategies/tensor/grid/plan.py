@@ -15,14 +15,14 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Move, Product
 from parallelrun.wording import divisors
 
 from ..common.product_strategy import ProductStrategy
-from ..common.traffic import AXIS, Traffic, overlaps
+from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
 from .forms import MAKE, boundary_layout, key_of, pair_products
 from .shape import Cube, Deep, Shape, Square, cube_root
@@ -162,7 +162,7 @@ class GridStrategy(ProductStrategy):
         rows = product.y.rows if product else self.boundary(plan).rows
         return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
 
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """All but a last scatter in a node of its own, which is behind the last tensor that backward needs."""
         last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
         scatters = last.layer_role == "row_parallel" and any(t.operand == "y" for t in self.transfers_of(last, plan))

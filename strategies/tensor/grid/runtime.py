@@ -10,8 +10,9 @@ from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 from parallelrun.product import ActivationLayout
 
-from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters
-from .layers import MULTIPLYING, TRACKING, BoundProduct, GridLoss, LayoutTracker, slice_of
+from ..common.cross_entropy import VocabParallelLoss
+from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters, slice_of
+from .layers import MULTIPLYING, TRACKING, BoundProduct, LayoutTracker
 from .matmul import matmul_options
 from .norm import GridNorm
 from .plan import GridStrategy
@@ -50,13 +51,13 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
         network.loss = _loss(network.loss, plan, mesh)
 
 
-def _loss(loss: single_device.TokenLoss, plan: Plan, mesh: Mesh) -> GridLoss:
+def _loss(loss: single_device.TokenLoss, plan: Plan, mesh: Mesh) -> VocabParallelLoss:
     """Of logits that are split as the head gives them."""
     assert isinstance(plan.tensor, GridStrategy)
     logits, vocab = plan.tensor.head(plan.tensor.boundary(plan)).y, plan.spec.vocab
     (axis,) = logits.features
     start = first_row(vocab, logits.features, mesh)
-    return GridLoss(loss.label_smoothing, mesh.group(axis), start, vocab, slice_of(logits.rows, mesh))
+    return VocabParallelLoss(loss.label_smoothing, mesh.group(axis), start, vocab, slice_of(logits.rows, mesh))
 
 
 def _slice_input(block: nn.Module, layout: ActivationLayout, mesh: Mesh) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models.autograd import apply_to_all
 from parallelrun.models.rounding import rounded
 
-from ..common.autograd import apply_to_all
 from .buffers import ActivationPacking, WeightPacking
 
 

@@ -11,7 +11,7 @@ While one panel is multiplied, the next one is being broadcast and the last prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
+from parallelrun.models.autograd import apply_to_all
 from parallelrun.product import Product, num_panels
 
-from ..common.autograd import apply_to_all
+from ..common.transfers import Finish, when_done
 from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
 
 
@@ -40,33 +41,25 @@ class Panels:
         owner, index = divmod(number, each)
         return owner, slice(index * width // each, (index + 1) * width // each)
 
-    def start_broadcast(self, block: Tensor, number: int) -> Callable[[], Tensor]:
+    def start_broadcast(self, block: Tensor, number: int) -> Finish:
         """Begin to send panel `number` out of its owner's block; gives the panel, on every rank."""
         owner, columns = self.owner(number, block.size(1))
         if owner == self.group.index:
             panel = block[:, columns].contiguous()
         else:
             panel = block.new_empty((block.size(0), columns.stop - columns.start))
-        work = comm.broadcast(panel, self.group, self.purpose, owner, async_op=True)
-
-        def finish() -> Tensor:
-            if work is not None:
-                work.wait()
-            return panel
-
-        return finish
+        return when_done(comm.broadcast(panel, self.group, self.purpose, owner, async_op=True), panel)
 
     def start_reduce(self, partial: Tensor, number: int, block: Tensor, purpose: str) -> Callable[[], None]:
         """Begin to sum the product of panel `number` into its columns of its owner's `block`."""
         owner, columns = self.owner(number, block.size(1))
         partial = partial.to(block.dtype)
-        work = comm.reduce(partial, self.group, purpose, owner, async_op=True)
+        reducing = when_done(comm.reduce(partial, self.group, purpose, owner, async_op=True), partial)
 
         def finish() -> None:
-            if work is not None:
-                work.wait()
+            total = reducing()
             if owner == self.group.index:
-                block[:, columns] = partial
+                block[:, columns] = total
 
         return finish
 
@@ -79,29 +72,19 @@ class _Grid:
     w: Panels
     reduce: torch.dtype
 
-    def start(self, number: int, x: Tensor | None, w: Tensor | None) -> Callable[[], list[Tensor | None]]:
-        """Begin to broadcast that panel of each operand; gives both."""
+    def panels(self, x: Tensor | None, w: Tensor | None) -> Iterator[tuple[int, Any, Any]]:
+        """Yield (number, panel of X, panel of W) in turn, while the next ones are broadcast; None for an operand that
+        is not read."""
         blocks = ((self.x, x), (self.w, w))
-        coming = [panels.start_broadcast(block, number) if block is not None else None for panels, block in blocks]
-        return lambda: [finish() if finish else None for finish in coming]
 
-    def run(
-        self, x: Tensor | None, w: Tensor | None, work: Callable[[int, Any, Any], Sequence[Callable[[], None]]]
-    ) -> None:
-        """Call `work(number, panel of X, panel of W)` for every panel in turn, while the next one is broadcast.
+        def start(number: int) -> list[Finish | None]:
+            return [None if block is None else panels.start_broadcast(block, number) for panels, block in blocks]
 
-        What it returns is waited for after the next panel's work."""
-        coming = self.start(0, x, w)
-        flying: Sequence[Callable[[], None]] = ()
+        coming = start(0)
         for number in range(self.x.count):
-            panels = coming()
-            if number + 1 < self.x.count:
-                coming = self.start(number + 1, x, w)
-            landing, flying = flying, work(number, *panels)
-            for finish in landing:
-                finish()
-        for finish in flying:
-            finish()
+            arrived = [finish() if finish else None for finish in coming]
+            coming = start(number + 1) if number + 1 < self.x.count else []
+            yield number, *arrived
 
 
 def multiply(
@@ -126,15 +109,9 @@ class _Summa(torch.autograd.Function):
         out = tuple(x.new_empty((*x.shape[:-1], width)) for width in widths)
         rows = [y.view(-1, y.size(-1)) for y in out]
 
-        def work(number: int, x_panel: Tensor, w_panel: Tensor) -> Sequence[Callable[[], None]]:
+        for number, x_panel, w_panel in grid.panels(x.flatten(0, -2), _packed(weights, x.dtype)):
             for y, part in zip(rows, w_panel.split(widths)):
-                if number == 0:
-                    torch.mm(x_panel, part.t(), out=y)
-                else:
-                    y.addmm_(x_panel, part.t())
-            return ()
-
-        grid.run(x.flatten(0, -2), _packed(weights, x.dtype), work)
+                y.addmm_(x_panel, part.t(), beta=min(number, 1))  # 0: Y has no values yet
         return out
 
     @staticmethod
@@ -147,18 +124,21 @@ class _Summa(torch.autograd.Function):
         dx = torch.empty_like(x) if wants_x else None
         dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
 
-        def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable[[], None]]:
-            flying = []
-            if w_panel is not None and dx is not None:
+        flying: list[Callable[[], None]] = []
+        packed = _packed(weights, x.dtype) if wants_x else None
+        for number, x_panel, w_panel in grid.panels(x if wants_weights else None, packed):
+            landing, flying = flying, []
+            if dx is not None:
                 flying.append(grid.x.start_reduce(_sum_of_products(rows, w_panel, widths), number, dx, ACTIVATIONS))
-            if x_panel is not None and dw is not None:
+            if dw is not None:
                 partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
                 for grad, part in zip(rows, partial.split(widths)):
                     torch.mm(grad.t(), x_panel, out=part)
                 flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
-            return flying
-
-        grid.run(x if wants_weights else None, _packed(weights, x.dtype) if wants_x else None, work)
+            for finish in landing:
+                finish()
+        for finish in flying:
+            finish()
         own = dw.split(widths) if dw is not None else [None] * len(weights)
         given = [None if part is None else part.to(weight.dtype) for part, weight in zip(own, weights)]
         return None if dx is None else dx.view(shape), None, *given

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from parallelrun import comm
 from parallelrun.mesh import Group
+from parallelrun.models.autograd import apply, apply_to_all
 from parallelrun.models.rounding import rounded
 
-from ..common.autograd import apply, apply_to_all
-from ..common.transfers import Finish, start_all_gather, start_reduce_scatter
+from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, when_done
 
 PURPOSE = "activations"
 SEQUENCE_DIM = 1
@@ -127,14 +127,7 @@ def _start_reduce(grad: Tensor, ctx: Any) -> Finish:
     if ctx.sequence_parallel:
         parts = grad.unflatten(SEQUENCE_DIM, (ctx.group.size, -1)).movedim(SEQUENCE_DIM, 0).contiguous()
         return start_reduce_scatter(parts, ctx.group, PURPOSE)
-    work = comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True)
-
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return grad
-
-    return finish
+    return when_done(comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True), grad)
 
 
 def copy_or_gather(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:

@@ -11,14 +11,14 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
 from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, column_1d, row_1d
 
 from ..common.activation_memory import local_numel
 from ..common.product_strategy import ProductStrategy
-from ..common.traffic import AXIS, Traffic, overlaps
+from ..common.traffic import AXIS, overlaps
 from . import checks
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Megatron1D(ProductStrategy):
         scattered = product.gather_x is not None and plan.mesh.size(AXIS) > 1
         return moved + scattered * plan.num_rows * layer.in_features * BYTES[plan.precision.compute]
 
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """Recomputation stops at the last tensor that backward needs. The last reduction is behind it, unless a dropout
         mask comes after; a last gather (of a head in a recomputed block) is before the product that backward needs."""
         return plan.dropout > 0 or not forward or forward[-1].operation == "all_gather"
