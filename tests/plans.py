@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed
 from parallelrun.definitions import Split
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
@@ -38,7 +39,7 @@ def tiny_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Conf
     `tiny_config(dp=2, model__vocab=50)` is `tiny_config({"dp": 2, "model.vocab": 50})`. The degrees default to 1;
     `dp=None` leaves one to `resolve`. Raises KeyError for a key the schema does not have.
     """
-    config = Config()
+    config = completed(Config())
     given = {**(overrides or {}), **more}
     values = {**TINY, **{key.replace("__", "."): value for key, value in given.items()}}
     if "local_batch" in given and "global_batch" not in given:
