@@ -42,7 +42,8 @@ def site(tmp_path_factory) -> Path:
 
 
 def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "parallelrun", *words, "--config-dir", str(PLUGIN / "conf")]
+    presets = [] if words[0] == "ls" else ["--config-dir", str(PLUGIN / "conf")]
+    command = [sys.executable, "-m", "parallelrun", *words, *presets]
     env = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
 

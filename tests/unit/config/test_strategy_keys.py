@@ -1,4 +1,4 @@
-"""Each strategy declares its own keys; a composed configuration has those of all, a resolved one those of the chosen."""
+"""Each strategy declares its own keys. A composed configuration has all of them, a resolved one the chosen ones."""
 
 from __future__ import annotations
 
