@@ -18,6 +18,7 @@ from parallelrun.wording import divisors, either, nearest
 
 from ..common import checks as common
 from .forms import FormChoice
+from .keys import GridConfig
 from .shape import Fixes, Shape, read_grid, shown
 
 # roles of layers that may have parameters
@@ -50,7 +51,7 @@ class GridRequest:
             sizes,
             num_rows=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
             samples=samples,
-            save_gathered=request.config.strategy.tensor.save_gathered,
+            save_gathered=GridConfig.of(request.config).save_gathered,
             compute=BYTES[precision.compute],
             reduce=BYTES[precision.reduce],
         )
@@ -94,7 +95,7 @@ class GridRequest:
 
     def _excluded(self) -> list[Problem]:
         """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
-        tensor, pipeline = self.request.config.strategy.tensor, self.request.config.strategy.pipeline.kind
+        tensor, pipeline = GridConfig.of(self.request.config), self.request.config.strategy.pipeline.kind
         if self.request.tp == 1 or not splits_backward(self.request):
             return []
         problems = []
@@ -140,7 +141,7 @@ class GridRequest:
     def _summa(self) -> list[Problem]:
         """Panels go round a square; other grids gather."""
         try:
-            grid = read_grid(self.request.config.strategy.tensor.grid)
+            grid = read_grid(GridConfig.of(self.request.config).grid)
         except ValueError:
             return []
         if self.form != "summa" or grid is None or grid[0] == grid[1]:

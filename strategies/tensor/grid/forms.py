@@ -23,7 +23,6 @@ MAKE: dict[str, Callable[[ActivationLayout], Product]] = {
     "cube": products.cube,
 }
 KEPT = ("stationary_y", "stationary_x")  # forms that keep the layout of their input
-FORMS = ("auto", *KEPT, "stationary_w", "summa")
 
 Key = tuple[int, int, int, int]
 Forms = tuple[str, str]

@@ -10,7 +10,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun import product as products
-from parallelrun.config.schema import TensorStrategyConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
@@ -25,6 +25,7 @@ from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from .checks import GridRequest
 from .forms import MAKE, boundary_layout, key_of, pair_products
+from .keys import Grid2DConfig, Grid25DConfig, GridConfig
 from .shape import Cube, Deep, Shape, Square, cube_root
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class GridStrategy(ProductStrategy):
 
     @classmethod
     def _of(cls, request: Request) -> GridRequest:
-        return GridRequest(request, cls.shape, cls.only_form or request.config.strategy.tensor.form)
+        return GridRequest(request, cls.shape, cls.only_form or cls.asked_form(request.config))
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -54,7 +55,7 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
-        asked = request.config.strategy.tensor
+        asked = GridConfig.of(request.config)
         return cls(overlap=asked.overlap, forms=cls._of(request).choice.choose(), save_gathered=asked.save_gathered)
 
     @classmethod
@@ -78,11 +79,11 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
-        tensor, sizes = request.config.strategy.tensor, cls.shape.arranged(request)
-        if request.tp == 1 or not cls.shape.takes_grid or not sizes:
+        tensor, sizes = GridConfig.of(request.config), cls.shape.arranged(request)
+        if request.tp == 1 or "grid" not in cls.shape.sets or not sizes:
             return ()
         values, why = [] if tensor.grid else [f"grid={sizes['row']}x{sizes['col']}"], f"tp {request.tp}"
-        if cls.shape.takes_depth and tensor.depth is None:
+        if "depth" in cls.shape.sets and tensor.depth is None:
             values.append(f"depth={sizes.get('depth', 1)}")
             why += ", the largest legal depth"
         return (f"{' '.join(values)} (filled: {why})",) if values else ()
@@ -107,6 +108,10 @@ class GridStrategy(ProductStrategy):
     def boundary(self, plan: Plan) -> ActivationLayout:
         """Return the layout of activations between blocks."""
         return boundary_layout(self.tensor_sizes(plan))
+
+    @classmethod
+    def asked_form(cls, config: Config) -> str:
+        return GridConfig.of(config).form
 
     def label(self, plan: Plan) -> str:
         """`2d 2x3`."""
@@ -189,7 +194,7 @@ class Tensor2D(GridStrategy):
     kind: ClassVar[str] = "2d"
     layout_name: ClassVar[str] = "2d"
     shape: ClassVar[type[Shape]] = Square
-    reads: ClassVar[tuple[str, ...]] = ("overlap", "grid", "form", "save_gathered")
+    config_class = Grid2DConfig
     source: ClassVar[str] = "van de Geijn and Watts 1997; Xu et al. 2021 (Optimus)"
     explanation: ClassVar[str] = (
         "Ranks form a grid of rows and columns, and every activation and weight is cut over both. A product gathers "
@@ -202,16 +207,16 @@ class Tensor2D(GridStrategy):
         """The most nearly square grid: in the form that moves least, gathering again in backward, and with SUMMA."""
         rows = max(n for n in divisors(tp) if n * n <= tp)
         name = f"2d {rows}x{tp // rows}" if rows > 1 else "2d"
-        flat = TensorStrategyConfig(cls.kind, grid=f"{rows}x{tp // rows}" if rows > 1 and rows * rows != tp else None)
+        flat = Grid2DConfig(grid=f"{rows}x{tp // rows}" if rows > 1 and rows * rows != tp else None)
         return [
             LayoutChoice(name, flat),
             LayoutChoice(f"{name} lean", replace(flat, save_gathered=False), name),
             LayoutChoice(f"{name} summa", replace(flat, form="summa"), name),
         ]
 
-    def resolved_config(self, config: TensorStrategyConfig, plan: Plan) -> TensorStrategyConfig:
+    def resolved_config(self, config: Config, plan: Plan) -> Grid2DConfig:
         """With the grid."""
-        return replace(config, grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
+        return replace(Grid2DConfig.of(config), grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ class Tensor25D(Tensor2D):
     kind: ClassVar[str] = "2.5d"
     layout_name: ClassVar[str] = "2.5d"
     shape: ClassVar[type[Shape]] = Deep
-    reads: ClassVar[tuple[str, ...]] = ("overlap", "grid", "depth", "form", "save_gathered")
+    config_class = Grid25DConfig
     copies_weights: ClassVar[bool] = True
     source: ClassVar[str] = "Wang et al. 2021 (Tesseract)"
     explanation: ClassVar[str] = (
@@ -233,15 +238,17 @@ class Tensor25D(Tensor2D):
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """Square grids at every legal depth."""
         found = [
-            LayoutChoice(f"2.5d {depth}x{side}x{side}", TensorStrategyConfig(cls.kind, depth=depth))
+            LayoutChoice(f"2.5d {depth}x{side}x{side}", Grid25DConfig(depth=depth))
             for depth in divisors(tp)
             if depth > 1 and (side := isqrt(tp // depth)) >= depth and side * side == tp // depth
         ]
-        return found or [LayoutChoice("2.5d", TensorStrategyConfig(cls.kind, depth=2))]
+        return found or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
 
-    def resolved_config(self, config: TensorStrategyConfig, plan: Plan) -> TensorStrategyConfig:
+    def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
         """With grid and depth."""
-        return replace(super().resolved_config(config, plan), depth=plan.mesh.size("depth"))
+        found = super().resolved_config(config, plan)
+        assert isinstance(found, Grid25DConfig)
+        return replace(found, depth=plan.mesh.size("depth"))
 
 
 @dataclass(frozen=True)
@@ -252,7 +259,7 @@ class Tensor3D(GridStrategy):
     layout_name: ClassVar[str] = "3d"
     shape: ClassVar[type[Shape]] = Cube
     only_form: ClassVar[str | None] = "cube"
-    reads: ClassVar[tuple[str, ...]] = ("overlap", "save_gathered")
+    config_class = GridConfig
     source: ClassVar[str] = "Agarwal et al. 1995; Bian et al. 2021"
     explanation: ClassVar[str] = (
         "Ranks form a cube. Each operand is cut over all three axes; a product gathers the activation along one, the "
@@ -264,5 +271,5 @@ class Tensor3D(GridStrategy):
         """The cube, and the same gathering again in backward."""
         side = cube_root(tp)
         name = f"3d {side}x{side}x{side}" if side**3 == tp else "3d"
-        lean = TensorStrategyConfig(cls.kind, save_gathered=False)
-        return [LayoutChoice(name, TensorStrategyConfig(cls.kind)), LayoutChoice(f"{name} lean", lean, name)]
+        lean = GridConfig(save_gathered=False)
+        return [LayoutChoice(name, GridConfig()), LayoutChoice(f"{name} lean", lean, name)]

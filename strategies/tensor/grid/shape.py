@@ -17,6 +17,8 @@ from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
+from .keys import GridConfig
+
 Grid = tuple[int, int]
 FARTHEST = 20_000  # distance from the tp asked for up to which legal ones are looked for
 _GRID = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
@@ -44,10 +46,9 @@ def shown(sizes: dict[str, int]) -> str:
 
 
 class Shape(ABC):
-    """The arrangements of tp ranks that a layout allows. takes_grid, takes_depth: which of them the user may set."""
+    """The arrangements of tp ranks that a layout allows. sets: the keys that the user may choose one by."""
 
-    takes_grid: ClassVar[bool] = True
-    takes_depth: ClassVar[bool] = False
+    sets: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -67,15 +68,17 @@ class Shape(ABC):
     @classmethod
     def arranged(cls, request: Request) -> dict[str, int] | None:
         """Return the degree of every tensor axis; None where the grid is unreadable or does not make tp."""
-        tensor = request.config.strategy.tensor
+        tensor = GridConfig.of(request.config)
         try:
-            return cls.arrange(request.tp, read_grid(tensor.grid) if cls.takes_grid else None, tensor.depth)
+            return cls.arrange(request.tp, read_grid(tensor.grid), tensor.depth)
         except ValueError:
             return None
 
 
 class Square(Shape):
     """2d: row x col, square if no grid is given."""
+
+    sets = ("grid",)
 
     @classmethod
     def arrange(cls, tp: int, grid: Grid | None, depth: int | None) -> dict[str, int] | None:
@@ -96,7 +99,7 @@ class Square(Shape):
 class Deep(Square):
     """2.5d: depth x row x col. An unset depth is the largest that does not exceed a side of the grid."""
 
-    takes_depth = True
+    sets = ("grid", "depth")
 
     @classmethod
     def depths(cls, tp: int, depth: int | None) -> Iterable[int]:
@@ -125,8 +128,6 @@ class Deep(Square):
 class Cube(Shape):
     """3d: x x y x z, all equal."""
 
-    takes_grid = False
-
     @classmethod
     def arrange(cls, tp: int, grid: Grid | None, depth: int | None) -> dict[str, int] | None:
         side = cube_root(tp)
@@ -147,15 +148,15 @@ class Fixes:
 
     def check(self) -> list[Problem]:
         """Return what is wrong with a tp that cannot be arranged, with the nearest values that can."""
-        tensor, grid = self.request.config.strategy.tensor, None
+        tensor, grid = GridConfig.of(self.request.config), None
         try:
-            grid = read_grid(tensor.grid) if self.shape.takes_grid else None
+            grid = read_grid(tensor.grid)
         except ValueError as error:
             return [Problem(str(error), "grid", self.grid() or "leave grid out", kind="arithmetic")]
         where, what = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
         fix = " or ".join(filter(None, [either("tp", self.tp()), self.grid(), self._depth(), *self._world()]))
         if not fix:  # no one value would do
-            free = replace(self, request=self._with(grid=None, depth=None))
+            free = replace(self, request=self._with(**dict.fromkeys(self.shape.sets)))
             fix = f"{either('tp', free.tp())} without grid and depth"
         return [Problem(what, where, fix, kind="arithmetic")]
 
@@ -167,9 +168,9 @@ class Fixes:
 
     def grid(self) -> str:
         """Return the grid nearest to a square that makes tp, at the depth asked for."""
-        if not self.shape.takes_grid:
+        if "grid" not in self.shape.sets:
             return ""
-        tp, depths = self.request.tp, self.shape.depths(self.request.tp, self.request.config.strategy.tensor.depth)
+        tp, depths = self.request.tp, self.shape.depths(self.request.tp, GridConfig.of(self.request.config).depth)
         possible = [(rows, tp // deep // rows) for deep in depths for rows in divisors(tp // deep)]
         possible.sort(key=lambda grid: abs(grid[0] - grid[1]))  # of two alike the wide one comes first
         texts = (f"{rows}x{columns}" for rows, columns in possible)
@@ -177,8 +178,8 @@ class Fixes:
 
     def _depth(self) -> str:
         """The depths that make tp, at the grid asked for."""
-        depth = self.request.config.strategy.tensor.depth
-        if not self.shape.takes_depth or depth is None:
+        depth = GridConfig.of(self.request.config).depth
+        if depth is None:
             return ""
         legal = [deep for deep in divisors(self.request.tp) if self._is_legal(self._with(depth=deep))]
         return either("depth", nearest(depth, legal))
