@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Mesh
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.routing import Routing
-from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
 
 from ..common import dispatcher
 from ..common.all_to_all import AllToAll, exchange_counts
 from ..common.dispatcher import ChunkDispatch, TokenDispatcher, chunk_and_group
-from ..common.rows import Level, sort_segments
+from ..common.rows import Level, RowPermutation, sort_segments
 
 Sizes = list[tuple[list[int], list[int]]]  # of a chunk, by level: rows to every member, rows from every member
-
-
-def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
-    """Keep this rank's experts and dispatch exactly the kept rows."""
-    dispatcher.parallelize(network, plan, mesh, DroplessTokenDispatcher)
 
 
 @dataclass(frozen=True)
@@ -37,20 +30,6 @@ class _RowCounts:
     packed: Tensor
     halfway: Tensor | None
     arrived: Tensor
-
-
-@dataclass(frozen=True)
-class _KeptRows:
-    """The kept rows of one chunk. weights: of the whole Routing."""
-
-    order: rows.RowOrder
-    weights: Tensor
-
-    def permute(self, x: Tensor) -> Tensor:
-        return rows.spread(x, self.order)
-
-    def combine(self, returned: Tensor) -> Tensor:
-        return rows.combine(returned, self.weights, self.order)
 
 
 class DroplessTokenDispatcher(TokenDispatcher):
@@ -97,17 +76,21 @@ class DroplessTokenDispatcher(TokenDispatcher):
         arrived = counts.arrived[:, chunk]
         local = torch.arange(arrived.size(1), device=arrived.device).repeat(arrived.size(0))
         by_expert = sort_segments(arrived.flatten(), local, sum(sizes[-1][1]))
-        levels = self._levels(chunk, counts, sizes)
-        return ChunkDispatch(_KeptRows(order, routing.weights), levels, by_expert, arrived.sum(0))
+        combine = partial(rows.combine, weights=routing.weights, order=order)
+        levels = self._levels(chunk, counts, sizes, by_expert)
+        return ChunkDispatch(partial(rows.spread, order=order), combine, levels, arrived.sum(0))
 
-    def _levels(self, chunk: int, counts: _RowCounts, sizes: Sizes) -> tuple[Level, ...]:
+    def _levels(self, chunk: int, counts: _RowCounts, sizes: Sizes, by_expert: RowPermutation) -> tuple[Level, ...]:
         first, *second = [
             AllToAll(group, self.counter, self.settings.overlap, sends, receives)
             for group, (sends, receives) in zip(self.groups.groups, sizes)
         ]
         if counts.halfway is None:
-            return (Level(first),)
+            return (Level(first, after=by_expert),)
         lengths = counts.halfway[:, chunk]  # (inner source, outer, local)
         outer = torch.arange(lengths.size(1), device=lengths.device).view(1, -1, 1).expand_as(lengths)
         halfway = sort_segments(lengths.flatten(), outer.flatten(), sum(sizes[0][1]))
-        return Level(first), Level(second[0], halfway)
+        return Level(first), Level(second[0], halfway, by_expert)
+
+
+parallelize = partial(dispatcher.parallelize, dispatcher=DroplessTokenDispatcher)

@@ -82,9 +82,9 @@ class _Grid:
 
         coming = start(0)
         for number in range(self.x.count):
-            arrived = [finish() if finish else None for finish in coming]
+            x_panel, w_panel = (finish() if finish else None for finish in coming)
             coming = start(number + 1) if number + 1 < self.x.count else []
-            yield number, *arrived
+            yield number, x_panel, w_panel
 
 
 def multiply(

@@ -9,6 +9,7 @@ collectives included. The overlapped node does in one what they do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,17 @@ from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, w
 
 PURPOSE = "activations"
 SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True)
+class TPContext:
+    """What a layer must know of the tensor axis: its group, whether activations between blocks are split along the
+    sequence, and whether the input-gradient reduction may share a node with the weight gradients (never under zero
+    bubble)."""
+
+    group: Group
+    sequence_parallel: bool
+    overlap: bool
 
 
 class _CopyToTP(torch.autograd.Function):
@@ -130,32 +142,25 @@ def _start_reduce(grad: Tensor, ctx: Any) -> Finish:
     return when_done(comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True), grad)
 
 
-def copy_or_gather(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+def copy_or_gather(x: Tensor, tp: TPContext) -> Tensor:
     """Return the whole input of a column-parallel product, from what passes between blocks (f)."""
-    return apply(_SplitSequence, x, group, True) if sequence_parallel else apply(_CopyToTP, x, group)
+    return apply(_SplitSequence, x, tp.group, True) if tp.sequence_parallel else apply(_CopyToTP, x, tp.group)
 
 
-def reduce_or_scatter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+def reduce_or_scatter(x: Tensor, tp: TPContext) -> Tensor:
     """Return what passes between blocks, from a fresh partial product, which is overwritten (g)."""
-    return apply(_SplitSequence, x, group, False) if sequence_parallel else apply(_ReduceFromTP, x, group)
+    return apply(_SplitSequence, x, tp.group, False) if tp.sequence_parallel else apply(_ReduceFromTP, x, tp.group)
 
 
-def column_parallel_linear(
-    x: Tensor,
-    weights: list[tuple[Tensor, Tensor | None]],
-    group: Group,
-    sequence_parallel: bool,
-    overlap: bool,
-) -> tuple[Tensor, ...]:
+def column_parallel_linear(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], tp: TPContext) -> tuple[Tensor, ...]:
     """Multiply f(x) by each local weight (rows of dim 0) and add its local bias: one output per (weight, bias).
 
-    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism. overlap: in one node, never under
-    zero bubble.
+    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism.
     """
-    if overlap:
+    if tp.overlap:
         flat = (part for pair in weights for part in pair)
-        return apply_to_all(_OverlappedColumnLinear, x, group, sequence_parallel, *flat)
-    whole = copy_or_gather(x, group, sequence_parallel)
+        return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, *flat)
+    whole = copy_or_gather(x, tp)
     return tuple(
         functional.linear(whole, rounded(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         for weight, bias in weights

@@ -11,6 +11,7 @@ from ..common.cross_entropy import VocabParallelLoss
 from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters
 from ..common.traffic import AXIS, overlaps
 from . import layers
+from .operators import TPContext
 
 
 def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
@@ -22,7 +23,7 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
     if group.size == 1:
         return
     shard_parameters(network, plan, mesh)
-    tp = layers.TPContext(group, plan.tensor.sequence_parallel, overlaps(plan))
+    tp = TPContext(group, plan.tensor.sequence_parallel, overlaps(plan))
     for name, layer in list(network.named_modules()):
         if isinstance(layer, single_device.TokenEmbedding):
             start = first_row(layer.vocab, axes, mesh)
