@@ -115,17 +115,17 @@ def tokens_of_the_first_samples() -> None:
     """Every row of the grid embeds the first row's samples."""
     from parallelrun.strategies.tensor.grid import layers
 
-    right = layers.BoundProduct.look_up
+    right = layers.GridTokenEmbedding.forward
 
-    def wrong(self: layers.BoundProduct, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def wrong(self: layers.GridTokenEmbedding, tokens: torch.Tensor) -> torch.Tensor:
         own = layers.slice_of
         layers.slice_of = lambda axes, mesh: replace(own(axes, mesh), index=0)
         try:
-            return right(self, tokens, table)
+            return right(self, tokens)
         finally:
             layers.slice_of = own
 
-    layers.BoundProduct.look_up = wrong
+    layers.GridTokenEmbedding.forward = wrong
 
 
 def masks_of_the_first_samples() -> None:

@@ -1,13 +1,16 @@
 """What a request for a grid tensor strategy can have wrong, each with the nearest legal values. Torch-free.
 
-Whether tp ranks form a grid at all is checked in `shape`; here: layer roles, sizes and samples that do not divide, and
-settings that exclude each other.
+Ranks that form no grid (`shape`), layer roles, sizes and samples that do not divide, and settings that exclude each
+other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import lcm, prod
+from typing import Any
 
 from parallelrun import definitions
 from parallelrun.errors import Problem
@@ -19,10 +22,11 @@ from parallelrun.wording import divisors, either, nearest
 from ..common import checks as common
 from .forms import FormChoice
 from .keys import GridConfig
-from .shape import Fixes, Shape, read_grid, shown
+from .shape import Shape, read_grid, shown
 
 # roles of layers that may have parameters
 ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
+FARTHEST = 20_000  # distance from the tp asked for up to which legal ones are looked for
 FORM, SAVE = "strategy.tensor.form", "strategy.tensor.save_gathered"
 
 
@@ -57,11 +61,16 @@ class GridRequest:
         )
 
     @property
+    def without_batch(self) -> GridRequest:
+        """The request before the batch is known."""
+        return self._of(replace(self.request, batch=None))
+
+    @property
     def sample_parts(self) -> int:
         """Into how many parts the samples of a microbatch are cut."""
         if definitions.model(self.request.config).is_lesson or self.sizes is None:
             return 1
-        return self._of(replace(self.request, batch=None)).choice.sample_parts()
+        return self.without_batch.choice.sample_parts()
 
     def check(self) -> list[Problem]:
         """All violations."""
@@ -73,25 +82,13 @@ class GridRequest:
             problems += self._roles()
         sizes = self.sizes
         if sizes is None:
-            return [*problems, *self._fixes.check()]
+            return [*problems, *self._no_grid()]
         if request.tp == 1 or lesson:
             return problems
         return problems + self._indivisible(sizes) + self._samples(sizes)
 
     def _of(self, request: Request) -> GridRequest:
         return replace(self, request=request)
-
-    @property
-    def _fixes(self) -> Fixes:
-        """Other requests fit where the model's sizes divide on their grid and the form that is asked for does there."""
-        excluded = bool(self._summa())
-
-        def fits(other: Request) -> bool:
-            return not self._of(replace(other, batch=None)).choice.misfits() and (
-                excluded or not self._of(other)._summa()
-            )
-
-        return Fixes(self.shape, self.request, fits)
 
     def _excluded(self) -> list[Problem]:
         """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
@@ -152,17 +149,17 @@ class GridRequest:
     def _indivisible(self, sizes: dict[str, int]) -> list[Problem]:
         """One problem per size, with the nearest tp and the nearest sizes that fit."""
         parts: dict[tuple[str, int], int] = {}
-        for misfit in self._of(replace(self.request, batch=None)).choice.misfits():
+        for misfit in self.without_batch.choice.misfits():
             place = (misfit.key, misfit.size)
             parts[place] = lcm(parts.get(place, 1), misfit.parts)
-        legal, problems, spec = self._fixes.tp() if parts else [], [], self.request.spec
+        legal, problems, spec = self._nearest_tp() if parts else [], [], self.request.spec
         for (key, size), count in parts.items():
             told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"
             what = f"{told} divide by {count} ({shown(sizes)})"
             copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
             step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
             fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]
-            fixes += ["" if legal else self._fixes.grid() or "layout=1d"]
+            fixes += ["" if legal else self._nearest_grid() or "layout=1d"]
             fixes += [f"{FORM}=auto"] if self.form not in ("auto", "cube") else []
             what += "; copies of kv heads are built for layout=1d only" if copies else ""
             kind = "not_built" if copies else "arithmetic"
@@ -188,3 +185,74 @@ class GridRequest:
         key, scale = ("local_batch", request.dp) if config.local_batch is not None else ("global_batch", 1)
         fixes.append(either(key, [n // scale for n in common.multiples(batch.global_batch, step)]))
         return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
+
+    def _no_grid(self) -> list[Problem]:
+        """Return what is wrong with a tp that cannot be arranged, with the nearest values that can."""
+        tensor, grid = GridConfig.of(self.request.config), None
+        try:
+            grid = read_grid(tensor.grid)
+        except ValueError as error:
+            return [Problem(str(error), "grid", self._nearest_grid() or "leave grid out", kind="arithmetic")]
+        where, what = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
+        fixes = [either("tp", self._nearest_tp()), self._nearest_grid(), self._nearest_depth()]
+        fix = " or ".join(filter(None, [*fixes, *self._fitting_worlds()]))
+        if not fix:  # no one value would do
+            free = self._with(**dict.fromkeys(self.shape.sets))
+            fix = f"{either('tp', free._nearest_tp())} without grid and depth"
+        return [Problem(what, where, fix, kind="arithmetic")]
+
+    def _nearest_tp(self) -> list[int]:
+        """Return the two tp nearest to the one asked for that grid and depth allow and that fit; 1 only if there is no
+        other."""
+        alone = [1] if self._is_legal(self._of(replace(self.request, tp=1))) else []
+        return sorted(islice(self._legal_tp(), 2)) or alone
+
+    def _nearest_grid(self) -> str:
+        """Return the grid nearest to a square that makes tp, at the depth asked for."""
+        if "grid" not in self.shape.sets:
+            return ""
+        tp, depths = self.request.tp, self.shape.depths(self.request.tp, GridConfig.of(self.request.config).depth)
+        possible = [(rows, tp // deep // rows) for deep in depths for rows in divisors(tp // deep)]
+        possible.sort(key=lambda grid: abs(grid[0] - grid[1]))  # of two alike the wide one comes first
+        texts = (f"{rows}x{columns}" for rows, columns in possible)
+        return next((f"grid={text}" for text in texts if self._is_legal(self._with(grid=text))), "")
+
+    def _nearest_depth(self) -> str:
+        """The depths that make tp, at the grid asked for."""
+        depth = GridConfig.of(self.request.config).depth
+        if depth is None:
+            return ""
+        legal = [deep for deep in divisors(self.request.tp) if self._is_legal(self._with(depth=deep))]
+        return either("depth", nearest(depth, legal))
+
+    def _fitting_worlds(self) -> list[str]:
+        """Where tp took what was left of a world: other degrees in this world, and other worlds."""
+        request, ranks = self.request, self.request.dp * self.request.tp
+        if request.config.tp is not None:
+            return []
+        left = sorted(islice(self._legal_tp(dividing=ranks), 2), reverse=True)
+        fixes = [either("dp", [ranks // tp for tp in left])]
+        if request.config.world is not None:
+            fixes.append(either("world", [tp * request.pp * request.dp for tp in self._nearest_tp()]))
+        return fixes
+
+    def _legal_tp(self, dividing: int = 0) -> Iterator[int]:
+        """Legal tp above 1, the nearest first. dividing: only the divisors of so many ranks."""
+        tp = self.request.tp
+        for distance in range(min(FARTHEST, 4 * max(tp, 8))):
+            for candidate in dict.fromkeys((tp - distance, tp + distance)):
+                in_range = 1 < candidate <= 4 * max(tp, 8) and dividing % candidate == 0
+                if in_range and self._is_legal(self._of(replace(self.request, tp=candidate))):
+                    yield candidate
+
+    def _is_legal(self, other: GridRequest) -> bool:
+        """Whether tp makes a grid in another request where the sizes divide and SUMMA works, if it does here."""
+        if other.sizes is None or other.without_batch.choice.misfits():
+            return False
+        return bool(self._summa()) or not other._summa()
+
+    def _with(self, **settings: Any) -> GridRequest:
+        """The request with other settings of the tensor strategy."""
+        config, strategy = self.request.config, self.request.config.strategy
+        strategy = replace(strategy, tensor=replace(strategy.tensor, **settings))
+        return self._of(replace(self.request, config=replace(config, strategy=strategy)))

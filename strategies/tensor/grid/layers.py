@@ -6,9 +6,10 @@ Positions and the MLP's activation work on a part as they do on the whole, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from parallelrun.mesh import Mesh
@@ -16,7 +17,8 @@ from parallelrun.models import layers as single_device
 from parallelrun.product import ActivationLayout, Product
 
 from ..common.sharding import EvenSlice, TakesOver, slice_of
-from . import lookup, matmul
+from . import matmul
+from .lookup import look_up
 
 
 class LayoutTracker:
@@ -44,67 +46,52 @@ class LayoutTracker:
         return self._known[self.layout]
 
 
-@dataclass(frozen=True)
-class BoundProduct:
-    """A product bound to this rank's mesh and to what it must know of the plan.
+class GridLayer(TakesOver):
+    """A layer that multiplies as `product` says, and tells the tracker the layout of its result."""
 
-    tracker: told the layout of each result. vocab: the global rows of the weight, where they need not divide: of a head
-    and of a table.
-    """
-
+    compiles: ClassVar[bool] = False
+    compute_dtype: torch.dtype
     product: Product
     mesh: Mesh
     options: matmul.MatmulOptions
     tracker: LayoutTracker
-    vocab: int | None = None
 
-    def __call__(self, x: Tensor, *weights: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-        """Multiply x, in the compute dtype, by each local (weight, bias): one result each."""
-        rows = None if self.vocab is None else [self.vocab]
+    def multiply(
+        self, x: Tensor, weights: Sequence[matmul.Weight], out_features: Sequence[int] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Multiply x by each local (weight, bias): one result each. See `matmul.multiply`."""
         self.tracker.layout = self.product.y
-        return matmul.multiply(x, weights, self.product, self.mesh, self.options, rows)
-
-    def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return rows of the table for the tokens of the whole microbatch, in the compute dtype."""
-        assert self.vocab is not None, "a table has a vocabulary"
-        self.tracker.layout = self.product.y
-        own = slice_of(self.product.x.rows, self.mesh).of(tokens)
-        return lookup.look_up(own, table, self.product, self.mesh, self.options, self.vocab)
-
-
-class GridLayer(TakesOver):
-    """A layer that multiplies as `multiply` says."""
-
-    compiles: ClassVar[bool] = False
-    multiply: BoundProduct
+        return matmul.multiply(x.to(self.compute_dtype), weights, self.product, self.mesh, self.options, out_features)
 
 
 class GridColumnLinear(GridLayer, single_device.ColumnLinear):
     """All outputs in one product: what they read is moved once."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.returned(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
+        return self.returned(self.multiply(x, [*map(self.weights, self.outputs)]))
 
 
 class GridRowLinear(GridLayer, single_device.RowLinear):
     """A layer of one output, of role `row_parallel` or `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x.to(self.compute_dtype), (self.weight, self.bias))[0]
+        return self.multiply(x, [(self.weight, self.bias)])[0]
 
 
 class GridVocabHead(GridLayer, single_device.VocabHead):
-    """Logits of this rank's samples and part of the vocabulary, as `GridLoss` reads them."""
+    """Logits of this rank's samples and part of the vocabulary, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x.to(self.compute_dtype), (self.weight, None))[0]
+        return self.multiply(x, [(self.weight, None)], [self.vocab])[0]
 
 
 class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.multiply.look_up(tokens, self.weight)
+        self.tracker.layout = self.product.y
+        own = slice_of(self.product.x.rows, self.mesh).of(tokens)
+        return look_up(own, self.weight, self.product, self.mesh, self.options, self.vocab)
 
 
 class GridDropout(TakesOver, single_device.HashDropout):

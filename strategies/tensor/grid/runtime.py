@@ -12,7 +12,7 @@ from parallelrun.product import ActivationLayout
 
 from ..common.cross_entropy import VocabParallelLoss
 from ..common.sharding import first_row, has_vocab_head, replace_module, shard_parameters, slice_of
-from .layers import MULTIPLYING, TRACKING, BoundProduct, LayoutTracker
+from .layers import MULTIPLYING, TRACKING, LayoutTracker
 from .matmul import matmul_options
 from .norm import GridNorm
 from .plan import GridStrategy
@@ -37,8 +37,8 @@ def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
         elif type(layer) in MULTIPLYING:
             product = strategy.product_of(specs[name], plan)
             assert product is not None, f"{name} multiplies"
-            multiply = BoundProduct(product, mesh, options, tracker, getattr(layer, "vocab", None))
-            replace_module(network, name, MULTIPLYING[type(layer)](layer, multiply=multiply))
+            bound = MULTIPLYING[type(layer)](layer, product=product, mesh=mesh, options=options, tracker=tracker)
+            replace_module(network, name, bound)
         elif isinstance(layer, single_device.HiddenNorm):
             (axis,) = strategy.activation_layout(specs[name], plan).features
             if mesh.shape.size(axis) > 1:

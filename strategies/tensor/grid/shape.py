@@ -1,4 +1,4 @@
-"""How tp ranks form a grid or a cube: the degrees of its axes, and the nearest legal values where they form none.
+"""How tp ranks form a grid or a cube: the degrees of its axes, and the rule that is broken where they form none.
 
 The last axis varies fastest, so that a row of the grid is made of neighbouring ranks. Torch-free.
 """
@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterable
 from math import isqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
-from parallelrun.wording import divisors, either, nearest
 
 from .keys import GridConfig
 
 Grid = tuple[int, int]
-FARTHEST = 20_000  # distance from the tp asked for up to which legal ones are looked for
 _GRID = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 
@@ -136,79 +131,3 @@ class Cube(Shape):
     @classmethod
     def broken_rule(cls, tp: int, grid: Grid | None, depth: int | None) -> tuple[str, str]:
         return "tp", f"tp={tp} does not fit layout=3d, which needs a cube of ranks (8, 27, 64, ...)"
-
-
-@dataclass(frozen=True)
-class Fixes:
-    """Legal values near those of a request. fits: whether the model's sizes divide on the grid of a request."""
-
-    shape: type[Shape]
-    request: Request
-    fits: Callable[[Request], bool]
-
-    def check(self) -> list[Problem]:
-        """Return what is wrong with a tp that cannot be arranged, with the nearest values that can."""
-        tensor, grid = GridConfig.of(self.request.config), None
-        try:
-            grid = read_grid(tensor.grid)
-        except ValueError as error:
-            return [Problem(str(error), "grid", self.grid() or "leave grid out", kind="arithmetic")]
-        where, what = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
-        fix = " or ".join(filter(None, [either("tp", self.tp()), self.grid(), self._depth(), *self._world()]))
-        if not fix:  # no one value would do
-            free = replace(self, request=self._with(**dict.fromkeys(self.shape.sets)))
-            fix = f"{either('tp', free.tp())} without grid and depth"
-        return [Problem(what, where, fix, kind="arithmetic")]
-
-    def tp(self) -> list[int]:
-        """Return the two tp nearest to the one asked for that grid and depth allow and that fit; 1 only if there is no
-        other."""
-        alone = [1] if self._is_legal(replace(self.request, tp=1)) else []
-        return sorted(islice(self._legal_tp(), 2)) or alone
-
-    def grid(self) -> str:
-        """Return the grid nearest to a square that makes tp, at the depth asked for."""
-        if "grid" not in self.shape.sets:
-            return ""
-        tp, depths = self.request.tp, self.shape.depths(self.request.tp, GridConfig.of(self.request.config).depth)
-        possible = [(rows, tp // deep // rows) for deep in depths for rows in divisors(tp // deep)]
-        possible.sort(key=lambda grid: abs(grid[0] - grid[1]))  # of two alike the wide one comes first
-        texts = (f"{rows}x{columns}" for rows, columns in possible)
-        return next((f"grid={text}" for text in texts if self._is_legal(self._with(grid=text))), "")
-
-    def _depth(self) -> str:
-        """The depths that make tp, at the grid asked for."""
-        depth = GridConfig.of(self.request.config).depth
-        if depth is None:
-            return ""
-        legal = [deep for deep in divisors(self.request.tp) if self._is_legal(self._with(depth=deep))]
-        return either("depth", nearest(depth, legal))
-
-    def _world(self) -> list[str]:
-        """Where tp took what was left of a world: other degrees in this world, and other worlds."""
-        request, ranks = self.request, self.request.dp * self.request.tp
-        if request.config.tp is not None:
-            return []
-        left = sorted(islice(self._legal_tp(dividing=ranks), 2), reverse=True)
-        fixes = [either("dp", [ranks // tp for tp in left])]
-        if request.config.world is not None:
-            fixes.append(either("world", [tp * request.pp * request.dp for tp in self.tp()]))
-        return fixes
-
-    def _legal_tp(self, dividing: int = 0) -> Iterator[int]:
-        """Legal tp above 1, the nearest first. dividing: only the divisors of so many ranks."""
-        tp = self.request.tp
-        for distance in range(min(FARTHEST, 4 * max(tp, 8))):
-            for candidate in dict.fromkeys((tp - distance, tp + distance)):
-                in_range = 1 < candidate <= 4 * max(tp, 8) and dividing % candidate == 0
-                if in_range and self._is_legal(replace(self.request, tp=candidate)):
-                    yield candidate
-
-    def _is_legal(self, request: Request) -> bool:
-        return self.shape.arranged(request) is not None and self.fits(request)
-
-    def _with(self, **settings: Any) -> Request:
-        """The request with other settings of the tensor strategy."""
-        config, strategy = self.request.config, self.request.config.strategy
-        strategy = replace(strategy, tensor=replace(strategy.tensor, **settings))
-        return replace(self.request, config=replace(config, strategy=strategy))

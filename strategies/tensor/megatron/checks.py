@@ -81,9 +81,11 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
         found.append(("model.kv_heads", spec.kv_heads, what))
     if spec.ffn and spec.ffn % tp:
         found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide by tp={tp}"))
-    for key, size in _expert_widths(spec):
-        if size % tp and size != spec.ffn:
-            found.append((key, size, f"{key}={size} does not divide by tp={tp}: it cuts the inside of every expert"))
+    expert = next((layer.parameters[0] for layer in spec.layers() if layer.layer_role == "expert"), None)  # all alike
+    width = expert.shape[inside_dim(expert)] if expert else spec.ffn
+    if width % tp and width != spec.ffn:
+        what = f"model.expert_ffn={width} does not divide by tp={tp}: it cuts the inside of every expert"
+        found.append(("model.expert_ffn", width, what))
     if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
         for layer in spec.layers():
             misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
@@ -107,15 +109,6 @@ def _widths(layer: LayerSpec) -> list[int]:
     if layer.layer_role == "column_parallel":
         return [parameter.shape[0] for parameter in layer.parameters]
     return []
-
-
-def _expert_widths(spec: ModelSpec) -> list[tuple[str, int]]:
-    """(key, width inside) of an expert: of the first layer of them, all are alike."""
-    first = next((layer for layer in spec.layers() if layer.layer_role == "expert"), None)
-    if first is None:
-        return []
-    weight = first.parameters[0]
-    return [("model.expert_ffn", weight.shape[inside_dim(weight)])]
 
 
 def _fits(spec: ModelSpec, tp: int, sequence_parallel: bool) -> bool:
