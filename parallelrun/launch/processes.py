@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -88,9 +88,13 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
             gc.unfreeze()
 
 
-def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
-    parent, rank, world = os.getpid(), settings.rank, job.plan.world
-    # until the child has installed its own handlers, a signal would run the launcher's
+def fork(run: Callable[[], int]) -> int:
+    """Start a process that exits with the code of `run`, has its own process group and ends with this process. Return
+    its pid.
+
+    Until `run` has set its signal handlers and calls `unblock_signals`, a signal would run those of this process.
+    """
+    parent = os.getpid()
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -100,13 +104,27 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
     code = 1
     try:
         ranks.leave_with_parent(parent)
-        os.setpgid(0, 0)
+        own_group(0)
         signal.set_wakeup_fd(-1)
+        code = run()
+    finally:
+        ranks.end(code)
+
+
+def unblock_signals() -> None:
+    """Accept signals again, in a process that `fork` has started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
+def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+    rank, world = settings.rank, job.plan.world
+
+    def run() -> int:
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         redirect(job.directory, rank)
         ranks.take_signals(heartbeats)
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        unblock_signals()
         environment = for_rank(os.environ, rank, world, settings.threads)
         os.environ.clear()
         os.environ.update(environment)
@@ -115,9 +133,9 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
         if descriptor is None:
             listener.close()
         connect = partial(ranks.tcp_store, ranks.LOOPBACK, port, world, descriptor) if world > 1 else None
-        code = ranks.serve(job, settings, heartbeats, connect)
-    finally:
-        ranks.end(code)
+        return ranks.serve(job, settings, heartbeats, connect)
+
+    return fork(run)
 
 
 def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
@@ -152,7 +170,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
 
 
 def own_group(pid: int) -> None:
-    """Give a rank its own process group: Ctrl-C then reaches only the launcher, and `kill_group` ends its children."""
+    """Give a rank its own process group: Ctrl-C then reaches only the launcher, and `reap` ends its children."""
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
@@ -163,10 +181,16 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_group(pid: int) -> None:
-    """Kill all processes that a rank has started. Call this before the rank is reaped, while its pid is reserved."""
+def reap(pid: int, wait: bool = False) -> int | None:
+    """Return the exit code of a rank, or minus the number of the signal that ended it; None if it still runs.
+
+    All processes that it has started are killed before it is reaped, while its pid is reserved.
+    """
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)) is None:
+        return None
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def is_stopped(pid: int) -> bool:

@@ -110,8 +110,8 @@ class Supervisor:
         while self._alive:
             self._handle_signals()
             for rank, pid in list(self._alive.items()):
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    self._reap(rank)
+                if (code := processes.reap(pid)) is not None:
+                    self._on_exit(rank, code)
             self._tick()
             if self._alive:
                 connection.wait(self._pidfds.values(), TICK_S)  # sleeps until a rank exits
@@ -121,9 +121,8 @@ class Supervisor:
         """Kill and reap the remaining ranks."""
         self._kill_all()
         for pid in self._alive.values():
-            processes.kill_group(pid)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                processes.reap(pid, wait=True)
         for descriptor in (*self._pidfds.values(), self._heartbeats.descriptor):
             os.close(descriptor)
         self._alive.clear()
@@ -134,12 +133,11 @@ class Supervisor:
             self._ended_by_us.add(rank)
             processes.kill(pid, signal.SIGKILL)
 
-    def _reap(self, rank: int) -> None:
-        now, pid = time.monotonic_ns(), self._alive.pop(rank)
+    def _on_exit(self, rank: int, code: int) -> None:
+        now = time.monotonic_ns()
+        del self._alive[rank]
         if rank in self._pidfds:
             os.close(self._pidfds.pop(rank))
-        processes.kill_group(pid)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         failed = code != self._heartbeats.returned(rank) and rank not in self._ended_by_us
         if failed and self._is_spare(rank, code):
             self._lost.add(rank)
