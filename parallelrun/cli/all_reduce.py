@@ -1,22 +1,24 @@
-"""`doctor`'s all-reduce: one process per rank, started as a run starts them, sums a tensor over gloo or NCCL.
-
-Run as a program, this module is one of these processes. They are started by exec, because CUDA does not survive a fork.
-"""
+"""`doctor`'s all-reduce: ranks that are started and watched as those of a run sum a tensor over gloo or NCCL."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from datetime import timedelta
-from typing import TextIO
+from dataclasses import replace
+from pathlib import Path
+
+from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
+from parallelrun.errors import EXIT_OK
+from parallelrun.launch import directory, supervisor
+from parallelrun.launch.rank import Job
+from parallelrun.plan.freeze import freeze
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+from parallelrun.records import write_text
 
 NCCL, GLOO = "nccl", "gloo"
-NUM_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the time to show the bandwidth
+NUM_ELEMENTS = 2**24  # on GPUs 64 MiB of fp32: large enough for the time to show the bandwidth
 TIMEOUT_S = 90.0
 
 
@@ -24,81 +26,32 @@ class AllReduceFailed(Exception):
     """The sum failed; the message names the rank and its error."""
 
 
-def run(num_ranks: int, backend: str, num_elements: int = NUM_ELEMENTS, timeout_s: float = TIMEOUT_S) -> float:
+def run(num_ranks: int, backend: str) -> float:
     """Sum a tensor over `num_ranks` processes, with gloo on the CPU; the seconds of one sum. Raises AllReduceFailed."""
-    deadline = time.monotonic() + timeout_s
-    processes: list[subprocess.Popen[str]] = []
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks))
-        # files, not pipes: NCCL_DEBUG=INFO prints more than a pipe holds
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * num_ranks)]
-        try:
-            for rank in range(num_ranks):
-                words = (rank, num_ranks, backend, num_elements, timeout_s, listener.getsockname()[1])
-                processes.append(_start(words, listener.fileno() if rank == 0 else None, *files[2 * rank :][:2]))
-            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-                if any(process.poll() for process in processes):
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        lines = [_lines(file) for file in files]
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        by_itself = [rank for rank in failed if processes[rank].returncode > 0]
-        culprit = (by_itself or failed)[0]
-        errors = lines[2 * culprit + 1]
-        why = errors[-1][:300] if errors else f"no answer in {timeout_s:g} s"
-        raise AllReduceFailed(f"rank {culprit} of {num_ranks}: {why}")
-    return max(float(printed[-1]) for printed in lines[::2])
+    device = "cuda" if backend == NCCL else "cpu"
+    config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, timeout_s=TIMEOUT_S)
+    plan = resolve(config)
+    with tempfile.TemporaryDirectory(prefix="parallelrun-doctor-") as root:
+        folder = directory.create(Path(root), "doctor")
+        write_text(folder / "config.yaml", freeze(config, plan))
+        outcome = supervisor.supervise(Job(config, plan, folder, f"{__name__}:sum_twice"))
+        if outcome.cause is not None:
+            raise AllReduceFailed(f"rank {outcome.cause.rank} of {num_ranks}: {outcome.cause.what}")
+        if outcome.exit_code != EXIT_OK:
+            raise KeyboardInterrupt
+        return max(float(file.read_text()) for file in folder.glob("seconds_*"))
 
 
-def _start(
-    words: tuple[int, int, str, int, float, int], listener: int | None, stdout: TextIO, stderr: TextIO
-) -> subprocess.Popen[str]:
-    from parallelrun.launch.environment import for_rank
-
-    served = [] if listener is None else [listener]
-    environment = for_rank(os.environ, words[0], words[1], threads=1)
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.Popen(
-        [sys.executable, "-m", "parallelrun.cli.all_reduce", *map(str, (*words, *served))],
-        pass_fds=served,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        text=True,
-    )
-
-
-def _lines(file: TextIO) -> list[str]:
-    file.seek(0)
-    return [line for line in file.read().splitlines() if line.strip()]
-
-
-def _rank(
-    rank: int, num_ranks: int, backend: str, num_elements: int, timeout_s: float, port: int, listener: int | None
-) -> float:
-    """Join, sum twice (the first sum opens the connections), check every element; the seconds of the second sum."""
+def sum_twice(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The worker of a rank: sum twice (the first sum opens the connections), check every element, note the seconds."""
     import torch
     import torch.distributed as dist
 
-    from parallelrun.launch.preflight import gpu_index
-
-    timeout = timedelta(seconds=timeout_s)
-    device = torch.device("cpu")
-    if backend == NCCL:
-        device = torch.device("cuda", gpu_index(rank, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, num_ranks, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
-    )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    num_ranks, on_gpu = context.world, context.device.type == "cuda"
+    if num_ranks == 1:
+        dist.init_process_group(NCCL if on_gpu else GLOO, store=dist.HashStore(), rank=0, world_size=1)
     for _ in range(2):
-        values = torch.full((num_elements,), rank + 1.0, device=device)
+        values = torch.full((NUM_ELEMENTS if on_gpu else 1,), context.rank + 1.0, device=context.device)
         began = time.monotonic()
         dist.all_reduce(values)
         smallest, largest = values.min().item(), values.max().item()  # waits for the sum
@@ -106,12 +59,5 @@ def _rank(
     expected = num_ranks * (num_ranks + 1) / 2
     if (smallest, largest) != (expected, expected):
         raise ValueError(f"the sum has elements from {smallest:g} to {largest:g} instead of {expected:g}")
-    dist.barrier()
-    dist.destroy_process_group()
-    return seconds
-
-
-if __name__ == "__main__":
-    number, size, name, elements, limit, store_port, *descriptor = sys.argv[1:]
-    inherited = int(descriptor[0]) if descriptor else None
-    print(_rank(int(number), int(size), name, int(elements), float(limit), int(store_port), inherited))
+    (context.directory / f"seconds_{context.rank}").write_text(str(seconds))
+    return EXIT_OK

@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import resource
-import shutil
 import socket
 import sys
 import time
@@ -15,7 +14,10 @@ from importlib import metadata
 from pathlib import Path
 
 from parallelrun.cli import all_reduce
+from parallelrun.cli.verbs import print_json, screen_on_stderr
 from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK
+from parallelrun.launch.environment import num_cores
+from parallelrun.launch.preflight import available_bytes, free_bytes
 
 _OLDEST_TORCH = (2, 11)
 _TESTED_TORCH = ("2.11", "2.13")
@@ -36,11 +38,10 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("parallelrun doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
-    checks = examine()
+    with screen_on_stderr():  # the ranks of the all-reduce may print to stdout (NCCL_DEBUG=INFO)
+        checks = examine()
     usable = all(check.state != "fail" for check in checks)
     if arguments.json:
-        from parallelrun.cli.verbs import print_json
-
         print_json({"usable": usable, "checks": [asdict(check) for check in checks]})
     else:
         _print(checks, usable)
@@ -105,15 +106,11 @@ def _gpus() -> DoctorCheck:
 
 
 def _cores() -> DoctorCheck:
-    from parallelrun.launch.environment import num_cores
-
     cores = num_cores()
     return DoctorCheck("cores", "pass" if cores > 1 else "warn", f"{cores}, load {os.getloadavg()[0]:.1f}")
 
 
 def _memory() -> DoctorCheck:
-    from parallelrun.launch.preflight import available_bytes
-
     available = available_bytes()
     if available is None:
         return DoctorCheck("memory", "warn", "unknown")
@@ -124,7 +121,7 @@ def _shared_memory() -> DoctorCheck:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return DoctorCheck("/dev/shm", "warn", "absent")
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     hint = "" if free > 2**26 else "; with docker: --ipc=host"
     return DoctorCheck("/dev/shm", "warn" if hint else "pass", f"{free / 2**20:.0f} MiB free{hint}")
 
@@ -138,7 +135,7 @@ def _limits() -> DoctorCheck:
 
 def _disk() -> DoctorCheck:
     folder = Path.cwd()
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if not os.access(folder, os.W_OK):
         return DoctorCheck("disk", "warn", f"{folder} is not writable; set runs=<a writable folder>")
     return DoctorCheck("disk", "warn" if free < 2**30 else "pass", f"{free / 2**30:.1f} GiB free in {folder}")
@@ -154,7 +151,7 @@ def _all_reduce() -> DoctorCheck:
     """Two processes add a number over gloo on the loopback interface."""
     began = time.monotonic()
     try:
-        all_reduce.run(2, all_reduce.GLOO, num_elements=1)
+        all_reduce.run(2, all_reduce.GLOO)
     except all_reduce.AllReduceFailed as error:
         return DoctorCheck("all-reduce", "fail", f"two gloo ranks: {error}")
     return DoctorCheck("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")

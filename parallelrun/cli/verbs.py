@@ -74,7 +74,7 @@ def _lead(words: list[str], attached: Attached | None) -> int:
     if not line.json:
         return start(config, resolved.plan, words, overrides, resolved.run_root)
     created: list[Path] = []
-    with _screen_on_stderr():
+    with screen_on_stderr():
         code = start(config, resolved.plan, words, overrides, resolved.run_root, created=created.append)
     print_json(_run_document(line.verb, code, created[0] if created else None))
     return code
@@ -94,7 +94,7 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
     if not line.json or line.verb == "plan":
         return sweep.run(line, words, prepared)
     points: list[dict[str, Any]] = []
-    with _screen_on_stderr():
+    with screen_on_stderr():
         code = sweep.run(line, words, prepared, points)
     print_json({"verb": line.verb, "exit_code": code, "points": points})
     return code
@@ -227,7 +227,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _screen_on_stderr() -> Iterator[None]:
+def screen_on_stderr() -> Iterator[None]:
     """Let this process and its children print to stderr, so that stdout holds the JSON document only."""
     sys.stdout.flush()
     kept = None

@@ -49,29 +49,50 @@ class Log:
             self._file.flush()
 
 
-class Screen(Log):
+class Output:
+    """A stream that records the first error of writing to it, and drops everything that is written afterwards."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """Act, unless an earlier error is recorded. After an error, send the stream's buffer, which Python flushes at
+        exit, to /dev/null."""
+        try:
+            if self.error is None:
+                action()
+        except OSError as error:
+            self.error = error
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
+
+
+class Screen(Output):
     """The terminal, with a plain copy in the log. A closed terminal (`| head`) does not end the run."""
 
     def __init__(self, terminal: TextIO, log: TextIO):
         terminal.fileno()  # raises if there is no terminal
         super().__init__(terminal)
-        self._log, self._is_closed = log, False
+        self._log = log
 
     def write(self, text: str) -> int:
         self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
-        self._try(lambda: self._file.write(text))
-        return len(text)
+        return super().write(text)
 
     def flush(self) -> None:
         self._log.flush()
-        self._try(self._file.flush)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        try:
-            if not self._is_closed:
-                action()
-        except OSError:
-            self._is_closed = True
+        super().flush()
 
 
 def redirect(directory: Path, rank: int) -> None:
