@@ -116,7 +116,7 @@ class Watchdog:
     def watch(self) -> None:
         """Look at the heartbeat every _WATCH_S seconds until `done` is set or the rank hangs."""
         while not self.done.wait(_WATCH_S):
-            heartbeat = self.heartbeats.read(0)
+            heartbeat = self.heartbeats.read(self.rank)
             if self.status is not None:
                 self.status.update(heartbeat.step, self.heartbeats.failed_save())
             if heartbeat.age_s > self.timeout_s:

@@ -83,7 +83,7 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, rank, threads), heartbeats, listener)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, listener)
         finally:
             gc.unfreeze()
 

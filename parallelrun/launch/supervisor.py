@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import connection
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
@@ -22,6 +22,7 @@ from parallelrun.launch import failure, failure_detection, processes
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
+from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.output import log_path
 from parallelrun.launch.rank import Job
 
@@ -31,17 +32,6 @@ LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compare
 DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the ranks ended. cause: the root cause, if a rank failed; note: how the user ended the run."""
-
-    exit_code: int
-    cause: Failure | None = None
-    note: str = ""
-    step: int = 0
-    failed_save_step: int = 0
 
 
 def supervise(job: Job) -> Outcome:
@@ -163,13 +153,9 @@ class Supervisor:
     def _fail(self, rank: int, code: int, now: int) -> None:
         if code == EXIT_INTERRUPTED and self._signals:
             return
-        found = failure.read(self._job.directory, rank) if code >= 0 else None
-        if found is None:
-            found = self._of_exit(rank, code, now)
-            if code >= 0 and (reported := self._heartbeats.reported_failure(rank)) is not None:
-                found = replace(found, exit_code=reported[0], order=reported[1], what=reported[2])
-            found = found.at(self._heartbeats.read(rank), self._pids[rank])
-        self._failures.append(found)
+        pid = self._pids[rank]
+        found = failure.recorded(self._job.directory, self._heartbeats, rank, pid) if code >= 0 else None
+        self._failures.append(found or self._of_exit(rank, code, now).at(self._heartbeats.read(rank), pid))
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _handle_signals(self) -> None:
