@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from parallelrun.cli.help import HYDRA_FLAGS, OUR_FLAGS, TOOLS, VERBS
+from parallelrun.cli.help import HYDRA_FLAGS, KEYS, KINDS, OUR_FLAGS, TOOLS, VERBS
 from parallelrun.config import presets, recipes
 from parallelrun.config.keys import GROUPS, MAPPINGS, known_keys
-
-LISTABLE = ("recipes", "models", "strategies", "datasets", "optimizers", "precisions", "clusters", "keys")
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -44,7 +42,7 @@ def _of_tool(tool: str) -> list[str]:
     if tool == "show":
         return list(recipes.find())
     if tool == "ls":
-        return [*LISTABLE, "--json"]
+        return [*KINDS, KEYS, "--json"]
     return ["--json"] if tool == "doctor" else []
 
 

@@ -25,8 +25,7 @@ from queue import SimpleQueue
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
 from parallelrun.launch import processes, rendezvous
 from parallelrun.launch.environment import LISTENER, without_launchers
-from parallelrun.launch.rank import end
-from parallelrun.launch.supervisor import STOP_SIGNALS
+from parallelrun.launch.rank import STOP_SIGNALS, end
 
 GREETING = "parallelrun host agent: "  # a login shell may print other lines before it
 SERVE = "serve"  # argument: this host has rank 0, so open a listening socket

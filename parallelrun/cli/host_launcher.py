@@ -35,7 +35,8 @@ from parallelrun.errors import (
 )
 from parallelrun.launch import rendezvous
 from parallelrun.launch.environment import for_other_hosts
-from parallelrun.launch.supervisor import STOP_SIGNALS, signal_handlers
+from parallelrun.launch.rank import STOP_SIGNALS
+from parallelrun.launch.supervisor import signal_handlers
 
 CONNECT_S = 60.0  # for ssh to connect and the agent to greet
 GRACE_S = AGENT_GRACE_S + 5.0  # after a host has failed: time for the others to notice and to end

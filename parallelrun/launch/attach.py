@@ -7,6 +7,7 @@ same worker. If rank 0 cannot compose, it calls `abandon`, and all ranks exit wi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -34,7 +35,7 @@ from parallelrun.launch.failure_detection import Peers, Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.processes import start_time
-from parallelrun.launch.rank import Job
+from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.rendezvous import Member
 from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
@@ -157,7 +158,8 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     output.redirect(job.directory, attached.rank)
     heartbeats = HeartbeatFile(1, first_rank=attached.rank)
-    _take_signals(heartbeats)
+    faulthandler.unregister(signal.SIGUSR1)  # Slurm may send it to every rank; a closed terminal sends SIGHUP
+    rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
     peers = Peers.of(attached.rank, members)
     report = _reporter(attached, job, terminal, peers)
     status = Status(job.directory) if attached.rank == 0 else None
@@ -196,7 +198,8 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
         if attached.rank:
             if own.order < TIMED_OUT:
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
-            failure.write(job.directory, own)
+            with contextlib.suppress(OSError):  # a full disk
+                failure.write(job.directory, own)
             if not failure_detection.must_report(own, job.directory, peers):
                 return own.exit_code
         elif own.order:
@@ -206,14 +209,3 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
         return own.exit_code if attached.rank else cause.exit_code
 
     return report
-
-
-def _take_signals(heartbeats: HeartbeatFile) -> None:
-    """Take signals as under our own launcher. Slurm may send SIGUSR1 to every rank, a closed terminal SIGHUP."""
-    stops = [signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        stops.append(signal.SIGHUP)
-    rank.take_signals(heartbeats)
-    faulthandler.unregister(signal.SIGUSR1)
-    for number in stops:
-        signal.signal(number, lambda *_: heartbeats.request_stop())

@@ -1,4 +1,7 @@
-"""Output of ranks: every rank writes to `logs/rank_<n>.log`; rank 0's stdout goes to the terminal as well."""
+"""Output of ranks: every rank writes to `logs/rank_<n>.log`; rank 0's stdout goes to the terminal as well.
+
+No stream ends the program: a full, closed or unread one drops what is written to it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+from parallelrun.errors import EnvironmentProblem, Problem
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r(?=\n)")
 
@@ -76,6 +81,24 @@ class Output:
             self.error = error
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Make `sys.stdout` an Output. At the end, raise EnvironmentProblem if writing failed, except to a closed pipe."""
+    before = sys.stdout
+    # if the shell closed it (`>&-`), this file takes the lowest free number, so that nothing else becomes stdout
+    stream = before if before is not None else open(os.devnull, "w")  # noqa: SIM115
+    output = Output(stream)
+    sys.stdout = cast(TextIO, output)
+    try:
+        yield
+        output.flush()
+    finally:
+        sys.stdout = before
+    if output.error is not None and not isinstance(output.error, (BrokenPipeError, ConnectionResetError)):
+        what = f"standard output cannot be written to: {output.error.strerror or output.error}"
+        raise EnvironmentProblem(Problem(what, "standard output"))
 
 
 class Screen(Output):

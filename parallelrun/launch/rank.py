@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 WORKER = "parallelrun.launch.worker:run"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,13 @@ def tcp_store(host: str, port: int, world: int, listener: int | None, timeout_s:
     return store
 
 
-def take_signals(heartbeats: HeartbeatFile) -> None:
-    """Let SIGTERM ask all ranks of the host to stop after their step, and SIGINT interrupt at once."""
-    signal.signal(signal.SIGTERM, lambda *_: heartbeats.request_stop())
+def take_signals(heartbeats: HeartbeatFile, stops: Sequence[int] = (signal.SIGTERM,)) -> None:
+    """Let the signals `stops` ask all ranks of the host to stop after their step, and SIGINT interrupt at once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal from its own process group
+    for number in stops:
+        signal.signal(number, lambda *_: heartbeats.request_stop())
 
 
 def end(code: int) -> NoReturn:

@@ -22,8 +22,8 @@ from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.outcome import Outcome, conclude
-from parallelrun.launch.rank import Job, RankSettings
-from parallelrun.launch.supervisor import STOP_SIGNALS, signal_handlers
+from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
+from parallelrun.launch.supervisor import signal_handlers
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
 from parallelrun.wording import counted
