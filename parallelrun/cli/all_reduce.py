@@ -46,11 +46,11 @@ def sum_twice(config: Config, plan: Plan, context: WorkerContext) -> int:
     """The worker of a rank: sum twice (the first sum opens the connections), check every element, note the seconds."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import HashStore
 
     num_ranks, on_gpu = context.world, context.device.type == "cuda"
     if num_ranks == 1:
-        dist.init_process_group(NCCL if on_gpu else GLOO, store=HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(NCCL if on_gpu else GLOO, store=store, rank=0, world_size=1)
     for _ in range(2):
         values = torch.full((NUM_ELEMENTS if on_gpu else 1,), context.rank + 1.0, device=context.device)
         began = time.monotonic()

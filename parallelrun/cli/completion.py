@@ -28,7 +28,8 @@ def answer(environment: Mapping[str, str]) -> list[str]:
     if not words:  # still in the program's own name
         return []
     if len(words) > 1 and words[1] in TOOLS:
-        return _starting(typed, _of_tool(words[1]))
+        of_tools = {"show": [*recipes.find()], "ls": [*KINDS, KEYS, "--json"], "doctor": ["--json"]}
+        return _starting(typed, of_tools.get(words[1], []))
     first = [*VERBS, *TOOLS] if len(words) == 1 else []
     flags = sorted({*HYDRA_FLAGS, *OUR_FLAGS}) if typed.startswith("-") else []
     return _starting(typed, [*first, *flags, *_keys(typed), *_pairs(typed)])
@@ -36,14 +37,6 @@ def answer(environment: Mapping[str, str]) -> list[str]:
 
 def _starting(typed: str, candidates: Iterable[str]) -> list[str]:
     return [candidate for candidate in candidates if candidate.startswith(typed)]
-
-
-def _of_tool(tool: str) -> list[str]:
-    if tool == "show":
-        return list(recipes.find())
-    if tool == "ls":
-        return [*KINDS, KEYS, "--json"]
-    return ["--json"] if tool == "doctor" else []
 
 
 def _keys(typed: str) -> list[str]:

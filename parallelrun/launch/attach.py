@@ -123,7 +123,7 @@ def follow(argv: Sequence[str]) -> int:
     if go is None or "failed" in go:
         return int(go["failed"]) if go else failure_detection.leader_left_early(directory)
     config = load_frozen(run["config"])
-    job = Job(config, resolve(config), directory, run["worker"], options=ConsoleOptions(**run["options"]))
+    job = Job(config, resolve(config), directory, run["worker"], ConsoleOptions(**run["options"]))
     return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
 
 

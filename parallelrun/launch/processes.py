@@ -35,7 +35,7 @@ def preload(job: Job) -> None:
     A failing import is ignored: it fails again in the ranks, which log it.
     """
     plan = job.plan
-    if job.method == EXEC or not _may_fork(plan):
+    if not _may_fork(plan):
         return
     with contextlib.suppress(Exception):
         ranks.find_worker(job.worker)
@@ -74,7 +74,7 @@ def num_threads() -> int:
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     """Start every rank and yield its pid. The store's socket is bound to 127.0.0.1 before the first rank starts."""
-    start_rank = _fork if (job.method or method_for(job.plan)) == FORK else _exec
+    start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
     with socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG) as listener:
         for stream in (sys.stdout, sys.stderr):

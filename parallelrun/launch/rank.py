@@ -43,14 +43,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announce
 
 @dataclass(frozen=True)
 class Job:
-    """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; method: fork |
-    exec, or empty to choose the one that is possible; options: how to talk to the user."""
+    """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
+    talk to the user."""
 
     config: Config
     plan: Plan
     directory: Path
     worker: str = WORKER
-    method: str = ""
     options: ConsoleOptions = field(default_factory=ConsoleOptions)
 
 

@@ -36,19 +36,17 @@ def start(
     overrides: Sequence[str],
     run_root: Path | None = None,
     worker: str = rank.WORKER,
-    method: str = "",
     created: Callable[[Path], None] | None = None,
 ) -> int:
     """Create the run directory and run `plan` to its end. Return the exit code.
 
     argv: for the manifest. overrides: for the command that resumes the run. run_root: use exactly this directory
-    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. method: fork | exec, empty for the one that is
-    possible. created: is called with the run directory. Raises ConfigError and EnvironmentProblem before any process
-    is started.
+    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory. Raises
+    ConfigError and EnvironmentProblem before any process is started.
     """
     attached = environment.detect(os.environ)
     options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
-    job = _prepare(Job(config, plan, Path(), worker, method, options), argv, attached, run_root)
+    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
