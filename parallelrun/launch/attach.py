@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 from parallelrun.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
-    EXIT_RANK_DIED,
     EnvironmentProblem,
     ParallelrunError,
     Problem,
 )
-from parallelrun.launch import environment, failure, failure_detection, output, preflight, rank, rendezvous
+from parallelrun.launch import environment, failure, output, preflight, rank, rendezvous
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
-from parallelrun.launch.failure import GRACE_S, LOST_PEER, TIMED_OUT, ConsoleOptions, Failure
-from parallelrun.launch.failure_detection import Peers, Watchdog
+from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
+from parallelrun.launch.failure_detection import Peers, Watchdog, is_recorded
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.processes import start_time
@@ -121,7 +120,9 @@ def follow(argv: Sequence[str]) -> int:
     rendezvous.put(store, f"joined/{attached.rank}", _member(attached, run, argv))
     go = rendezvous.get(store, "go", rendezvous.JOIN_S + 30)
     if go is None or "failed" in go:
-        return int(go["failed"]) if go else failure_detection.leader_left_early(directory)
+        if go is None and not is_recorded(directory):
+            Status(directory).ended(EXIT_HANG, "rank 0 exited before the run began", 0)
+        return int(go["failed"]) if go else EXIT_HANG
     config = load_frozen(run["config"])
     job = Job(config, resolve(config), directory, run["worker"], ConsoleOptions(**run["options"]))
     return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
@@ -160,17 +161,11 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) ->
     heartbeats = HeartbeatFile(1, first_rank=attached.rank)
     faulthandler.unregister(signal.SIGUSR1)  # Slurm may send it to every rank; a closed terminal sends SIGHUP
     rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
-    peers = Peers.of(attached.rank, members)
+    peers = Peers.of(attached.rank, job.directory, members)
     report = _reporter(attached, job, terminal, peers)
     status = Status(job.directory) if attached.rank == 0 else None
     if attached.rank:
-        what = "blocked: rank 0 has exited"
-
-        def blocked() -> int:
-            found = Failure(attached.rank, what, EXIT_RANK_DIED, order=LOST_PEER)
-            return report(found.at(heartbeats.read(attached.rank), os.getpid()))
-
-        failure_detection.watch_leader(attached.rank, job.directory, peers, blocked)
+        peers.watch_leader(heartbeats, report)
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
     with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status):
         code = rank.serve(job, settings, heartbeats, lambda: store)
@@ -200,11 +195,11 @@ def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> C
                 print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
             with contextlib.suppress(OSError):  # a full disk
                 failure.write(job.directory, own)
-            if not failure_detection.must_report(own, job.directory, peers):
+            if not peers.must_report(own):
                 return own.exit_code
         elif own.order:
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
-        cause = failure.explained(failure_detection.cause(own, job.directory, peers), job.directory)
+        cause = failure.explained(peers.cause(own), job.directory)
         conclude(Outcome(cause.exit_code, cause), job, terminal)
         return own.exit_code if attached.rank else cause.exit_code
 

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,13 +129,22 @@ def _held(config: Config, plan: Plan, found: Chosen, folder: Path) -> tuple[Conf
 
 
 def _inline(job: Job) -> Outcome:
-    """Run the worker of a single rank in this process, watched by a thread."""
+    """Run the worker of a single rank in this process, watched by a thread.
+
+    A stop signal asks the worker to stop after its step; a second one interrupts it.
+    """
     heartbeats, terminal = HeartbeatFile(1), sys.stderr
-    with _stopping(heartbeats), output.copied(job.directory, 0) as log:
 
-        def on_hang(cause: Failure) -> None:
-            conclude(Outcome(cause.exit_code, cause), job, terminal)
+    def stop(number: int, _frame: object) -> None:
+        if heartbeats.stop_requested():
+            signal.signal(number, signal.SIG_DFL)
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        heartbeats.request_stop()
 
+    def on_hang(cause: Failure) -> None:
+        conclude(Outcome(cause.exit_code, cause), job, terminal)
+
+    with signal_handlers(STOP_SIGNALS, stop), output.copied(job.directory, 0) as log:
         with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
             code = rank.serve(job, RankSettings(0, 0), heartbeats)
     outcome = Outcome(code, None, "", heartbeats.read(0).step, heartbeats.failed_save())
@@ -145,15 +153,3 @@ def _inline(job: Job) -> Outcome:
         note = f"{'terminated' if terminated else 'interrupted'} at step {outcome.step}"
         return replace(outcome, exit_code=EXIT_TERMINATED if terminated else code, note=note)
     return replace(outcome, cause=failure.recorded(job.directory, heartbeats, 0, os.getpid()))
-
-
-def _stopping(heartbeats: HeartbeatFile) -> AbstractContextManager[None]:
-    """Let stop signals ask the inline worker to stop after its step; a second one interrupts it."""
-
-    def stop(number: int, _frame: object) -> None:
-        if heartbeats.stop_requested():
-            signal.signal(number, signal.SIG_DFL)
-            raise KeyboardInterrupt(signal.Signals(number).name)
-        heartbeats.request_stop()
-
-    return signal_handlers(STOP_SIGNALS, stop)

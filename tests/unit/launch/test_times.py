@@ -221,18 +221,18 @@ def members(*hosts: str) -> list[Member]:
 
 
 def test_a_leader_on_another_host_is_given_three_seconds_to_speak(monkeypatch, clock, tmp_path):
-    peers = Peers(members("a", "b"), frozenset())
+    peers = Peers(1, tmp_path, members("a", "b"), frozenset())
     began = clock.now
-    assert failure_detection.must_report(Failure(1, "lost", 6, 0, order=3), tmp_path, peers)
+    assert peers.must_report(Failure(1, "lost", 6, 0, order=3))
     assert clock.now - began == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_blocked_survivor_speaks_two_seconds_after_the_leader_is_gone(monkeypatch, clock, tmp_path):
     spoken, gone_at = [], clock.now + 4.0
-    peers = Peers(members("a", "a"), frozenset({0, 1}))
+    peers = Peers(1, tmp_path, members("a", "a"), frozenset({0, 1}))
     monkeypatch.setattr(Peers, "has_exited", lambda self, one: one == 0 and clock.now >= gone_at)
     monkeypatch.setattr(failure_detection.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
-    failure_detection.watch_leader(1, tmp_path, peers, lambda: spoken.append(clock.now - gone_at))
+    peers.watch_leader(heartbeat.HeartbeatFile(1, first_rank=1), lambda found: spoken.append(clock.now - gone_at))
     assert spoken == pytest.approx([2.0], abs=0.51)  # it looks every half second
 
 
