@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallelrun.data.files import list_files
-from parallelrun.data.megatron import data_path, element_type, index_path, note_path, write_indexed
-from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, ParallelrunError, Problem
+from parallelrun.data.megatron import beside, element_type, write_indexed
+from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
+from parallelrun.records import sha256_of
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
@@ -38,24 +37,16 @@ class Tokenizer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the tool; returns the exit code. Errors go to stderr without a traceback."""
+    """Run the tool; returns the exit code. Raises ConfigError, EnvironmentProblem."""
     arguments = _parser().parse_args(argv)
-    try:
-        report = tokenize(
-            [Path(name).expanduser() for name in arguments.inputs],
-            Path(os.path.abspath(Path(arguments.output).expanduser())),
-            arguments.tokenizer,
-            arguments.append_eod,
-            arguments.vocab,
-            arguments.json_key,
-        )
-    except ParallelrunError as error:
-        for problem in error.problems:
-            print(f"error: {problem.what}", file=sys.stderr)
-            for label, text in (("  where:", problem.where), ("  try:", problem.command or problem.suggestion)):
-                if text:
-                    print(label, text, file=sys.stderr)
-        return error.exit_code
+    report = tokenize(
+        [Path(name).expanduser() for name in arguments.inputs],
+        Path(os.path.abspath(Path(arguments.output).expanduser())),
+        arguments.tokenizer,
+        arguments.append_eod,
+        arguments.vocab,
+        arguments.json_key,
+    )
     print("{documents} documents, {tokens} tokens of vocab {vocab} ({element})".format(**report))
     print("wrote {prefix}.bin and .idx; train on them: parallelrun dataset=megatron path={prefix}".format(**report))
     return EXIT_OK
@@ -95,9 +86,9 @@ def tokenize(
         "element": kind.name,
         "documents": documents,
         "tokens": tokens,
-        "sha256": {path.name: _sha256(path) for path in (data_path(prefix), index_path(prefix))},
+        "sha256": {path.name: sha256_of(path) for path in (beside(prefix, ".bin"), beside(prefix, ".idx"))},
     }
-    note_path(prefix).write_text(json.dumps(note, indent=2) + "\n")
+    beside(prefix, ".json").write_text(json.dumps(note, indent=2) + "\n")
     return note
 
 
@@ -157,14 +148,6 @@ def _load(name: str, append_eod: bool) -> Tokenizer:
     if append_eod and not ends:
         raise ConfigError(Problem(f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}", where="--append-eod"))
     return Tokenizer(inner.get_vocab_size(), ends[0] if ends else None, inner)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _parser() -> argparse.ArgumentParser:

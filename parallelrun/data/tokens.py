@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.definitions import Dataset, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # With fewer documents than this, a split by documents would be too coarse: their pieces are split instead.
 FEW_DOCUMENTS = 20
@@ -97,8 +94,7 @@ class TokenWindows(Split):
         return self._length
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
+        self.check(index)
         tokens = self.stream.read(index * self.seq, (index + 1) * self.seq + 1)
         if self._may_exceed and (tokens.max() >= self.vocab or tokens.min() < 0):
             self._refuse(index, tokens)
@@ -146,18 +142,18 @@ class Documents:
         source_of, starts, lengths = np.concatenate(rows, axis=1)
         return Documents(self.sources, self.names, source_of, starts, lengths, np.concatenate(keys))
 
-    def open(self, name: str, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
+    def open(self, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
         """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
 
         Raises ConfigError for a model that reads no tokens; see also `require_samples`.
         """
         if spec.kind != "tokens":
-            what = f"dataset={name} gives tokens, and model={config.model.name} reads {spec.kind}"
+            what = f"dataset={config.dataset.name} gives tokens, and model={config.model.name} reads {spec.kind}"
             raise ConfigError(Problem(what, "dataset", "dataset=synthetic"))
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
         train, val = documents.windows(~is_val, spec), documents.windows(is_val, spec)
-        return require_samples(Dataset(name, vocab, fingerprint, train, val), config, spec, source)
+        return require_samples(Dataset(config.dataset.name, vocab, fingerprint, train, val), config, spec, source)
 
 
 def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:

@@ -199,12 +199,12 @@ class TestVocabSize:
         assert megatron.DATASET.vocab_size(config(tmp_path / "nosuch", vocab=77)) == 77
 
     def test_the_note_of_tokenize_decides(self, example):
-        megatron.note_path(example).write_text('{"vocab": 257}')
+        megatron.beside(example, ".json").write_text('{"vocab": 257}')
         assert megatron.DATASET.vocab_size(config(example)) == 257
 
     @pytest.mark.parametrize("note", ["", "[]", '{"vocab": "many"}', "{"])
     def test_a_foreign_note_is_passed_over(self, example, note):
-        megatron.note_path(example).write_text(note)
+        megatron.beside(example, ".json").write_text(note)
         assert megatron.DATASET.vocab_size(config(example)) == 9
 
     def test_a_huge_file_is_not_read_through(self, example, monkeypatch):

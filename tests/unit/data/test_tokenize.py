@@ -9,11 +9,15 @@ import types
 import numpy as np
 import pytest
 
+from parallelrun.cli.main import main as program
 from parallelrun.config.schema import Config
 from parallelrun.data import megatron, open_dataset
 from parallelrun.data.megatron import open_indexed
-from parallelrun.data.tokenize import main
 from parallelrun.model_spec import ModelSpec
+
+
+def main(arguments):
+    return program(["tokenize", *arguments])
 
 
 @pytest.fixture
