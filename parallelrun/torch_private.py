@@ -228,7 +228,7 @@ def _stream_waits() -> Iterator[None]:
 
 
 @contextmanager
-def in_stream(is_message: bool) -> Iterator[None]:
+def in_stream() -> Iterator[None]:
     """Count a blocking collective as one wait under `timed_waits(on_device=True)`."""
     if not _ON_DEVICE:
         yield
@@ -240,7 +240,7 @@ def in_stream(is_message: bool) -> Iterator[None]:
         yield
     finally:
         _ON_DEVICE.pop()
-        watch.waited(is_message, began, watch.mark())
+        watch.waited(False, began, watch.mark())
 
 
 def timed(wait: Callable[[], object]) -> None:

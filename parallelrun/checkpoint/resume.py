@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.checkpoint.files import remove_tree
 from parallelrun.checkpoint.find import (
     FOLDER,
     STEP,
@@ -21,8 +21,7 @@ from parallelrun.checkpoint.find import (
     step_name,
 )
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
-from parallelrun.checkpoint.schema import check_training
-from parallelrun.checkpoint.validation import check_header
+from parallelrun.checkpoint.schema import check_header, check_training
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
 from parallelrun.plan.freeze import freeze, load_frozen
@@ -218,10 +217,10 @@ def hold(chosen: Chosen, run_directory: Path) -> Path | None:
             os.link(path / name, aside / name)
         os.rename(aside, folder / step_name(index.step))
     except FileNotFoundError:
-        remove_tree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         return None
     except OSError:
-        remove_tree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         return path
     return folder / step_name(index.step)
 
