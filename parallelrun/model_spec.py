@@ -7,7 +7,7 @@ layer's logical parameters by one-device name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, prod
@@ -131,18 +131,11 @@ def renamed(block: BlockSpec, name: str) -> BlockSpec:
     old = len(block.name)
     names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
     assert all(inside.startswith(f"{block.name}.") for inside in names)
-    layers = tuple(
-        LayerSpec(
-            name + x.name[old:], x.layer_role, x.in_features, x.out_features,
-            tuple([
-                ParameterSpec(name + p.name[old:], p.shape, p.initialiser, p.layer_role, p.heads, p.frozen)
-                for p in x.parameters
-            ]),
-            x.tied,
-        )
-        for x in block.layers
-    )  # fmt: skip
-    return BlockSpec(name, block.kind, layers, block.forward_flops, block.saved_elements, block.input_shape)
+    layers = []
+    for layer in block.layers:
+        parameters = tuple(replace(one, name=name + one.name[old:]) for one in layer.parameters)
+        layers.append(replace(layer, name=name + layer.name[old:], parameters=parameters))
+    return replace(block, name=name, layers=tuple(layers))
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 
-def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
-    """Return the actions of torch's pipeline schedule `name`, in order: (kind, stage, microbatch) per pp rank.
-
-    Tests compare our schedules with it. torch has no public access to the order.
-    """
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    orders = get_schedule_ops(name, pp, num_microbatches, chunks if chunks > 1 else None)
-    kinds = ("F", "B", "I", "W")
-    return [
-        [(str(a.computation_type.value), a.stage_index, a.microbatch_index or 0) for a in order
-         if a is not None and a.computation_type.value in kinds]
-        for order in orders
-    ]  # fmt: skip
-
-
 def fsdp_initialise(root: FSDPModule) -> None:
     """Run the initialisation that FSDP2 otherwise does in its root's first forward.
 

@@ -72,14 +72,19 @@ class PartSavePlanner(DefaultSavePlanner):
 
 
 class PartLoadPlanner(DefaultLoadPlanner):
-    """Reads the ranges of stored tensors that this rank's parts cover, whichever rank wrote them."""
+    """Reads the ranges of stored tensors that this rank's parts cover, whichever rank wrote them.
+
+    parts: iterated after the metadata has been read.
+    """
 
     def __init__(self, parts: Iterable[LocalPart]):
         super().__init__()
-        self._parts = list(parts)
+        self._wanted = parts
+        self._parts: list[LocalPart] = []
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        self._parts = list(self._wanted)
         items = []
         for number, part in enumerate(self._parts):
             stored = self.metadata.state_dict_metadata.get(part.key)

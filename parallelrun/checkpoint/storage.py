@@ -133,7 +133,7 @@ class SafetensorsWriter(StorageWriter):
             shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Coordinator: delete the hidden directory after a failed save."""
+        """Coordinator: delete the hidden directory if the save has failed."""
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
 

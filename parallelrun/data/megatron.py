@@ -67,7 +67,7 @@ class MegatronTokens(DatasetDefinition):
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         prefix = _prefix(config)
         indexed = open_indexed(prefix)
-        starts, lengths = indexed.document_ranges()
+        starts, lengths = indexed.starts, indexed.lengths
         keys = np.arange(starts.size, dtype=np.uint64)
         source_of = np.zeros(starts.size, dtype=np.int64)
         documents = Documents([indexed.tokens], (str(beside(prefix, ".bin")),), source_of, starts, lengths, keys)
@@ -93,19 +93,11 @@ def element_type(vocab: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """An opened pair of files. tokens: memory map of all; lengths, offsets: (N,), in tokens; documents: (M,)."""
+    """An opened pair of files. tokens: memory map of all; starts, lengths: of every document, in tokens."""
 
     tokens: NDArray[Any]
+    starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    documents: NDArray[np.int64]
-
-    def document_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(start, length) in tokens of every document; its sequences follow each other."""
-        ends = self.offsets + self.lengths
-        bounds = np.append(self.offsets, ends[-1] if ends.size else 0)
-        starts = bounds[self.documents[:-1]]
-        return starts, bounds[self.documents[1:]] - starts
 
 
 def open_indexed(prefix: Path) -> IndexedTokens:
@@ -139,7 +131,8 @@ def open_indexed(prefix: Path) -> IndexedTokens:
         raise _problem(f"{idx_path} is damaged: document boundaries must rise from 0 to {lengths.size} sequences")
     count = bin_bytes // kind.itemsize
     tokens = np.memmap(bin_path, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, kind)
-    return IndexedTokens(tokens, lengths, byte_offsets // kind.itemsize, documents)
+    bounds = np.append(0, np.cumsum(lengths))[documents]  # a document's sequences follow each other
+    return IndexedTokens(tokens, bounds[:-1], np.diff(bounds))
 
 
 def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any]) -> tuple[int, int]:

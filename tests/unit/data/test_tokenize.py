@@ -32,8 +32,8 @@ def texts(tmp_path):
 
 def read(prefix):
     indexed = open_indexed(prefix)
-    starts, lengths = indexed.document_ranges()
-    return [indexed.tokens[a : a + n].tolist() for a, n in zip(starts, lengths)], indexed.tokens.dtype.name
+    spans = zip(indexed.starts, indexed.lengths)
+    return [indexed.tokens[a : a + n].tolist() for a, n in spans], indexed.tokens.dtype.name
 
 
 def test_every_file_is_a_document_of_bytes(texts, tmp_path, capsys):
