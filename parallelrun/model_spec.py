@@ -7,7 +7,7 @@ layer's logical parameters by one-device name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, prod
@@ -124,18 +124,6 @@ class BlockSpec:
     def is_recomputed(self) -> bool:
         """Whether `recompute` repeats it: not the embedding or the head, where it would save nothing."""
         return self.kind not in ("embedding", "head")
-
-
-def renamed(block: BlockSpec, name: str) -> BlockSpec:
-    """The same block with another name, which is also the prefix of all names in it."""
-    old = len(block.name)
-    names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
-    assert all(inside.startswith(f"{block.name}.") for inside in names)
-    layers = []
-    for layer in block.layers:
-        parameters = tuple(replace(one, name=name + one.name[old:]) for one in layer.parameters)
-        layers.append(replace(layer, name=name + layer.name[old:], parameters=parameters))
-    return replace(block, name=name, layers=tuple(layers))
 
 
 @dataclass(frozen=True)
