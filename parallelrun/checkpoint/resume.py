@@ -56,19 +56,16 @@ def keeps_last_state(config: Config) -> bool:
 
 
 def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Newest | None:
-    """Return the complete checkpoint written last, of the run directories under `runs` that `accepts` takes."""
-    for _ in range(TRIES):
-        candidates, num_runs = [], 0
-        for folder in _checkpoint_folders(runs):
-            found = list(_times(folder)) if accepts(folder.parent) else []
-            candidates += found
-            num_runs += bool(found)
-        if not candidates:
-            return None
-        (_, step), path = max(candidates)
-        if path.exists():
-            return Newest(path, step, num_runs)
-    return None
+    """Return the complete checkpoint written last, of the run directories under `runs` that `accepts` takes.
+
+    A live run may delete it at any moment.
+    """
+    found = [list(_times(folder)) for folder in _checkpoint_folders(runs) if accepts(folder.parent)]
+    candidates = [one for of_run in found for one in of_run]
+    if not candidates:
+        return None
+    (_, step), path = max(candidates)
+    return Newest(path, step, num_runs=sum(map(bool, found)))
 
 
 def _times(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
