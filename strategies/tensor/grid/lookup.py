@@ -51,8 +51,8 @@ class _LookUp(torch.autograd.Function):
         whole, width = packed.start_gather([table], options.compute)().flatten(0, 1), (table.size(1),)
         elsewhere = index >= whole.size(0)
         rows = functional.embedding(index.masked_fill(elsewhere, 0), whole).masked_fill_(elsewhere.unsqueeze(-1), 0)
-        ctx.outputs = ActivationPacking(move, index.numel(), tuple(index.shape[1:]), width, width)
-        return ctx.outputs.scatter([rows])[0]
+        outputs = ctx.outputs = ActivationPacking(move, index.numel(), tuple(index.shape[1:]), width, width)
+        return outputs.scatter([rows])[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ class Shape(ABC):
 class Square(Shape):
     """2d: row x col, square if no grid is given."""
 
-    sets = ("grid",)
+    sets: ClassVar[tuple[str, ...]] = ("grid",)
 
     @classmethod
     def arrange(cls, tp: int, grid: Grid | None, depth: int | None) -> dict[str, int] | None:
