@@ -219,6 +219,8 @@ def test_what_was_filled_in_is_told():
         ),
         ({"layout": "3d", "tp": 9}, "tp", "needs a cube of ranks", {"tp=8"}),
         ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
+        # no one key would do: tp=25 without grid and depth
+        ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "= 6 ranks", set()),
     ],
 )
 def test_a_tp_that_makes_no_grid_is_refused_with_the_nearest_that_do(overrides, where, told, suggested):
