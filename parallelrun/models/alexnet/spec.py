@@ -11,8 +11,6 @@ class AlexNetDefinition(ClassifierDefinition):
     """Blocks `features.0` ... `features.4`, `classifier`. `model.width` (64) scales the channels, `model.ffn` (4096) is
     the width of the two large layers."""
 
-    sizes = {**ClassifierDefinition.sizes, "ffn": 1}
-
     def least_size(self, config: Config) -> int:
         return 64  # three poolings after a stride of 4
 

@@ -15,7 +15,7 @@ FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied
 class BertDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"), 1)
+    reads_layers = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         """vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` includes that id."""

@@ -7,22 +7,17 @@ from math import sqrt
 from parallelrun import definitions
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec, too_small
+from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec
 from parallelrun.models.transformer import spec as transformer
 
 
 class MlpDefinition(ModelDefinition):
     """Blocks `embedding` (when it reads tokens), `layers.0` ..., `head`."""
 
-    sizes = dict.fromkeys(("layers", "hidden", "ffn", "vocab"), 1)
+    reads_layers = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
-        model, ffn = config.model, transformer.ffn_size(config.model)
-        sizes = {"layers": model.layers, "hidden": model.hidden, "ffn": ffn, "seq": model.seq}
-        problems = too_small(sizes)
-        if problems:
-            raise ConfigError(*problems)
+        model = config.model
         tokens = definitions.dataset(config).image_shape(config) is None  # else features; of images: their pixels
         rows, shape = (model.seq, (model.seq,)) if tokens else (1, ())
         tied = tokens and model.tied_embeddings
@@ -37,7 +32,7 @@ class MlpDefinition(ModelDefinition):
             targets_per_sample=rows,
             vocab=vocab,
             hidden=model.hidden,
-            ffn=ffn,
+            ffn=transformer.ffn_size(model),
             seq=model.seq if tokens else 0,
             num_layers=model.layers,
             activation=model.activation,

@@ -21,8 +21,6 @@ class VggDefinition(ClassifierDefinition):
     """Blocks `features.<stage>.<convolution>`, `classifier`. `model.width` (64): channels of the first stage, doubled
     per stage up to eight times; `model.ffn` (4096): width of the two large layers."""
 
-    sizes = {**ClassifierDefinition.sizes, "ffn": 1}
-
     def least_size(self, config: Config) -> int:
         return int(2 ** len(num_per_stage(config, VGG16)))
 

@@ -28,8 +28,6 @@ OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (
 class ClassifierDefinition(ModelDefinition):
     """Base of the image classifiers. Subclasses implement `architecture` and `least_size`."""
 
-    sizes = dict.fromkeys(("image", "channels", "width", "vocab"), 1)
-
     def architecture(self, config: Config, image: int, classes: int) -> Architecture:
         """The blocks for images of `image` x `image` pixels. Raises ConfigError for settings that make no sense."""
         raise NotImplementedError
