@@ -222,11 +222,8 @@ class _HashMasked(RoleLayer):
         return self.rate > 0.0 and self.training
 
     def sample_ids(self, num_samples: int) -> Tensor:
-        ids = masks.current_sample_ids()
-        if ids is None:
-            raise ValueError(f"dropout at {self.site} needs sample ids: call the network with sample_ids=...")
         index, count = self.sample_part
-        assert ids.numel() == num_samples * count, f"{ids.numel()} ids, {count} x {num_samples} samples at {self.site}"
+        ids = masks.sample_ids_at(f"dropout at {self.site}", num_samples * count)
         return ids[index * num_samples : (index + 1) * num_samples]
 
 

@@ -129,6 +129,18 @@ def store(network: ModuleT, dtype: str) -> ModuleT:
     return network.to(getattr(torch, dtype))
 
 
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter uninitialised storage on `device`, unless it is there.
+
+    Parameters are swapped in place, which keeps their identity: ties between modules and stages, and FSDP2's own
+    references, stay valid (`Module.to_empty` would create a new Parameter for every name).
+    """
+    for parameter in module.parameters():
+        if parameter.device != device:
+            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, empty)
+
+
 def mount(root: nn.Module, path: str, module: nn.Module) -> None:
     """Put `module` at a dotted path under `root`, with empty containers on the way."""
     *parents, leaf = path.split(".")

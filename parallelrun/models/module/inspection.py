@@ -77,17 +77,11 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
     return "images" if len(shape) == 3 else "features", tuple(int(size) for size in shape)
 
 
-def _inputs(kind: str, shape: Sizes, num_samples: int, device: str) -> Tensor:
-    if kind == "tokens":
-        return torch.zeros((num_samples, *shape), dtype=torch.int64, device=device)
-    return torch.ones((num_samples, *shape), device=device)
-
-
 def _measure(
     module: nn.Module, names: list[str], kind: str, shape: Sizes
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """(blocks with FLOPs and saved elements, boundary shape, output shape) from one sample on the meta device."""
-    x = _inputs(kind, shape, 1, "meta")
+    x = network.inputs(kind, shape, 1, "meta")
     network.let_gradients_through(module)  # plans that need it keep the most activations
     listed: set[int] = set()
     blocks, boundaries = [], []
@@ -183,7 +177,7 @@ def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape:
     """Raise ConfigError unless the chain of the blocks computes the module's forward, on real numbers."""
     with torch.device("cpu"), torch.no_grad():
         module = source.build(config, vocab).eval()
-        x = _inputs(kind, shape, 2, "cpu")
+        x = network.inputs(kind, shape, 2, "cpu")
         expected, chained = module(x), x
         for name in names:
             chained = module.get_submodule(name)(chained)
@@ -203,10 +197,8 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
     tp = 2 if is_grid and config.tp != 1 else config.tp or 2
     if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
         return
-    with torch.device("meta"):
-        module = source.build(config, vocab)
-        source.apply_roles(module, config, torch.float32)
-    inputs = _inputs(kind, shape, 1, "meta")
+    module = source.build_with_roles(config, vocab)
+    inputs = network.inputs(kind, shape, 1, "meta")
     expected = network.dropout_shapes(module.eval(), inputs)
     entered = [""]
     for name, part in module.named_modules():

@@ -139,6 +139,16 @@ def _batch_norm(part: Any) -> BatchNorm:
     return norm
 
 
+def build_with_roles(
+    config: Config, vocab: int, device: str = "meta", compute_dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The user's module on `device`, with the role layers of `model.roles`."""
+    with torch.device(device):
+        module = build(config, vocab)
+        apply_roles(module, config, compute_dtype)
+    return module
+
+
 def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -> None:
     """Replace the modules that `model.roles` names by role layers, which take over their Parameters, and nn.Dropout by
     dropout by hash. Raises ConfigError naming the layer or pattern."""
