@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EnvironmentProblem, Problem
+from parallelrun.records import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +45,17 @@ def require(wanted: str) -> None:
     if not available():
         what = f"{wanted} needs matplotlib, which is not installed"
         raise EnvironmentProblem(Problem(what, "plot", command="pip install 'parallelrun[plots]'"))
+
+
+def write(name: str, texts: Mapping[Path, str]) -> list[Path]:
+    """Write the files that `plot=name` asks for; existing ones are replaced. Raises EnvironmentProblem."""
+    for path, text in texts.items():
+        try:
+            write_text(path, text)
+        except OSError as error:
+            what = f"plot={name}: {error.strerror or error}"
+            raise EnvironmentProblem(Problem(what, "plot", "a name in a writable folder")) from error
+    return list(texts)
 
 
 def figure(width: float, height: float, title: str) -> Figure:

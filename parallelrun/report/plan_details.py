@@ -15,7 +15,7 @@ from parallelrun.plan.expert_axes import axis_views
 from parallelrun.plan.facts import Facts
 from parallelrun.plan.structure import Plan
 from parallelrun.report import data_axis, layouts, timeline
-from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
+from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
@@ -84,7 +84,7 @@ def _stages(plan: Plan, found: Facts) -> Group:
     drawn = table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages, heaviest = stage_rows(plan), found.heaviest_pp_rank
     unit, size = byte_unit(found.memories[heaviest].total)
-    shown = sorted({*timeline.shown_ranks(plan.mesh.size("pp")), heaviest})
+    shown = sorted({*evenly(plan.mesh.size("pp"), timeline.MOST_ROWS), heaviest})
     for pp_rank in shown:
         mine, memory = [stage for stage in stages if stage["position"] == pp_rank], found.memories[pp_rank]
         marked = pp_rank == heaviest and len(found.memories) > 1

@@ -47,10 +47,8 @@ def _room_for_mask(config: Config) -> list[Problem]:
 
 
 def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
-    norm, dropout = (
-        transformer.norm_layer("embedding.norm", model),
-        transformer.dropout_layer("embedding.dropout", model),
-    )
+    norm = transformer.norm_layer("embedding.norm", model)
+    dropout = transformer.dropout_layer("embedding.dropout", model)
     layers = (*transformer.embedding_layers(model, vocab), norm, dropout)
     return BlockSpec("embedding", "embedding", layers, forward_flops=0.0)
 

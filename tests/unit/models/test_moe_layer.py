@@ -16,7 +16,7 @@ from parallelrun.models.functions import activate
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts, grouped_multiply, one_by_one
-from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatch, MoE
+from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.moe.spec import has_experts, router_spec
 from parallelrun.models.transformer.modules import LayerFactory
@@ -203,7 +203,7 @@ def test_experts_without_any_row_still_give_every_weight_a_gradient(precision: s
     x = x.detach().flatten(0, 1).to(moe.experts.compute_dtype).requires_grad_()
     routing = moe.router(x.view(grad.shape))
     nobody = routing._replace(kept=torch.zeros_like(routing.kept))
-    y, _ = LocalDispatch()(x, nobody, moe.experts, None)
+    y, _ = LocalDispatcher()(x, nobody, moe.experts, None)
     assert y.shape == x.shape and (y == 0).all()
     for gradient in torch.autograd.grad(
         (y * grad.flatten(0, 1)).sum(), [x, moe.router.weight, *moe.experts.parameters()]
