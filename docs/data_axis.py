@@ -1,4 +1,4 @@
-"""Draws docs/data_axis.svg, the comparison of a sweep, from docs/data_axis.csv (its comparison.csv).
+"""Draws docs/data_axis.svg, the comparison of a sweep, from docs/data_axis.csv, the sweep's comparison.csv.
 
 python docs/data_axis.py
 """

@@ -74,7 +74,7 @@ class ColumnLinear(RoleLayer):
             self.weight, self.bias = part.weight, part.bias
 
     def returned(self, results: tuple[Tensor, ...]) -> Any:
-        """What forward returns: one result per output in their order; a single output without a name by itself."""
+        """The result of forward: a tensor per output in order, or only the tensor of a single output without a name."""
         return results[0] if "" in self.outputs else results
 
     def forward(self, x: Tensor) -> Any:

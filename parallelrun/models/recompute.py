@@ -6,7 +6,7 @@ of matrix products and of attention are saved, outputs of norms and activations 
 
 Selective uses saved-tensor hooks instead of torch's `create_selective_checkpoint_contexts`. That caches a product's
 result by reference, so that a collective which then reduces it in place is applied twice in the second run, and its
-dispatch mode slows every operation of the forward. A compiled block chooses itself what it saves.
+dispatch mode slows every operation of the forward. A compiled block chooses which tensors it saves.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ _current: ContextVar[Recomputable | None] = ContextVar("parallelrun_recomputable
 
 
 def remember(tensor: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Let backward compute `tensor` again. A compiled block decides itself which tensors it keeps."""
+    """Let backward compute `tensor` again. A compiled block chooses which tensors it saves."""
     if not torch.compiler.is_compiling():
         recomputable = _current.get()
         if recomputable is not None:

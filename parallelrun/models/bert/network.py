@@ -6,7 +6,7 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.layers import Activation, TensorModule, TokenEmbedding
+from parallelrun.models.layers import Activation, TensorModule, TokenEmbedding, UnsplitLinear
 from parallelrun.models.network import Network, assemble
 from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, SelfAttention
 from parallelrun.models.transformer.spec import ffn_size
@@ -44,7 +44,8 @@ class MaskedTokenHead(TensorModule):
 
     def __init__(self, make: LayerFactory, tied: TokenEmbedding):
         super().__init__()
-        self.transform = make.linear(make.model.hidden)
+        hidden = make.model.hidden
+        self.transform = UnsplitLinear(hidden, hidden, make.model.bias, make.dtype)
         self.activation = Activation(make.model.activation)
         self.norm = make.norm()
         self.head = make.head(tied)
