@@ -275,7 +275,7 @@ def test_experts_start_as_the_mlp_does() -> None:
 @pytest.mark.parametrize(
     ("values", "key", "suggestion"),
     [
-        ({"expert_period": 0}, "model.expert_period", "model.expert_period=1"),
+        ({"expert_period": 0}, "model.expert_period", "model.expert_period=2"),
         ({"expert_ffn": 0}, "model.expert_ffn", "model.expert_ffn=1"),
         ({"dense_layers": -1}, "model.dense_layers", "model.dense_layers=0"),
         ({"shared_experts": -1}, "model.shared_experts", "model.shared_experts=0"),
@@ -285,9 +285,8 @@ def test_experts_start_as_the_mlp_does() -> None:
     ],
 )
 def test_impossible_sizes_are_refused(values: dict[str, int], key: str, suggestion: str) -> None:
-    config = tiny_config({f"model.{name}": value for name, value in {"experts": 4, **values}.items()})
     with pytest.raises(ConfigError) as error:
-        gpt.MODEL.make(config, 32)
+        tiny_plan({f"model.{name}": value for name, value in {"experts": 4, **values}.items()})
     (problem,) = error.value.problems
     assert (problem.where, problem.suggestion) == (key, suggestion)
 
