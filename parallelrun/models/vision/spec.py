@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from parallelrun import definitions
@@ -17,13 +18,13 @@ OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (
 class ClassifierDefinition(ModelDefinition):
     """Base of the image classifiers. Subclasses implement `architecture` and `least_size`."""
 
+    @abstractmethod
     def architecture(self, config: Config, image: int, classes: int) -> ops.Architecture:
         """The blocks for images of `image` x `image` pixels. Raises ConfigError for settings that make no sense."""
-        raise NotImplementedError
 
+    @abstractmethod
     def least_size(self, config: Config) -> int:
         """The smallest height and width that the architecture can read."""
-        raise NotImplementedError
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         preset, shape = config.model.preset, _image_shape(config, self.least_size(config))
