@@ -138,7 +138,8 @@ class FormChoice:
         found = [Misfit(self._key(features, "the model"), features, degree(boundary.features, self.sizes))]
         for pairs in self.groups.values():
             of_forms = [self._misfits_of(pairs, forms) for forms in candidates(pairs[0], self.asked)]
-            found += min(of_forms, key=lambda misfits: len(misfits))
+            fewest = min(of_forms, key=len)
+            found += fewest
         alone = [layer for layer in self.spec.distinct_layers if layer.layer_role == "linear"]
         found += [misfit for x in alone for misfit in self._misfits_in(x, products.stationary_y(boundary))]
         return [misfit for misfit in dict.fromkeys(found) if misfit.size % misfit.parts]
