@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -34,7 +35,11 @@ def main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle; it closes our socket
     torch.set_num_threads(1)
+    gc.disable()
     _preload()
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # else every rank's garbage collector visits, and so copies, all that was imported
     while True:
         try:
             request = pickle.loads(receive_message(connection))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.launcher import run_to_end
+
 PLUGIN = Path(__file__).parents[1] / "plugin"
 ENTRY_POINTS = """\
 [parallelrun.strategies]
@@ -41,8 +43,12 @@ def site(tmp_path_factory) -> Path:
     return install(tmp_path_factory.mktemp("site"))
 
 
+CONF = ("--config-dir", str(PLUGIN / "conf"))
+
+
 def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "parallelrun", *words, "--config-dir", str(PLUGIN / "conf")]
+    """The program in a process of its own."""
+    command = [sys.executable, "-m", "parallelrun", *words, *CONF]
     env = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
 
@@ -73,7 +79,7 @@ def test_a_plug_in_is_verified_against_one_device(site, tmp_path, words):
     "words", [DATA, (*MODEL, "strategy.data.kind=each_tensor"), LAYOUT], ids=["data", "all", "layout"]
 )
 def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words):
-    done = parallelrun(site, tmp_path, "run", *words, *SMALL)
+    done = run_to_end("run", *words, *SMALL, *CONF, cwd=tmp_path, timeout=240, path=[str(site)])
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = [path for path in tmp_path.rglob("comm.json") if "latest" not in path.parts]
     rows = json.loads(found.read_text())["rows"]
