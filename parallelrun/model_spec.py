@@ -12,15 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, prod
 
-from parallelrun.errors import Problem
-
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
-
-
-def too_small(sizes: dict[str, int]) -> list[Problem]:
-    """A problem for each of the model's sizes (by key of `model`) that is below 1."""
-    wrong = {f"model.{key}": size for key, size in sizes.items() if size < 1}
-    return [Problem(f"{key}={size} must be at least 1", key, f"{key}=1") for key, size in wrong.items()]
 
 
 @dataclass(frozen=True)
@@ -124,25 +116,6 @@ class BlockSpec:
     def is_recomputed(self) -> bool:
         """Whether `recompute` repeats it: not the embedding or the head, where it would save nothing."""
         return self.kind not in ("embedding", "head")
-
-
-def renamed(block: BlockSpec, name: str) -> BlockSpec:
-    """The same block with another name, which is also the prefix of all names in it."""
-    old = len(block.name)
-    names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
-    assert all(inside.startswith(f"{block.name}.") for inside in names)
-    layers = tuple(
-        LayerSpec(
-            name + x.name[old:], x.layer_role, x.in_features, x.out_features,
-            tuple([
-                ParameterSpec(name + p.name[old:], p.shape, p.initialiser, p.layer_role, p.heads, p.frozen)
-                for p in x.parameters
-            ]),
-            x.tied,
-        )
-        for x in block.layers
-    )  # fmt: skip
-    return BlockSpec(name, block.kind, layers, block.forward_flops, block.saved_elements, block.input_shape)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from types import ModuleType
 
 STRATEGIES = {
     "data.ddp": "parallelrun.strategies.data.ddp",
+    "data.zero1": "parallelrun.strategies.data.zero1",
+    "data.zero2": "parallelrun.strategies.data.zero2",
+    "data.fsdp": "parallelrun.strategies.data.fsdp",
     "data.ring": "parallelrun.strategies.data.ring",
     "data.horovod": "parallelrun.strategies.data.horovod",
-    "data.zero1": "parallelrun.strategies.data.zero1",
     "data.ps": "parallelrun.strategies.data.ps",
-    "data.zero2": "parallelrun.strategies.data.zero2",
     "data.local_sgd": "parallelrun.strategies.data.local_sgd",
     "data.diloco": "parallelrun.strategies.data.diloco",
-    "data.fsdp": "parallelrun.strategies.data.fsdp",
     "tensor.megatron": "parallelrun.strategies.tensor.megatron",
     "tensor.2d": "parallelrun.strategies.tensor.grid",
     "tensor.2.5d": "parallelrun.strategies.tensor.grid",
@@ -65,3 +65,8 @@ def load(kind: str, name: str, submodule: str = "") -> ModuleType:
     """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
     path = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
     return import_module(f"{path}.{submodule}" if submodule else path)
+
+
+def is_plug_in(kind: str, name: str) -> bool:
+    """Whether `name` comes from an entry point."""
+    return name not in BUILT_IN[kind]
