@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.plans import tiny_plan
 from tests.pool import receive_message, send_message
 
 _GRACE_S = 1.0  # how long the others may go on after the first failure
@@ -61,6 +62,7 @@ def _preload() -> None:
                 importlib.import_module(name)
             except Exception:
                 continue
+    tiny_plan({"dp": 2, "tp": 2, "pp": 2})  # what every plan reads of the schema is computed once
 
 
 class _Call:

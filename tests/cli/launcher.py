@@ -8,7 +8,6 @@ the tiny plan (or does as `tests.cli.attached`), with a worker of `tests.cli.wor
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,16 +128,10 @@ def run_program(folder: Path, words: list[str], environ: dict[str, str], world: 
     return Launched(folder, world, runs)
 
 
-def run_to_end(
-    *words: str, cwd: Path, timeout: float = 120.0, path: Sequence[str] = (), **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """`parallelrun <words>`, typed in `cwd`, in a warm process: a call that need not prove that the program starts.
-
-    path: folders with installed packages, as PYTHONPATH would give them.
-    """
+def run_to_end(*words: str, cwd: Path, timeout: float = 120.0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`parallelrun <words>`, typed in `cwd`, in a warm process: a call that need not prove that the program starts."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-call-") as folder:
-        call = {"words": words, "cwd": str(cwd), "path": list(path)}
-        _send("tests.cli.launcher:program_in", Path(folder), call, environ)
+        _send("tests.cli.launcher:program_in", Path(folder), {"words": words, "cwd": str(cwd)}, environ)
         code = wait_for(lambda: read(Path(folder) / "code"), f"end of {' '.join(words)}", timeout)
         output = [read(Path(folder) / name) for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(words, int(code), *output)
@@ -208,11 +201,7 @@ def _serve() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.disable()
     processes.preload(Job(tiny_config(), tiny_plan(), Path(), "tests.cli.workers:train"))
-    gc.enable()
-    gc.collect()
-    gc.freeze()  # as in `tests.pool_helper`
     helper = os.getpid()
     for line in sys.stdin:
         if os.fork() == 0:
@@ -262,12 +251,7 @@ def program(words: list[str]) -> int:
 
 def program_in(call: dict[str, Any]) -> int:
     """`parallelrun <words>` in a folder."""
-    from parallelrun import registry
-
     os.chdir(call["cwd"])
-    if call["path"]:
-        sys.path[:0] = call["path"]
-        registry._plug_ins.cache_clear()
     return program(list(call["words"]))
 
 

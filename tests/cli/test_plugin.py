@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import run_to_end
-
 PLUGIN = Path(__file__).parents[1] / "plugin"
 ENTRY_POINTS = """\
 [parallelrun.strategies]
@@ -43,12 +41,8 @@ def site(tmp_path_factory) -> Path:
     return install(tmp_path_factory.mktemp("site"))
 
 
-CONF = ("--config-dir", str(PLUGIN / "conf"))
-
-
 def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The program in a process of its own."""
-    presets = () if words[0] == "ls" else CONF
+    presets = [] if words[0] == "ls" else ["--config-dir", str(PLUGIN / "conf")]
     command = [sys.executable, "-m", "parallelrun", *words, *presets]
     env = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
@@ -84,7 +78,7 @@ def test_a_plug_in_is_verified_against_one_device(site, tmp_path, words):
     "words", [DATA, (*MODEL, "strategy.data.kind=each_tensor"), LAYOUT], ids=["data", "all", "layout"]
 )
 def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words):
-    done = run_to_end("run", *words, *SMALL, *CONF, cwd=tmp_path, timeout=240, path=[str(site)])
+    done = parallelrun(site, tmp_path, "run", *words, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = [path for path in tmp_path.rglob("comm.json") if "latest" not in path.parts]
     rows = json.loads(found.read_text())["rows"]
