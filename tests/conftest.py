@@ -32,7 +32,7 @@ def run_ranks():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--matrix=full`: every cell of every parity matrix and all random examples, instead of the choice of each run."""
+    """`--matrix=full`: everything that CONTRIBUTING.md lists, instead of the choice of each run."""
     parser.addoption("--matrix", choices=("chosen", "full"), default="chosen", help="cells of parity matrices to run")
 
 

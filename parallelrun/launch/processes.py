@@ -35,7 +35,7 @@ def preload(job: Job) -> None:
     A failing import is ignored: it fails again in the ranks, which log it. The garbage collector, which takes a seventh
     of the time of these imports, is paused, and leaves alone what was imported until `start` has started the ranks.
     """
-    if job.method == EXEC or not _may_fork(job.plan):
+    if not _may_fork(job.plan):
         return
     was_on = gc.isenabled()
     gc.disable()
