@@ -75,6 +75,25 @@ def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
     return None if found else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
 
 
+def target_world(
+    asked: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
+) -> tuple[int | None, str]:
+    """(the world that the degrees must multiply to, its source for messages)."""
+    if asked is not None and launched is not None and asked != launched:
+        what = f"world={asked}, but the launcher has started {launched} ranks"
+        problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
+    said = asked if launched is None else launched
+    if cluster is not None and said not in (None, cluster.world):
+        what = f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
+        problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
+    beside = f", {counted(servers, 'server')}" if servers else ""
+    if launched is not None:
+        return launched, f"{launched} ranks launched{beside}"
+    if asked is None and cluster is not None:
+        return cluster.world, str(cluster)
+    return asked, f"world {asked}{beside}"
+
+
 def _check(key: str, addresses: list[str]) -> list[Problem]:
     found = []
     for address in map(str, addresses):

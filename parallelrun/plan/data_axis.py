@@ -185,4 +185,4 @@ def _best(case: Case) -> BestShare | None:
     workers = [
         forms.best_num_workers(case.size, case.nodes, link, case.compute_s, overlapped) for overlapped in (False, True)
     ]
-    return BestShare(ratio, *shares, *workers)
+    return BestShare(ratio, shares[0], shares[1], workers[0], workers[1])
