@@ -141,7 +141,7 @@ def memory(plan: Plan, rank: int) -> Memory:
         states += 0 if plan.servers else count * _numel(held, for_state, plan, coordinate) * stored * num_states
     gradients += data.held_bytes(coordinate["pp"], coordinate, plan) if is_combined else 0
     gathered = data.gathered_bytes(coordinate["pp"], coordinate, plan)
-    moment = peak.worst(plan, coordinate["pp"], coordinate)
+    moment = peak.Walk(plan, coordinate["pp"], coordinate).worst()
     gradients += moment.gradients
     return Memory(weights + gathered, gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
