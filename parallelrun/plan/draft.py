@@ -11,13 +11,7 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
 from parallelrun.plan import cluster_cost, expert_axes, partition, prediction, routing, sample_sets
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import (
-    StrategyClasses,
-    data_strategy,
-    expert_dispatcher,
-    pipeline_schedule,
-    tensor_strategy,
-)
+from parallelrun.plan.load import StrategyClasses, data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.plan.request import Request
@@ -45,7 +39,7 @@ class PlanDraft:
             data_strategy(config.strategy.data.kind),
             tensor_strategy(config.strategy.tensor.kind),
             pipeline_schedule(config.strategy.pipeline.kind if degrees.pp > 1 else "none"),
-            expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
+            routing.dispatcher(config, spec) if degrees.ep > 1 else None,
         )
         return cls(config, spec, degrees, strategies)
 
@@ -66,7 +60,9 @@ class PlanDraft:
             found = strategies.pipeline.check(replace(request, batch=batch))
             return [problem for problem in found if problem not in of_any_batch]
 
-        parts = routing.sample_parts(self.spec, strategies.tensor.micro_batch_divisor(request))
+        parts = strategies.tensor.micro_batch_divisor(request) * (
+            self.spec.router.group_samples if self.spec.router else 1
+        )
         rules = batches.BatchRules(
             parts * (config.strategy.expert.chunks if strategies.expert else 1),
             violations,
