@@ -98,17 +98,11 @@ def _check(key: str, addresses: list[str]) -> list[Problem]:
     found = []
     for address in map(str, addresses):
         match = ADDRESS.fullmatch(address)
-        if match is None:
-            host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
-            host = host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
-            what = f"{key}: {address!r} is not host:port"
-            found.append(Problem(what, key, _corrected(key, addresses, address, host)))
-        elif not 0 < int(match["port"]) < 65536:
-            what = f"{key}: {address}: the port must be from 1 to 65535"
-            found.append(Problem(what, key, _corrected(key, addresses, address, match["host"])))
+        if match and 0 < int(match["port"]) < 65536:
+            continue
+        host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
+        host = match["host"] if match else host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
+        corrected = [f"{host}:2222" if str(other) == address else str(other) for other in addresses]
+        what = f"{address}: the port must be from 1 to 65535" if match else f"{address!r} is not host:port"
+        found.append(Problem(f"{key}: {what}", key, f"{key}=[{','.join(corrected)}]"))
     return found
-
-
-def _corrected(key: str, addresses: list[str], wrong: str, host: str) -> str:
-    """The list with the wrong address replaced by `host` and a port."""
-    return f"{key}=[{','.join(f'{host}:2222' if str(address) == wrong else str(address) for address in addresses)}]"

@@ -183,6 +183,11 @@ class Collective:
     payload_bytes: int
     most_bytes: int | None = None
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What distinguishes the rows of a rank."""
+        return self.axis, self.operation, self.purpose
+
     def allows(self, calls: int, payload_bytes: int) -> bool:
         """Return whether the measured calls and bytes match this prediction.
 
