@@ -43,6 +43,9 @@ def slow_data(training: Training, seconds: float) -> None:
     split = training.dataset.train
 
     class SlowSplit(Split):
+        def __len__(self) -> int:
+            return len(split)
+
         def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
             time.sleep((seconds + 0.05) / 4)
             return split.sample(index)
