@@ -60,9 +60,8 @@ class PlanDraft:
             found = strategies.pipeline.check(replace(request, batch=batch))
             return [problem for problem in found if problem not in of_any_batch]
 
-        parts = strategies.tensor.micro_batch_divisor(request) * (
-            self.spec.router.group_samples if self.spec.router else 1
-        )
+        group = self.spec.router.group_samples if self.spec.router else 1
+        parts = strategies.tensor.micro_batch_divisor(request) * group
         rules = batches.BatchRules(
             parts * (config.strategy.expert.chunks if strategies.expert else 1),
             violations,
