@@ -99,15 +99,16 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
 def rows(explanation: Explanation, rank: int) -> list[Collective]:
     """The messages and collectives of `rank` in a step, as rows that can be compared with the prediction."""
     found = []
-    for exchange, one in ((exchange, one) for exchange in explanation.exchanges for one in exchange.rounds):
+    rounds = [(exchange.repeats, one) for exchange in explanation.exchanges for one in exchange.rounds]
+    for repeats, one in rounds:
         for message in one.messages:
-            calls, payload = exchange.repeats * message.calls, exchange.repeats * message.payload_bytes
+            calls, payload = repeats * message.calls, repeats * message.payload_bytes
             for operation, end, sent in (("send", message.source, payload), ("recv", message.target, 0)):
                 if end == rank:
                     found.append(Collective(explanation.message_axis, operation, message.purpose, calls, sent))
         for call in one.calls:
             if rank in call.ranks:
-                calls, payload = exchange.repeats * call.calls, exchange.repeats * call.payload_bytes
+                calls, payload = repeats * call.calls, repeats * call.payload_bytes
                 found.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
     return found
 
