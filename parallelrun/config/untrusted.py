@@ -66,15 +66,15 @@ def check_growth(recipes: Sequence[Mapping[str, Any]], where: str) -> list[Probl
             if depth > CHAIN_LIMIT:
                 what = f"${{key}} leads through more than {CHAIN_LIMIT} others, or to itself; write the value"
                 return [Problem(what, where)]
-            if size > EXPANSION_LIMIT:
-                what = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
-                return [Problem(what, where)]
             if isinstance(node, (Mapping, list)):
                 left += [(value, depth) for value in (node.values() if isinstance(node, Mapping) else node)]
             for key in _KEY.findall(node) if isinstance(node, str) else ():
                 values = [value for one in recipes if (value := _get(one, key)) is not None]
                 size += _EACH + max([_ELSEWHERE, *(len(str(value)) for value in values)])
                 left += [(value, depth + 1) for value in values]
+            if size > EXPANSION_LIMIT:
+                what = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
+                return [Problem(what, where)]
     return []
 
 

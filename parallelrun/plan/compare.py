@@ -11,6 +11,7 @@ from functools import cached_property
 from math import ceil, inf
 
 from parallelrun.config.schema import Config, TensorStrategyConfig
+from parallelrun.config.strategy_keys import narrowed
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.load import tensor_strategy
@@ -136,7 +137,7 @@ class _Case:
             spec = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
         tensor = replace(layout.config, overlap=plan.tensor.overlap)
         strategy = replace(strategy, tensor=tensor, pipeline=replace(strategy.pipeline, kind=plan.pipeline.kind))
-        config = replace(self.config, layout=None, grid=None, depth=None, strategy=strategy)
+        config = narrowed(replace(self.config, layout=None, grid=None, depth=None, strategy=strategy))
         pp, dp = plan.mesh.size("pp"), plan.mesh.size("dp")
         stages = plan.pipeline.virtual_stages
         request = Request(config, spec, pp, dp, tp or plan.mesh.size("tp"), stages, batch)
@@ -168,15 +169,12 @@ def _row(layout: LayoutChoice, resolved: Plan | str, case: _Case) -> Row:
 
 def _own_layout(case: _Case) -> LayoutChoice:
     """The plan's own layout, where its forms or its grid have no line of their own."""
-    own = case.plan.tensor
-    config = replace(
-        own.resolved_config(case.config.strategy.tensor, case.plan),
-        kind=own.kind, sequence_parallel=own.sequence_parallel, save_gathered=own.save_gathered,
-    )  # fmt: skip
-    form = "" if config.form == "auto" else config.form
-    return LayoutChoice(
-        " ".join(filter(None, (own.label(case.plan), "" if own.save_gathered else "lean", form))), config
-    )
+    plan, own = case.plan, case.plan.tensor
+    section = replace(case.config.strategy.tensor, kind=own.kind)
+    asked = narrowed(replace(case.config, strategy=replace(case.config.strategy, tensor=section)))
+    form = "" if own.asked_form(asked) == "auto" else own.asked_form(asked)
+    name = " ".join(filter(None, (own.label(plan), "" if own.save_gathered else "lean", form)))
+    return LayoutChoice(name, own.resolved_config(asked, plan))
 
 
 def _is_plan(resolved: Plan, plan: Plan) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from parallelrun.config.keys import Key, known_keys
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.load import tensor_strategy
@@ -127,7 +128,7 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
 
 def _default(key: str, otherwise: object) -> object:
     """The schema's default of `key`, or `otherwise` if it is null."""
-    value = attrgetter(key)(Config()) if key in known_keys() else None
+    value = attrgetter(key)(completed(Config())) if key in known_keys() else None
     return otherwise if value is None else value
 
 

@@ -106,7 +106,7 @@ class TestDegrees:
         assert problem.kind == "undefined" and problem.suggestion == "model=moe_gpt"
 
     def test_one_device_has_no_ep(self):
-        problem = only({**MOE, "strategy.name": "single", "ep": 2})
+        problem = only({**MOE, "strategy.own_axis": "none", "ep": 2})
         assert (problem.kind, problem.suggestion) == ("contradiction", "ep=1")
 
 
