@@ -43,6 +43,18 @@ class PlanDraft:
         )
         return cls(config, spec, degrees, strategies)
 
+    def solve(self, problems: list[Problem], notes: tuple[str, ...] = ()) -> Plan | list[Problem]:
+        """The plan, or `problems` and the violations of the request; without any, those of its stages and sample sets.
+
+        notes: warnings of the plan.
+        """
+        request = self.request(problems)
+        if problems:
+            return problems
+        stages, of_stages = self.stages(request)
+        sets, of_sets = self.sample_sets(request)
+        return of_stages + of_sets or self.plan(request, stages, sets, notes)
+
     def request(self, problems: list[Problem]) -> Request:
         """The request with its batch filled in; appends the violations that the strategies find."""
         config, degrees, strategies = self.config, self.degrees, self.strategies
@@ -89,8 +101,14 @@ class PlanDraft:
         pp_rank = self.strategies.pipeline.pp_rank
         return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
 
-    def plan(self, request: Request, stages: tuple[Stage, ...], notes: tuple[str, ...] = ()) -> Plan:
-        """The plan of a request without violations, except for its sample sets."""
+    def plan(
+        self,
+        request: Request,
+        stages: tuple[Stage, ...],
+        sets: SampleSets | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> Plan:
+        """The plan of a request without violations."""
         config, degrees, strategies = self.config, self.degrees, self.strategies
         ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
         data = strategies.data.resolve(request)
@@ -120,8 +138,10 @@ class PlanDraft:
                 *strategies.tensor.filled(request),
                 *strategies.data.filled(request),
                 *filled_lr_scale(config, request.dp),
+                *sample_sets.filled(config.model.norm_samples, sets),
             ),
             warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
+            sample_sets=sets,
             expert=strategies.expert.resolve(request) if strategies.expert else None,
         )
         promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]
