@@ -102,11 +102,7 @@ class PlanDraft:
         return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
 
     def plan(
-        self,
-        request: Request,
-        stages: tuple[Stage, ...],
-        sets: SampleSets | None = None,
-        notes: tuple[str, ...] = (),
+        self, request: Request, stages: tuple[Stage, ...], sets: SampleSets | None = None, notes: tuple[str, ...] = ()
     ) -> Plan:
         """The plan of a request without violations."""
         config, degrees, strategies = self.config, self.degrees, self.strategies
