@@ -44,11 +44,10 @@ class Split(ABC):
     decodes_files: samples are decoded from files, so training reads them in worker processes.
     """
 
-    decodes_files: ClassVar[bool] = False
+    decodes_files: bool = False
 
     @abstractmethod
-    def __len__(self) -> int:
-        """The number of samples."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -58,6 +57,11 @@ class Split(ABC):
     def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
+
+    def check(self, index: int) -> None:
+        """Raise IndexError unless there is a sample `index`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
 
 
 @dataclass(frozen=True)
