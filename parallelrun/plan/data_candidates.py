@@ -8,25 +8,7 @@ from functools import partial
 
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan import prediction
-from parallelrun.plan.data_cost import (
-    BEST,
-    BINOMIAL,
-    COLOCATED,
-    GATHERED_AGAIN,
-    HALVING,
-    HELPED,
-    HIERARCHICAL,
-    HSDP,
-    ONE_SERVER,
-    OWN,
-    RING,
-    SCATTERED_AGAIN,
-    SERVERS,
-    SHARDED,
-    TREES,
-    Exchange,
-    Link,
-)
+from parallelrun.plan.data_cost import Exchange, Link
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted
@@ -103,11 +85,11 @@ def _reductions(case: Case, size: float) -> list[Candidate]:
         return forms.hierarchical(size, group, nodes // group, inside, link)
 
     return [
-        Candidate(RING, "ring all-reduce", partial(forms.ring, size), pooled=native),
-        Candidate(HALVING, "halving-doubling", partial(forms.halving_doubling, size)),
-        Candidate(TREES, "two binary trees", partial(forms.tree, size), pooled=native),
-        Candidate(BINOMIAL, "binomial tree", partial(forms.binomial_tree, size)),
-        Candidate(HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical),
+        Candidate(forms.RING, "ring all-reduce", partial(forms.ring, size), pooled=native),
+        Candidate(forms.HALVING, "halving-doubling", partial(forms.halving_doubling, size)),
+        Candidate(forms.TREES, "two binary trees", partial(forms.tree, size), pooled=native),
+        Candidate(forms.BINOMIAL, "binomial tree", partial(forms.binomial_tree, size)),
+        Candidate(forms.HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical),
     ]
 
 
@@ -129,7 +111,7 @@ def _own(case: Case) -> list[Candidate]:
     label = base.label.removesuffix(" all-reduce")
     label += f", {form.compression}" if form.compression else ""
     label += f", every {every} steps" if every > 1 else ""
-    return [Candidate(OWN, label, cost, pooled=base.pooled)]
+    return [Candidate(forms.OWN, label, cost, pooled=base.pooled)]
 
 
 def _compressed_bytes(plan: Plan) -> float:
@@ -142,7 +124,7 @@ def _compressed_bytes(plan: Plan) -> float:
 
 
 def _shardings(case: Case) -> list[Candidate]:
-    """The strategies that shard weights or the optimizer's state: ZeRO, FSDP and HSDP."""
+    """The strategies that shard weights or the optimizer's state: ZeRO, FSDP and forms.HSDP."""
     plan, size, microbatches = case.plan, case.size, case.plan.batch.microbatches
     form, again = plan.data.exchange_form(plan), 2 * microbatches
     scatters = 1 if form.scatters_once else microbatches
@@ -161,14 +143,14 @@ def _shardings(case: Case) -> list[Candidate]:
 
     label = f"fsdp: gathered {again} times" + (f", scattered {scatters}" if scatters > 1 else "")
     found = [
-        Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
-        Candidate(GATHERED_AGAIN, label, sharded(scatters, again), pooled=True),
+        Candidate(forms.SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
+        Candidate(forms.GATHERED_AGAIN, label, sharded(scatters, again), pooled=True),
     ]
-    if form.name == SCATTERED_AGAIN:
+    if form.name == forms.SCATTERED_AGAIN:
         label = f"{plan.data.kind}: scattered {microbatches} times"
-        found.append(Candidate(SCATTERED_AGAIN, label, sharded(microbatches, 1), pooled=True))
+        found.append(Candidate(forms.SCATTERED_AGAIN, label, sharded(microbatches, 1), pooled=True))
     if 1 < shard < case.nodes:
-        found.append(Candidate(HSDP, f"hsdp, shards of {shard}", hsdp))
+        found.append(Candidate(forms.HSDP, f"hsdp, shards of {shard}", hsdp))
     return found
 
 
@@ -190,16 +172,16 @@ def _servers(case: Case) -> list[Candidate]:
 
     helpers = own or 1
     return [
-        served(ONE_SERVER, "ps, 1 server", lambda nodes: 1),
-        *([served(SERVERS, f"ps, {counted(own, 'server')}", lambda nodes: own)] if own > 1 else []),
-        served(BEST, "ps, best share" if compute else "ps, half serve", best),
-        Candidate(COLOCATED, "co-located ps", partial(forms.colocated_servers, size)),
+        served(forms.ONE_SERVER, "ps, 1 server", lambda nodes: 1),
+        *([served(forms.SERVERS, f"ps, {counted(own, 'server')}", lambda nodes: own)] if own > 1 else []),
+        served(forms.BEST, "ps, best share" if compute else "ps, half serve", best),
+        Candidate(forms.COLOCATED, "co-located ps", partial(forms.colocated_servers, size)),
         Candidate(
-            HELPED, f"co-located ps + {helpers} CPU", lambda n, link: forms.helped_servers(size, n, helpers, link)
+            forms.HELPED, f"co-located ps + {helpers} CPU", lambda n, link: forms.helped_servers(size, n, helpers, link)
         ),
     ]
 
 
 def chosen(case: Case) -> str | None:
     """The name of the plan's own candidate; None where its strategy has no closed form."""
-    return OWN if _own(case) else case.plan.data.exchange_form(case.plan).name
+    return forms.OWN if _own(case) else case.plan.data.exchange_form(case.plan).name

@@ -6,7 +6,7 @@ ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,17 +19,6 @@ from parallelrun.precision import BYTES
 
 CONTROL = "control"
 INT64_BYTES = 8
-# The part of a full-size buffer that each of n ranks sends under a bandwidth-optimal algorithm.
-WIRE: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "reduce": lambda n: (n - 1) / n,
-    "send": lambda n: 1,
-    "recv": lambda n: 0,
-}
 LEAVES_OUT = (
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
@@ -39,7 +28,9 @@ LEAVES_OUT = (
 
 def wire_bytes(row: Collective, size: int) -> int:
     """Bytes that one of `size` ranks sends for `row` under a bandwidth-optimal algorithm."""
-    return round(row.payload_bytes * WIRE[row.operation](size)) if size > 1 else 0
+    share = (size - 1) / size  # of the full-size buffer
+    share = {"all_reduce": 2 * (size - 1) / size, "send": 1, "recv": 0}.get(row.operation, share)
+    return round(row.payload_bytes * share) if size > 1 else 0
 
 
 def group_size(plan: Plan, axis: str) -> int:

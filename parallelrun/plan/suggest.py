@@ -100,10 +100,3 @@ def _value(text: str) -> object:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(text, text)
-
-
-def pairs(suggestion: str) -> Iterator[tuple[str, str]]:
-    """Every (key, value) of a suggestion."""
-    for alternative in _SEPARATOR.split(suggestion):
-        if match := _PAIR.fullmatch(alternative):
-            yield match[1], match[2]
