@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallelrun.model_spec import ModelSpec
-from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
+    from parallelrun.plan.expert_dispatcher import ExpertDispatcher
+    from parallelrun.plan.pipeline_schedule import PipelineSchedule
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
 Value = TypeVar("Value")
