@@ -76,9 +76,8 @@ class ProductTraffic(TensorStrategy):
             if alike not in known:
                 known[alike] = [call for _, call in self.traffic(block, plan)]
             for call in known[alike]:
-                key = call.axis, call.operation, call.purpose
-                counts[key] += plan.batch.microbatches * call.calls
-                payload[key] += plan.batch.microbatches * call.payload_bytes
+                counts[call.key] += plan.batch.microbatches * call.calls
+                payload[call.key] += plan.batch.microbatches * call.payload_bytes
         return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
 
     def traffic(self, block: BlockSpec, plan: Plan) -> list[tuple[str, Collective]]:
