@@ -55,19 +55,16 @@ def test_in_any_order_the_clock_gap_is_at_most_the_bound_plus_one(order, stalene
         assert blocked != {0, 1, 2, 3}, "a deadlock"
 
 
-def test_a_barrier_is_released_once_when_all_have_arrived() -> None:
+def test_a_barrier_is_released_when_all_have_arrived_and_is_reusable() -> None:
     barrier = Barrier()
     barrier.arrive(0, final=False)
-    assert not barrier.is_complete({0, 1}) and barrier.fetch(0) == 0 and barrier.is_waiting(0)
-    barrier.arrive(0, final=False)  # polls again
+    assert not barrier.is_complete({0, 1}) and barrier.waiting == {0}
     barrier.arrive(1, final=True)
     assert barrier.is_complete({0, 1}) and barrier.final
     barrier.release(True)
-    assert not barrier.is_waiting(0) and not barrier.final
-    barrier.arrive(0, final=False)  # has not fetched the result yet: this is no new arrival
-    assert (barrier.fetch(0), barrier.fetch(1)) == (1, 1) and not barrier.is_complete({0})
+    assert not barrier.waiting and not barrier.final and barrier.succeeded
     barrier.arrive(0, final=False)
-    assert barrier.is_waiting(0) and barrier.fetch(0) == 0
+    assert barrier.waiting == {0} and not barrier.is_complete({0, 1}) and not barrier.final
 
 
 def test_a_failed_action_is_reported_and_a_lost_worker_is_not_waited_for() -> None:
@@ -75,7 +72,7 @@ def test_a_failed_action_is_reported_and_a_lost_worker_is_not_waited_for() -> No
     barrier.arrive(0, final=False)
     assert barrier.is_complete({0})
     barrier.release(False)
-    assert barrier.fetch(0) == -1
+    assert not barrier.succeeded
     assert not barrier.is_complete(set()), "nobody has arrived"
 
 
