@@ -7,7 +7,6 @@ apply log is a row; the newest row is held back until the next one, so that an e
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import Evaluation
 from parallelrun.train.timing import StepClock
 
-from .apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogRow
+from .apply_log import AppliedUpdate, ApplyLogReader
 from .plan import ParameterServer, sharding
 from .protocol import ServerReply
 
@@ -27,59 +26,6 @@ SUMMARY = (  # the fields of `LogStatistics` that summary.json has too
     "updates", "updates_per_s", "staleness_mean", "staleness_max", "clock_gap_max", "dropped_gradients",
     "server_queue_mean", "server_queue_max",
 )  # fmt: skip
-
-
-class LogStatistics:
-    """Staleness, clock gap, dropped pushes, queue and rates, from the first server's rows of the apply log."""
-
-    def __init__(self) -> None:
-        self._updates: Counter[bool] = Counter()  # by whether they were applied
-        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)  # by worker
-        self._dropped: Counter[int] = Counter()
-        self._queue: Counter[int] = Counter()
-        self._gap, self._seconds = 0, 0.0
-
-    def add(self, row: LogRow) -> None:
-        """Count one row."""
-        if row.server != 0:
-            return
-        if isinstance(row, DroppedPush):
-            self._dropped[row.worker] += 1
-            return
-        self._updates[row.applied] += 1
-        for push, staleness in zip(row.pushes, row.staleness):
-            self._staleness[push.worker][staleness] += 1
-        self._queue[row.queue] += 1
-        self._gap, self._seconds = max(self._gap, row.gap), row.time_s
-
-    def document(self) -> dict[str, Any]:
-        """Return the fields of servers.json."""
-        staleness = sum(self._staleness.values(), Counter[int]())
-        return {
-            "updates": self._updates[True],
-            "skipped_updates": self._updates[False],
-            "updates_per_s": self._updates[True] / self._seconds if self._seconds else None,
-            "staleness_mean": _mean(staleness),
-            "staleness_max": max(staleness, default=None),
-            "staleness": _histogram(staleness),
-            "staleness_of_worker": {w: _histogram(counts) for w, counts in sorted(self._staleness.items())},
-            "staleness_mean_of_worker": {w: _mean(counts) for w, counts in sorted(self._staleness.items())},
-            "clock_gap_max": self._gap,
-            "dropped_gradients": self._dropped.total(),
-            "dropped_of_worker": _histogram(self._dropped),
-            "server_queue_mean": _mean(self._queue),
-            "server_queue_max": max(self._queue, default=None),
-            "server_queue": _histogram(self._queue),
-        }
-
-
-def _histogram(counts: Counter[int]) -> dict[int, int]:
-    return dict(sorted(counts.items()))
-
-
-def _mean(counts: Counter[int]) -> float | None:
-    total = counts.total()
-    return sum(value * count for value, count in counts.items()) / total if total else None
 
 
 class MetricsWriter:
@@ -91,7 +37,7 @@ class MetricsWriter:
         self.by_log = not self._settings.in_step
         num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_workers)
         self.recorder = Recorder(training, context, num_rows if self.by_log else None)
-        self._reader, self._statistics = ApplyLogReader(context.directory), LogStatistics()
+        self._reader = ApplyLogReader(context.directory)
         self._held: StepRecord | None = None
         self._samples = start * plan.batch.global_batch
         self._last_s = 0.0
@@ -107,21 +53,20 @@ class MetricsWriter:
             clock, reply.loss, reply.norm, lr, reply.applied > 0, timer.seconds, now,
             evaluation.loss if evaluation else None, loss_scale, timer.times, evaluation.top1 if evaluation else None,
         )  # fmt: skip
-        if self.by_log:
-            self.recorder.remember(record)
-        else:
+        if not self.by_log:
             self.recorder.step(record)
+            return
+        self.recorder.remember(record)
         self.follow_log()
-        if self.by_log and evaluation is not None:
+        if evaluation is not None:
             self.add_evaluation(evaluation)
 
     def follow_log(self) -> None:
-        """Read the new rows of the apply log."""
-        if self._context.rank != 0:
+        """Record the new updates in the apply log, unless this worker's own steps are the records."""
+        if self._context.rank != 0 or not self.by_log:
             return
         for row in self._reader.new_rows():
-            self._statistics.add(row)
-            if self.by_log and isinstance(row, AppliedUpdate) and row.server == 0:
+            if isinstance(row, AppliedUpdate) and row.server == 0:
                 self._hold(self._record(row))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
@@ -133,8 +78,9 @@ class MetricsWriter:
         """Write the last row and the files of the end. everyone: the facts of every rank that is not lost."""
         self.follow_log()
         self._hold(None)
-        plan, settings, found = self._training.plan, self._settings, self._statistics.document()
+        plan, settings = self._training.plan, self._settings
         servers = [everyone[plan.num_workers + index] for index in range(plan.servers)]
+        found = servers[0]["statistics"]
         blocked = {int(worker): seconds for worker, seconds in servers[0]["blocked_s"].items()}
         facts = {
             "servers": plan.servers,

@@ -20,12 +20,11 @@ from parallelrun.data.order import Sampler
 from parallelrun.errors import Problem, VerificationError
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.precision import TABLE
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import evaluate
-from parallelrun.verify.run import checked_config, conclude, judge, reference_trace
+from parallelrun.verify.run import checked_config, checked_plan, conclude, judge, reference_trace
 from parallelrun.verify.single_device import single_device
 from parallelrun.verify.trace import Trace
 
@@ -42,8 +41,7 @@ PushKey = tuple[int, int]  # (worker, clock)
 def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
     """Return what is run in order to verify: verify's precision, optimizer and number of steps. On all ranks alike."""
     config = checked_config(config)
-    config = replace(config, steps=config.verify.steps)
-    return config, replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name)
+    return replace(config, steps=config.verify.steps), checked_plan(config, plan)
 
 
 def verify(config: Config, plan: Plan, context: WorkerContext) -> int:

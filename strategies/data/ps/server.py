@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
 
@@ -21,12 +21,12 @@ from parallelrun.mesh import build_server_group
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.train.checkpointing import MAX_FAILED_SAVES
-from parallelrun.train.gradients import EPSILON
+from parallelrun.train.gradients import clip_coefficient
 from parallelrun.train.recorder import peak_bytes
 from parallelrun.train.schedules import learning_rate
 
 from . import apply_log
-from .apply_log import AppliedUpdate, DroppedPush, Push
+from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push
 from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
 from .plan import ParameterServer
 from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
@@ -62,6 +62,7 @@ class Server:
         self._left: set[int] = set()
         self._gradients: list[Tensor] = []  # verify: of every update
         self._failed_saves = 0  # in a row
+        self._statistics = LogStatistics()
         self._norm_sums: list[Collective] = []  # the first ones; the last of them is counted
         self._began = time.perf_counter()
         self.stopped = False  # whether a worker was asked to stop
@@ -97,23 +98,23 @@ class Server:
                 self._changed.notify_all()
         except BaseException as error:  # any kind: the main thread must hear of it
             with self._changed:
-                self._error = self._error or self._lose(worker, error)
+                try:
+                    if self._error is None:
+                        self._lose(worker, error)
+                except BaseException as fatal:
+                    self._error = fatal
                 self._changed.notify_all()
 
-    def _lose(self, worker: int, error: BaseException) -> BaseException | None:
-        """Go on without a worker whose connection is lost if the plan can spare it; else return the error."""
+    def _lose(self, worker: int, error: BaseException) -> None:
+        """Go on without a worker whose connection is lost. Raise any other error, or if the plan cannot spare it."""
         spare = self._settings.spare_workers(self._plan.num_workers)
         if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
-            return error
-        try:
-            self._clocks.lost.add(worker)
-            self._pending.pop(worker, None)
-            if self._index == 0:
-                self._context.rank_died(worker)
-            self._release_barriers()
-        except BaseException as further:
-            return further
-        return None
+            raise error
+        self._clocks.lost.add(worker)
+        self._pending.pop(worker, None)
+        if self._index == 0:
+            self._context.rank_died(worker)
+        self._release_barriers()
 
     def _reply(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor | None]:
         """Do what a worker asks; return the reply, and what is sent after it."""
@@ -169,8 +170,7 @@ class Server:
         """
         clock, version = request.clock, self._store.version
         if clock <= version:
-            row = DroppedPush(self._index, worker, clock, request.pulled, version, self._seconds())
-            apply_log.append(self._context.directory, row)
+            self._log(DroppedPush(self._index, worker, clock, request.pulled, version))
             self._clocks.tick(worker, version)
             return self._last_reply._replace(accepted=0.0)
         assert clock == version + 1, f"worker {worker} pushed clock {clock} at version {version}"
@@ -192,8 +192,8 @@ class Server:
         finite = all(request.finite for request in requests)
         norm = self._sum_over_servers(self._store.squared_norm() if finite else float("inf")) ** 0.5
         loss = sum(request.loss_sum for request in requests) / sum(counts)
-        applied, limit = isfinite(norm) and isfinite(loss), self._config.optimizer.clip
-        coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and applied else 1.0
+        applied = isfinite(norm) and isfinite(loss)
+        coefficient = clip_coefficient(norm, self._config.optimizer.clip) if applied else 1.0
         pushes = tuple(request.logged(worker) for worker, (request, _) in pending)
         return self._apply(clock, pushes, loss, norm, applied, coefficient)
 
@@ -219,14 +219,16 @@ class Server:
         if applied:
             self._store.update(lr, coefficient)
         self._store.version += 1
-        version, queue, gap = self._store.version, self._num_open - 1, self._clocks.gap
-        row = AppliedUpdate(
-            self._index, version, clock, pushes, lr, loss, norm, applied, coefficient, queue, gap, self._seconds(),
-            step_time_s,
-        )  # fmt: skip
-        apply_log.append(self._context.directory, row)
+        version = self._store.version
+        row = AppliedUpdate(self._index, version, clock, pushes, lr, loss, norm, applied, coefficient)
+        self._log(replace(row, queue=self._num_open - 1, gap=self._clocks.gap, step_time_s=step_time_s))
         self._changed.notify_all()
         return ServerReply(1, version, clock, float(applied), 1.0, loss, norm, float(self.stopped))
+
+    def _log(self, row: LogRow) -> None:
+        row = replace(row, time_s=time.perf_counter() - self._began)
+        apply_log.append(self._context.directory, row)
+        self._statistics.add(row)
 
     # barriers
 
@@ -264,6 +266,7 @@ class Server:
             "peak_bytes": peak_bytes(torch.device("cpu")),
             "times": {},
             "lost": sorted(self._clocks.lost),
+            "statistics": self._statistics.document(),
             "rows": rows if all(one.num_exchanges >= COUNTED for one in connections) else None,
             "blocked_s": {one.worker: one.blocked_s for one in connections},
             "pushed_bytes": sum(one.num_exchanges * one.push.nbytes for one in connections),
@@ -294,6 +297,3 @@ class Server:
         self._changed.wait_for(lambda: self._error is not None or condition(), timeout)
         if self._error is not None:
             raise ServerAborted
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._began

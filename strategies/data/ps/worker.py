@@ -15,7 +15,7 @@ from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
-from parallelrun.train.gradients import EPSILON
+from parallelrun.train.gradients import clip_coefficient
 from parallelrun.train.loop import check_finite
 from parallelrun.train.reader import Batch, Reader
 from parallelrun.train.schedules import LossScaler
@@ -138,7 +138,7 @@ def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float
 def clip(gradients: list[Tensor], limit: float) -> float:
     """Clip the gradients by their common norm (limit 0: not at all); return the norm before, summed in fp64."""
     norm = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64).square()) for g in gradients) ** 0.5
-    coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and isfinite(norm) else 1.0
+    coefficient = clip_coefficient(norm, limit) if isfinite(norm) else 1.0
     if coefficient != 1.0:
         torch_private.multiply(gradients, coefficient)
     return float(norm)
