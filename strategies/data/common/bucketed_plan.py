@@ -19,6 +19,7 @@ from parallelrun.plan.structure import Collective, Equivalence, Plan
 from . import buckets
 from .compression import plan as compressions
 from .compression.plan import Compression, SummedMessage
+from .keys import BucketKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +40,7 @@ class BucketedAllReduce(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        bucket_bytes = int(request.config.strategy.data.bucket_mb * 2**20)
+        bucket_bytes = BucketKeys.of(request.config).bucket_bytes
         return cls(bucket_bytes=bucket_bytes, compression=compressions.of(request.config))
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:

@@ -17,6 +17,7 @@ from parallelrun.plan.structure import SYNC, Collective, Plan
 from parallelrun.precision import BYTES
 
 from . import buckets
+from .keys import PeriodicKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,10 +38,10 @@ class IndependentReplicas(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data = request.config.strategy.data
+        asked = PeriodicKeys.of(request.config)
         return cls(
-            bucket_bytes=int(data.bucket_mb * 2**20),
-            sync_every=data.sync_every or cls.default_sync_every,
+            bucket_bytes=asked.bucket_bytes,
+            sync_every=asked.sync_every or cls.default_sync_every,
             steps=request.config.steps,
         )
 

@@ -1,21 +1,38 @@
-"""The settings that Horovod refuses too, each with the nearest legal values, and the completion of process sets."""
+"""Horovod's keys, the settings that Horovod refuses too, and the completion of process sets. Torch-free."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from parallelrun.config.schema import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
+
+from ..common.keys import AlgorithmKeys
 
 ADASUM = "adasum"
 MOST_NAMED = 8
 
 
+@dataclass
+class HorovodConfig(AlgorithmKeys):
+    """Keys of `strategy.data` with kind=horovod."""
+
+    kind: str = "horovod"
+    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
+    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
+    stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
+    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
+    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
+    process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
+
+
 def check(request: Request) -> list[Problem]:
     """Return the violations of process sets, join and Adasum."""
-    data = request.config.strategy.data
+    data = HorovodConfig.of(request.config)
     adasum = _adasum(request) if data.reduction == ADASUM else []
     return [*_sets(request), *_batches(request), *adasum, *(_experts(request) if request.ep > 1 else [])]
 
@@ -35,7 +52,7 @@ def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[in
 
 def filled(request: Request) -> tuple[str, ...]:
     """Return a sentence on the workers that are in no process set."""
-    sets = request.config.strategy.data.process_sets
+    sets = HorovodConfig.of(request.config).process_sets
     alone = [one[0] for one in completed(sets, request.dp)[len(sets) :]]
     if not alone:
         return ()
@@ -46,7 +63,7 @@ def filled(request: Request) -> tuple[str, ...]:
 
 
 def _sets(request: Request) -> list[Problem]:
-    sets, where = request.config.strategy.data.process_sets, "strategy.data.process_sets"
+    sets, where = HorovodConfig.of(request.config).process_sets, "strategy.data.process_sets"
     workers = [worker for one in sets for worker in one]
     twice = [worker for worker in workers if workers.count(worker) > 1]
     unknown = [worker for worker in workers if not 0 <= worker < request.dp]
@@ -68,14 +85,14 @@ def _sets(request: Request) -> list[Problem]:
 
 def _batches(request: Request) -> list[Problem]:
     config = request.config
-    data, where = config.strategy.data, "strategy.data.worker_batches"
+    data, where = HorovodConfig.of(config), "strategy.data.worker_batches"
     batches = data.worker_batches
     if not batches:
         if data.join_divisor == "initial":
             return []
         what = "strategy.data.join_divisor is read only where workers run out of batches"
         return [Problem(what, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
-    key, steps = {
+    verb_key, steps = {
         "verify": ("verify.steps", config.verify.steps),
         "bench": ("bench.steps", config.bench.warmup + config.bench.steps),
     }.get(config.verb, ("steps", config.steps))
@@ -88,7 +105,7 @@ def _batches(request: Request) -> list[Problem]:
     problems = []
     if steps > max(batches):
         what = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
-        problems.append(Problem(what, where, f"{key}={max(batches)}", kind="arithmetic"))
+        problems.append(Problem(what, where, f"{verb_key}={max(batches)}", kind="arithmetic"))
     if data.reduction == ADASUM or data.process_sets:
         other = "adasum" if data.reduction == ADASUM else "process sets"
         what = f"join is not defined with {other}, as in Horovod"
@@ -97,7 +114,7 @@ def _batches(request: Request) -> list[Problem]:
 
 
 def _adasum(request: Request) -> list[Problem]:
-    data, problems = request.config.strategy.data, []
+    data, problems = HorovodConfig.of(request.config), []
     sizes = {len(one) for one in data.process_sets} or {request.dp}
     for size in sorted(size for size in sizes if size & (size - 1)):
         powers = [2**n for n in range(size.bit_length() + 1)]
@@ -116,7 +133,7 @@ def _adasum(request: Request) -> list[Problem]:
 
 def _experts(request: Request) -> list[Problem]:
     """Tokens go to experts on other workers in every step, so all workers must train one model in every step."""
-    data, ep = request.config.strategy.data, request.ep
+    data, ep = HorovodConfig.of(request.config), request.ep
     settings = [
         ("reduction", data.reduction == ADASUM, "adasum steps every worker by its own gradient", "=average"),
         ("process_sets", bool(data.process_sets), "each process set trains a model of its own", "=[]"),

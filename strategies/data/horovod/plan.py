@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
@@ -27,13 +27,12 @@ from ..common.bucketed_plan import BucketedAllReduce
 from ..common.compression import plan as compression
 from ..common.compression.plan import HALF_BYTES, SummedMessage
 from . import checks, halving
-from .checks import ADASUM
+from .checks import ADASUM, HorovodConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 PROCESS_SET = "process_set"  # the name of their groups among the axes
-KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Horovod(AlgorithmAllReduce):
     """
 
     kind = "horovod"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS, *algorithms.KEYS, *KEYS)
+    config_class = HorovodConfig
     description = (
         "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
         "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
@@ -63,18 +62,17 @@ class Horovod(AlgorithmAllReduce):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         found = algorithms.check(request, NATIVE)
-        sets = request.config.strategy.data.process_sets
-        algorithm = request.config.strategy.data.algorithm
-        if sets and algorithm == "hierarchical" and not found:
+        asked = HorovodConfig.of(request.config)
+        if asked.process_sets and asked.algorithm == "hierarchical" and not found:
             what = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
             found = [Problem(what, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
         return [*compression.check(request), *found, *checks.check(request)]
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data, alone = request.config.strategy.data, request.dp == 1
+        data, alone = HorovodConfig.of(request.config), request.dp == 1
         return cls(
-            bucket_bytes=int(data.bucket_mb * 2**20),
+            bucket_bytes=data.bucket_bytes,
             compression=compression.of(request.config),
             algorithm=Algorithm() if alone else algorithms.of(request, NATIVE),
             reduction="average" if alone else data.reduction,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import ExchangeForm
@@ -13,7 +12,15 @@ from parallelrun.plan.structure import Plan
 
 from ..common import buckets
 from ..common.buckets import Filled, Shape, WaitingGradients
+from ..common.keys import BucketKeys
 from ..common.zero_plan import ZeRO
+
+
+@dataclass
+class ZeRO1Config(BucketKeys):
+    """Keys of `strategy.data` with kind=zero1."""
+
+    kind: str = "zero1"
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class ZeRO1(ZeRO):
 
     kind = "zero1"
     saves_memory = True
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb",)
+    config_class = ZeRO1Config
     description = (
         "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
         "its part, it updates that part, and an all-gather gives every rank the new weights.",

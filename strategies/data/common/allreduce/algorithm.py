@@ -1,6 +1,6 @@
 """The choice of an all-reduce algorithm: `strategy.data.algorithm` and `group_size`. Torch-free.
 
-For any strategy that reduces whole gradients: it has a field `algorithm`, and its `reads` includes KEYS.
+For any strategy that reduces whole gradients: it has a field `algorithm`, and its config has `AlgorithmKeys`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors, either, nearest, one_of
 
+from ..keys import AlgorithmKeys
 from .steps import ALGORITHMS, HALVING_DOUBLING, HIERARCHICAL, NATIVE, RING, TREE
 
 COST_NAMES = {
@@ -23,7 +24,6 @@ COST_NAMES = {
     HIERARCHICAL: data_cost.HIERARCHICAL,
     TREE: data_cost.BINOMIAL,
 }
-KEYS = ("algorithm", "group_size")
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Algorithm:
 
 def of(request: Request, default: str) -> Algorithm:
     """The Algorithm that a request without violations asks for."""
-    name = request.config.strategy.data.algorithm or default
+    name = AlgorithmKeys.of(request.config).algorithm or default
     return Algorithm(name, _group_size(request) if name == HIERARCHICAL else 1)
 
 
 def check(request: Request, default: str) -> list[Problem]:
     """Unknown algorithms, groups that do not make up dp."""
-    data = request.config.strategy.data
+    data = AlgorithmKeys.of(request.config)
     name, where = data.algorithm or default, "strategy.data.group_size"
     found = one_of("strategy.data.algorithm", name, ALGORITHMS)
     if found:
@@ -89,7 +89,7 @@ def over(algorithm: Algorithm, axis: str, plan: Plan) -> Algorithm:
 
 def filled(request: Request, default: str) -> tuple[str, ...]:
     """The source of the inner groups' size, where the user gave none."""
-    data = request.config.strategy.data
+    data = AlgorithmKeys.of(request.config)
     if (data.algorithm or default) != HIERARCHICAL or data.group_size is not None or request.dp == 1:
         return ()
     reason = "the ranks of dp in a host" if request.config.cluster.gpus_per_node else "cluster.gpus_per_node is not set"
@@ -99,7 +99,7 @@ def filled(request: Request, default: str) -> tuple[str, ...]:
 def _group_size(request: Request) -> int:
     """As given; else the members of dp that share a host; where hosts are unknown the divisor of dp next to its root,
     with which a rank has the fewest rounds."""
-    asked, per_node = request.config.strategy.data.group_size, request.config.cluster.gpus_per_node
+    asked, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
     if asked is not None:
         return asked
     if per_node is not None:

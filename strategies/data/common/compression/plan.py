@@ -17,7 +17,8 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 from parallelrun.precision import BYTES
 
-KEYS = ("compression", "powersgd_rank")
+from ..keys import CompressionKeys
+
 KINDS = ("none", "fp16", "powersgd")
 DEFAULT_RANK = 4
 HALF_BYTES = 2
@@ -46,7 +47,7 @@ class SummedMessage:
 
 def of(config: Config) -> Compression:
     """The Compression that a configuration asks for."""
-    data = config.strategy.data
+    data = CompressionKeys.of(config)
     rank = data.powersgd_rank or DEFAULT_RANK
     return Compression(data.compression, rank if data.compression == "powersgd" else 0)
 
@@ -54,7 +55,7 @@ def of(config: Config) -> Compression:
 def check(request: Request) -> list[Problem]:
     """Compressions that contradict other settings."""
     config, problems = request.config, []
-    data = config.strategy.data
+    data = CompressionKeys.of(config)
     if data.powersgd_rank is not None and data.compression != "powersgd":
         what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
         where = "strategy.data.powersgd_rank"
