@@ -37,9 +37,9 @@ def _without_all_reduce(purpose: str) -> None:
 
 def dropped_gradient_reduce() -> None:
     """Every replica keeps its own gradient."""
-    from parallelrun.strategies.data.ddp import runtime
+    from parallelrun.strategies.data.common.reducer import BucketedRuntime
 
-    runtime.DDPRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
+    BucketedRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
 
 
 def doubled_gradient_reduce() -> None:
@@ -236,7 +236,7 @@ def expert_gradients_summed_over_dp() -> None:
     """Experts are taken for what all of dp has copies of: gradients of different experts are added."""
     from parallelrun.strategies.data.common import buckets
 
-    buckets.sum_axis = lambda held, plan: "dp"
+    buckets.replica_axis = lambda layout, plan: "dp"
 
 
 def expert_gradients_not_summed() -> None:

@@ -8,6 +8,10 @@ from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
 
+from ..common.allreduce.algorithm import NativeAllReduce
+from ..common.allreduce.plan import ALGORITHMS
+from ..common.compression import plan as compression
+
 ADASUM = "adasum"
 MOST_NAMED = 8
 
@@ -106,11 +110,11 @@ def _adasum(request: Request) -> list[Problem]:
         what = f"adasum combines workers in pairs: {size} is no power of two"
         fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
         problems.append(Problem(what, where, fix, kind="undefined"))
-    if data.compression == "powersgd":
+    if not compression.of(request.config).elementwise:
         what = "powersgd compresses sums, and adasum is none"
         fix = "strategy.data.compression=fp16"
         problems.append(Problem(what, "strategy.data.compression", fix, kind="undefined"))
-    if data.algorithm not in (None, "native"):
+    if ALGORITHMS.get(data.algorithm or NativeAllReduce.name) is not NativeAllReduce:
         what = f"strategy.data.algorithm={data.algorithm} is not read with adasum, which has its own exchange"
         problems.append(Problem(what, "strategy.data.algorithm", "leave it out", kind="unread"))
     return problems

@@ -26,11 +26,8 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
 from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 
-from ..common.allreduce.algorithm import over
 from ..common.allreduce.runtime import all_reduce
-from ..common.buckets import fill, reduce_bytes
-from ..common.compression.runtime import CompressedRuntime
-from ..common.reducer import Part
+from ..common.reducer import BucketedRuntime, Part
 from .adasum import all_combine
 from .checks import ADASUM
 from .plan import Horovod
@@ -41,7 +38,7 @@ from .timeline import Timeline
 T = TypeVar("T")
 
 
-class HorovodRuntime(CompressedRuntime):
+class HorovodRuntime(BucketedRuntime):
     """Gradients are summed, or within a process set averaged, and every exchange is noted for those who watch."""
 
     @classmethod
@@ -114,9 +111,8 @@ class HorovodRuntime(CompressedRuntime):
         return list(zip(names, [slot.weight for slot in slots], strict=True))
 
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        data = Horovod.of(self._plan)
-        algorithm = over(data.algorithm, group.axis, self._plan) if not data.process_sets else data.algorithm
-        return all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
+        rounds = Horovod.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
+        return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         number = self._submissions.add(tuple(held.name for held, _ in parts))
@@ -185,10 +181,10 @@ class AdasumRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._group = group
         weights = [weight.detach() for _, weight in trained(pairs)]
-        filled = fill([weight.numel() * reduce_bytes(plan) for weight in weights], plan.data.bucket_bytes)
-        self._weights = [[weights[index] for index in bucket] for bucket in filled]
+        found = plan.data.buckets([held for held, _ in trained(pairs)], [tuple(one.shape) for one in weights], plan)
+        self._weights = [[weights[index] for index in bucket.indices] for bucket in found]
         self._before = [_flat(bucket) for bucket in self._weights]
-        self._half = Horovod.of(plan).compression.kind == "fp16"
+        self._dtype = getattr(torch, Horovod.of(plan).compression.dtype(plan))
         self._stepping = False
 
     def begin_step(self) -> None:
@@ -205,9 +201,7 @@ class AdasumRuntime(DataRuntime):
             return
         self._stepping = False
         for before, weights in zip(self._before, self._weights):
-            update = _flat(weights).sub_(before)
-            if self._half:
-                update = update.half()
+            update = _flat(weights).sub_(before).to(self._dtype)
             all_combine(update, [weight.numel() for weight in weights], self._group)
             before.add_(update.to(before.dtype))
             for weight, part in zip(weights, before.split([weight.numel() for weight in weights])):

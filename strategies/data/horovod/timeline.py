@@ -43,9 +43,7 @@ class Timeline:
         self._times: dict[int, list[float]] = {}
         self._sizes = [buffer.numel() * buffer.element_size() for _, buffer in buckets]
         backend = "NCCL" if device.type == "cuda" else "GLOO"
-        self._operation = (
-            f"{backend}_ALLREDUCE" if strategy.algorithm.name == "native" else strategy.algorithm.name.upper()
-        )
+        self._operation = f"{backend}_ALLREDUCE" if strategy.algorithm.native else strategy.algorithm.name.upper()
         self._compression = strategy.compression.kind
         rows = {STEPS_ROW: "steps"} | {1 + n: f"fusion buffer {n}" for n in range(len(buckets))}
         for row, name in (rows | {row: name for name, row in self._row_of.items()}).items():

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..common.allreduce import algorithm
-from ..common.allreduce.plan import AlgorithmAllReduce
-from ..common.allreduce.steps import RING
+from ..common.allreduce.plan import KEYS, AlgorithmAllReduce
+from ..common.allreduce.rings import RingAllReduce
 from ..common.compression import plan as compression
 
 
@@ -16,8 +15,8 @@ class Ring(AlgorithmAllReduce):
     """A ring all-reduce per bucket, unless another algorithm is chosen."""
 
     kind = "ring"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS, *algorithm.KEYS)
-    default_algorithm = RING
+    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS, *KEYS)
+    default_algorithm = RingAllReduce
     description = (
         "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
         "a full bucket is summed over the replicas by messages between the ranks while the rest of backward runs.",
