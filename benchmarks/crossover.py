@@ -107,7 +107,7 @@ def _largest(value: float, group: Group) -> float:
 
 def _seconds_of(system: str, tensor: Tensor, group: Group) -> float:
     """One exchange, the slowest member's."""
-    comm.barrier(group)
+    dist.barrier(group.process_group)
     began = time.perf_counter()
     _run(system, tensor, group)
     return _largest(time.perf_counter() - began, group)

@@ -8,6 +8,7 @@ points of `parallelrun.registry`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class ModelDefinition:
+class ModelDefinition(ABC):
     """A model before it is built. Subclasses override `make` and, where needed, attributes.
 
     sizes: the keys of `model` that must be whole numbers, each with its least legal value. is_lesson: `run(config,
@@ -31,31 +32,36 @@ class ModelDefinition:
     sizes: ClassVar[Mapping[str, int]] = {}
     is_lesson: ClassVar[bool] = False
 
+    @abstractmethod
     def make(self, config: Config, vocab: int) -> ModelSpec:
         """The spec of the model that `config.model` describes, over `vocab` token ids or classes. Raises ConfigError
         with every violation."""
-        raise NotImplementedError
 
 
-class Split:
+class Split(ABC):
     """Samples by index. Every rank may call its methods, which are pure functions of their arguments.
 
     decodes_files: samples are decoded from files, so training reads them in worker processes.
     """
 
-    decodes_files: ClassVar[bool] = False
+    decodes_files: bool = False
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """(input, target): token ids int64 of shape (seq,) each, or float32 features or an image (channels, height,
         width) and one int64 class. The loss ignores a target below 0."""
-        raise NotImplementedError
 
     def augmented(self, index: int, sample_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """The sample with training augmentation. sample_id: the global sample id, which differs in every epoch."""
         return self.sample(index)
+
+    def check(self, index: int) -> None:
+        """Raise IndexError unless there is a sample `index`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Dataset:
     has_ignored: bool = False
 
 
-class DatasetDefinition:
+class DatasetDefinition(ABC):
     """A dataset before it is opened. Subclasses override `vocab_size`, `open` and, where needed, the rest.
 
     reads_path: it reads `dataset.path`. vocab_follows_model: it generates token ids or classes of the model's vocab.
@@ -82,21 +88,21 @@ class DatasetDefinition:
     reads_path: ClassVar[bool] = False
     vocab_follows_model: ClassVar[bool] = False
 
+    @abstractmethod
     def vocab_size(self, config: Config) -> int | None:
         """Number of token ids or classes; None if only the data determine it."""
-        raise NotImplementedError
 
     def image_shape(self, config: Config) -> tuple[int, int | None] | None:
         """(channels, height and width) of images, with size None if it varies; None for other samples."""
         return None
 
+    @abstractmethod
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         """The dataset as samples for the model. Fast enough to be called before any rank is started.
 
         Raises EnvironmentProblem for data that are missing, unreadable or too small for one global batch, and
         ConfigError for a model of another kind of samples.
         """
-        raise NotImplementedError
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
         """Notes for the user before a run, such as that images are enlarged."""

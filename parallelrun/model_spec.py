@@ -126,25 +126,6 @@ class BlockSpec:
         return self.kind not in ("embedding", "head")
 
 
-def renamed(block: BlockSpec, name: str) -> BlockSpec:
-    """The same block with another name, which is also the prefix of all names in it."""
-    old = len(block.name)
-    names = [*(layer.name for layer in block.layers), *(parameter.name for parameter in block.parameters)]
-    assert all(inside.startswith(f"{block.name}.") for inside in names)
-    layers = tuple(
-        LayerSpec(
-            name + x.name[old:], x.layer_role, x.in_features, x.out_features,
-            tuple([
-                ParameterSpec(name + p.name[old:], p.shape, p.initialiser, p.layer_role, p.heads, p.frozen)
-                for p in x.parameters
-            ]),
-            x.tied,
-        )
-        for x in block.layers
-    )  # fmt: skip
-    return BlockSpec(name, block.kind, layers, block.forward_flops, block.saved_elements, block.input_shape)
-
-
 @dataclass(frozen=True)
 class RouterSpec:
     """How every layer with experts chooses them: the resolved `config.schema.RouterConfig` (see there)."""

@@ -12,7 +12,7 @@ Sources: 1D Shoeybi et al. 2019; 2D SUMMA (van de Geijn and Watts 1997) as in Op
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm, log2, prod
 
 from parallelrun.layout import Layout
@@ -41,18 +41,12 @@ class ActivationLayout:
             return self
         held = getattr(self, move.dim)
         assert held and held[-1] == move.axis, f"{move.axis} is not the minor-most axis of {move.dim} {held}"
-        return self._with(move.dim, held[:-1])
-
-    def split(self, move: Move | None) -> ActivationLayout:
-        """The layout after a reduce-scatter along `move`, which adds the minor-most axis of that dim."""
-        return self if move is None else self._with(move.dim, (*getattr(self, move.dim), move.axis))
-
-    def _with(self, dim: str, axes: tuple[str, ...]) -> ActivationLayout:
-        return ActivationLayout(axes, self.features) if dim == "rows" else ActivationLayout(self.rows, axes)
+        return replace(self, **{move.dim: held[:-1]})
 
     def local(self, rows: int, features: int, sizes: Sizes) -> tuple[int, int]:
         """(rows, features) of the largest part."""
-        return _largest(rows, self.rows, sizes), _largest(features, self.features, sizes)
+        largest = Layout((self.rows, self.features)).local_shape((rows, features), sizes, {})
+        return largest[0], largest[1]
 
 
 @dataclass(frozen=True)
@@ -87,10 +81,9 @@ class Product:
     def gathered_weight(self) -> Layout:
         """The layout of W when it is multiplied."""
         first = self.weight.dims[0]
-        for axis in self.gather_w:
-            assert first[-1] == axis, f"{axis} is not the minor-most axis of dim 0 of {self.weight}"
-            first = first[:-1]
-        return Layout((first, *self.weight.dims[1:]))
+        count = len(first) - len(self.gather_w)
+        assert first[count:] == self.gather_w[::-1], f"{self.gather_w} are not the minor-most axes of {self.weight}"
+        return Layout((first[:count], *self.weight.dims[1:]))
 
     @property
     def partial_weight(self) -> tuple[str, ...]:
@@ -176,8 +169,7 @@ def _gathers(
         forward.append(Transfer("forward", "y", "all_reduce", product.sum_y, partial_y))
     if not saved and not product.lookup:
         needed = {"x": weight_gradient, "w": input_gradient}
-        again = [move for move in forward if needed.get(move.operand)]
-        backward += [Transfer("backward", g.operand, g.operation, g.axis, g.elements, again=True) for g in again]
+        backward += [replace(one, phase="backward", again=True) for one in forward if needed.get(one.operand)]
     if input_gradient and not product.lookup:
         if into_x:
             backward.append(Transfer("backward", "dx", "reduce_scatter", into_x.axis, gathered_x))
@@ -190,7 +182,7 @@ def _gathers(
 
 def _weight_gathers(product: Product, shape: tuple[int, int], sizes: Sizes) -> list[tuple[str, int]]:
     """(axis, elements of the gathered buffer) of each all-gather of W, minor-most axis first; rows padded to equal."""
-    rows, width = (_largest(length, axes, sizes) for length, axes in zip(shape, product.weight.dims))
+    rows, width = product.weight.local_shape(shape, sizes, {})
     found = []
     for axis in product.gather_w:
         rows *= sizes.get(axis, 1)
@@ -210,7 +202,7 @@ def _panels(
     count = num_panels(product, sizes)
     (across,), (along,) = product.x.features, product.weight.dims[1]  # panels of X are broadcast over `across`
     x_panel = product.x.local(m, k, sizes)[0] * (k // count)
-    w_panel = _largest(n, product.weight.dims[0], sizes) * (k // count)
+    w_panel = product.weight.local_shape((n, k), sizes, {})[0] * (k // count)
     found = [
         Transfer("forward", "x", "broadcast", across, x_panel, count),
         Transfer("forward", "w", "broadcast", along, w_panel, count),
@@ -226,13 +218,6 @@ def _panels(
             Transfer("backward", "dw", "reduce", along, w_panel, count),
         ]
     return found
-
-
-def _largest(length: int, axes: tuple[str, ...], sizes: Sizes) -> int:
-    """Length of the largest part, as `Layout.ranges` cuts: rounded up axis by axis."""
-    for axis in axes:
-        length = -(-length // sizes.get(axis, 1))
-    return length
 
 
 def column_1d(axis: str = "tp", sequence_parallel: bool = False) -> Product:

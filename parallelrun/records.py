@@ -1,4 +1,4 @@
-"""Writing a run's JSON files: atomically, with `schema: 1`. Torch-free.
+"""Writing a run's JSON files: atomically, with `schema: 1`; the hash of any file. Torch-free.
 
 JSON has no non-finite numbers: they become null, and the top-level object gets `nonfinite: true`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
@@ -51,6 +52,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def append_jsonl(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:

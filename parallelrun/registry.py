@@ -68,3 +68,8 @@ def load(kind: str, name: str, submodule: str = "") -> ModuleType:
     """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
     path = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
     return import_module(f"{path}.{submodule}" if submodule else path)
+
+
+def is_plug_in(kind: str, name: str) -> bool:
+    """Whether `name` comes from an entry point."""
+    return name not in BUILT_IN[kind]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-
-def schedule_actions(name: str, pp: int, num_microbatches: int, chunks: int) -> list[list[tuple[str, int, int]]]:
-    """Return the actions of torch's pipeline schedule `name`, in order: (kind, stage, microbatch) per pp rank.
-
-    Tests compare our schedules with it. torch has no public access to the order.
-    """
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    orders = get_schedule_ops(name, pp, num_microbatches, chunks if chunks > 1 else None)
-    kinds = ("F", "B", "I", "W")
-    return [
-        [(str(a.computation_type.value), a.stage_index, a.microbatch_index or 0) for a in order
-         if a is not None and a.computation_type.value in kinds]
-        for order in orders
-    ]  # fmt: skip
+T = TypeVar("T")
 
 
 def fsdp_initialise(root: FSDPModule) -> None:
@@ -179,25 +165,28 @@ def timed_waits(
     all threads count.
     """
     work_type: Any = dist.Work
+    stream_type: Any = torch.cuda.Stream
     c10d: Any = torch._C._distributed_c10d
     op_type = c10d.OpType
-    original, messages = work_type.wait, {int(op_type.SEND), int(op_type.RECV), int(op_type.RECVANYSOURCE)}
+    messages = {int(op_type.SEND), int(op_type.RECV), int(op_type.RECVANYSOURCE)}
+    wait, wait_event = work_type.wait, stream_type.wait_event
 
-    def wait(work: Any, *args: Any, **options: Any) -> Any:
-        watch = _watch()
-        if watch is None:
-            return original(work, *args, **options)
-        began = watch.mark()
-        result = original(work, *args, **options)
-        watch.waited(work._get_op_type() in messages, began, watch.mark())
-        return result
+    def timed_wait(work: Any, *args: Any, **options: Any) -> Any:
+        return timed(lambda: wait(work, *args, **options), lambda: work._get_op_type() in messages)
+
+    def timed_wait_event(stream: Any, event: Any) -> None:
+        if stream == torch.cuda.current_stream():
+            timed(lambda: wait_event(stream, event))
+        else:
+            wait_event(stream, event)
 
     watch = _Watch(mark, waited)
     with ExitStack() as undo:
-        work_type.wait = wait
-        undo.callback(setattr, work_type, "wait", original)
+        undo.callback(setattr, work_type, "wait", wait)
+        work_type.wait = timed_wait
         if on_device:
-            undo.enter_context(_stream_waits())
+            undo.callback(setattr, stream_type, "wait_event", wait_event)
+            stream_type.wait_event = timed_wait_event
             _ON_DEVICE.append(watch)
             undo.callback(_ON_DEVICE.pop)
         else:
@@ -206,29 +195,7 @@ def timed_waits(
 
 
 @contextmanager
-def _stream_waits() -> Iterator[None]:
-    """Report waits of the current stream for events of other streams."""
-    stream_type: Any = torch.cuda.Stream
-    original = stream_type.wait_event
-
-    def wait_event(stream: Any, event: Any) -> None:
-        watch = _watch()
-        if watch is None or stream != torch.cuda.current_stream():
-            original(stream, event)
-            return
-        began = watch.mark()
-        original(stream, event)
-        watch.waited(False, began, watch.mark())
-
-    stream_type.wait_event = wait_event
-    try:
-        yield
-    finally:
-        stream_type.wait_event = original
-
-
-@contextmanager
-def in_stream(is_message: bool) -> Iterator[None]:
+def in_stream() -> Iterator[None]:
     """Count a blocking collective as one wait under `timed_waits(on_device=True)`."""
     if not _ON_DEVICE:
         yield
@@ -240,18 +207,18 @@ def in_stream(is_message: bool) -> Iterator[None]:
         yield
     finally:
         _ON_DEVICE.pop()
-        watch.waited(is_message, began, watch.mark())
+        watch.waited(False, began, watch.mark())
 
 
-def timed(wait: Callable[[], object]) -> None:
-    """Call `wait` and time it as if it were `Work.wait`."""
+def timed(wait: Callable[[], T], is_message: Callable[[], bool] = lambda: False) -> T:
+    """Return `wait()`, timed as `Work.wait` is."""
     watch = _watch()
     if watch is None:
-        wait()
-        return
+        return wait()
     began = watch.mark()
-    wait()
-    watch.waited(False, began, watch.mark())
+    result = wait()
+    watch.waited(is_message(), began, watch.mark())
+    return result
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def written(path: Path, plan: Plan, **extra: object) -> Path:
     file = write_safetensors(path / name, entries, (memoryview(bytes(entry.num_bytes)) for entry in entries))
     parts = {key: (StoredPart((0,) * len(shape), shape, name),) for key, shape in shapes.items()}
     tensors = {key: StoredTensor("float32", shape, parts[key]) for key, shape in shapes.items()}
-    files = {name: (file.num_bytes, file.sha256)}
+    files = {name: file}
     index = Index(3, "adamw", describe_plan(plan), {**kept, **extra}, tensors, files)
     write_bytes(path / INDEX_FILE, encode(index))
     return path

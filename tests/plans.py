@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed, narrowed
 from parallelrun.definitions import Split
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
@@ -38,7 +39,7 @@ def tiny_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Conf
     `tiny_config(dp=2, model__vocab=50)` is `tiny_config({"dp": 2, "model.vocab": 50})`. The degrees default to 1;
     `dp=None` leaves one to `resolve`. Raises KeyError for a key the schema does not have.
     """
-    config = Config()
+    config = completed(Config())
     given = {**(overrides or {}), **more}
     values = {**TINY, **{key.replace("__", "."): value for key, value in given.items()}}
     if "local_batch" in given and "global_batch" not in given:
@@ -52,6 +53,11 @@ def tiny_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Conf
             raise KeyError(f"the schema has no key {key}")
         setattr(node, last, value)
     return config
+
+
+def narrow_config(overrides: dict[str, Any] | None = None, /, **more: Any) -> Config:
+    """`tiny_config` with the keys of the chosen strategies alone, as strategies and models see it."""
+    return narrowed(tiny_config(overrides, **more))
 
 
 def tiny_plan(overrides: dict[str, Any] | None = None, /, **more: Any) -> Plan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import stat
 import struct
 from collections.abc import Iterable, Sequence
@@ -13,14 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCK = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class Written:
-    """Size and hash of a data file, computed before it reached the disk."""
-
-    num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -33,10 +24,11 @@ class Entry:
     num_bytes: int
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], contents: Iterable[memoryview]) -> Written:
-    """Write a new safetensors file and wait until it is on the disk. contents: in the order of `entries`.
+def write_safetensors(path: Path, entries: Sequence[Entry], contents: Iterable[memoryview]) -> tuple[int, str]:
+    """Write a new safetensors file, wait until it is on the disk, and return its (bytes, sha256).
 
-    One tensor is in memory at a time. Raises OSError (a full disk, an existing file).
+    contents: in the order of `entries`. One tensor is in memory at a time, and is hashed before it reaches the disk.
+    Raises OSError (a full disk, an existing file).
     """
     header, offset = {}, 0
     for entry in entries:
@@ -59,7 +51,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], contents: Iterable[m
                 put(content[start : start + BLOCK])
         stream.flush()
         os.fsync(stream.fileno())
-    return Written(8 + len(text) + offset, digest.hexdigest())
+    return 8 + len(text) + offset, digest.hexdigest()
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -86,14 +78,3 @@ def size_of(path: Path) -> int | None:
     except OSError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal. Raises OSError."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a directory that is no longer needed. Files that cannot be deleted stay, and do no harm."""
-    shutil.rmtree(path, ignore_errors=True)

@@ -10,9 +10,9 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from pathlib import Path
 
-from parallelrun.checkpoint.files import remove_tree
 from parallelrun.checkpoint.index import INDEX_FILE, Index, missing_files
 from parallelrun.checkpoint.schema import read_index
 from parallelrun.errors import CheckpointError, Problem
@@ -102,7 +102,7 @@ def keep_last(directory: Path, keep: int, rank: int) -> None:
         return
     for path in left_over:
         if path not in kept:
-            remove_tree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def refuse_pickle(path: Path) -> None:

@@ -9,15 +9,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parallelrun.checkpoint.files import sha256_of, size_of
+from parallelrun.checkpoint.files import size_of
 from parallelrun.errors import CheckpointError, Problem
 from parallelrun.plan.optimizers import OPTIMIZERS
 from parallelrun.plan.structure import Plan
+from parallelrun.records import sha256_of
 
 INDEX_FILE = "index.json"
 SCHEMA = 1
@@ -147,27 +148,23 @@ def missing_files(index: Index, path: Path) -> list[str]:
     wrong = []
     for name, (expected, _) in index.files.items():
         found = size_of(path / name)
-        if found is None:
-            wrong.append(f"{path / name} is missing")
-        elif found != expected:
-            wrong.append(f"{path / name} has {found} bytes, expected {expected}")
+        if found != expected:
+            what = "is missing" if found is None else f"has {found} bytes, expected {expected}"
+            wrong.append(f"{path / name} {what}")
     return wrong
 
 
 def verify_file(index: Index, path: Path, name: str) -> None:
     """Raise CheckpointError unless a data file has the size and sha256 with which it was written."""
-    expected_bytes, expected = index.files[name]
-    file = path / name
-    found_bytes = size_of(file)
-    if found_bytes != expected_bytes:
-        what = "is missing" if found_bytes is None else f"has {found_bytes} bytes, expected {expected_bytes}"
-        raise broken(file, what, is_sentence=True)
+    expected = index.files[name]
+    if wrong := missing_files(replace(index, files={name: expected}), path):
+        raise _unusable(wrong[0])
     try:
-        found = sha256_of(file)
+        found = sha256_of(path / name)
     except OSError as error:
-        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
-    if found != expected:
-        raise broken(file, f"its sha256 is {found}, expected {expected}")
+        raise CheckpointError(Problem(f"cannot read {path / name}: {error.strerror}")) from error
+    if found != expected[1]:
+        raise broken(path / name, f"its sha256 is {found}, expected {expected[1]}")
 
 
 def check_model(index: Index, plan: Plan, path: Path) -> None:
@@ -228,8 +225,11 @@ def _wrong_state(index: Index, plan: Plan) -> list[str]:
     return wrong
 
 
-def broken(path: Path, what: str, is_sentence: bool = False) -> CheckpointError:
+def broken(path: Path, what: str) -> CheckpointError:
     """Return the error for a damaged file of a checkpoint."""
-    said = f"{path} {what}" if is_sentence else f"{path} is damaged: {what}"
+    return _unusable(f"{path} is damaged: {what}")
+
+
+def _unusable(what: str) -> CheckpointError:
     earlier = "resume=<an earlier step of the same run>; nothing was loaded"
-    return CheckpointError(Problem(said, where="resume", suggestion=earlier))
+    return CheckpointError(Problem(what, where="resume", suggestion=earlier))

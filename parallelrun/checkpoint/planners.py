@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from parallelrun.errors import CheckpointError, Problem
@@ -47,25 +36,22 @@ class LocalPart:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
 
-class PartSavePlanner(SavePlanner):
+class PartSavePlanner(DefaultSavePlanner):
     """Writes each rank's parts. The parts of all ranks must cover every tensor exactly once.
 
     required: keys of which some rank must have a part.
     """
 
     def __init__(self, parts: Iterable[LocalPart], required: Iterable[str] = ()):
+        super().__init__()
         self._parts = {part.key: part for part in parts}
         self._required = frozenset(required)
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing: the constructor gets the parts."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(part) for part in self._parts.values() if part.tensor.numel()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Unlike torch's, fails if two ranks write one part, instead of dropping one of the two."""
         tensors: dict[str, TensorStorageMetadata] = {}
         for item in (item for plan in all_plans for item in plan.items):
             data = item.tensor_data
@@ -81,28 +67,27 @@ class PartSavePlanner(SavePlanner):
                 raise AssertionError(f"the ranks' parts of {key} hold {held} elements of {tuple(stored.size)}")
         return all_plans, Metadata(state_dict_metadata=dict(tensors))
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._parts[write_item.index.fqn].tensor
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._parts[index.fqn].tensor
 
 
-class PartLoadPlanner(LoadPlanner):
-    """Reads the ranges of stored tensors that this rank's parts cover, whichever rank wrote them."""
+class PartLoadPlanner(DefaultLoadPlanner):
+    """Reads the ranges of stored tensors that this rank's parts cover, whichever rank wrote them.
+
+    parts: iterated after the metadata has been read.
+    """
 
     def __init__(self, parts: Iterable[LocalPart]):
-        self._parts = list(parts)
-        self._metadata: Metadata | None = None
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self._metadata = metadata
+        super().__init__()
+        self._wanted = parts
+        self._parts: list[LocalPart] = []
 
     def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None
+        assert self.metadata is not None
+        self._parts = list(self._wanted)
         items = []
         for number, part in enumerate(self._parts):
-            stored = self._metadata.state_dict_metadata.get(part.key)
+            stored = self.metadata.state_dict_metadata.get(part.key)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != part.shape:
                 raise CheckpointError(Problem(f"{part.key} {list(part.shape)} is not in the checkpoint"))
             if stored.properties.dtype != part.tensor.dtype:  # copying would convert it silently
@@ -113,35 +98,15 @@ class PartLoadPlanner(LoadPlanner):
             if covered != part.tensor.numel():
                 raise CheckpointError(Problem(f"{covered} of {part.tensor.numel()} elements of {part.key} are stored"))
             # Two parts may read the same tensor (tied copies): the number is the part that is filled.
-            items += [_redirect(item, number) for item in found]
+            items += [replace(item, dest_index=replace(item.dest_index, index=number)) for item in found]
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("our checkpoints have tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        assert read_item.dest_index.index is not None
-        target = self._parts[read_item.dest_index.index].tensor.detach()
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            target = target.narrow(dim, start, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: `resolve_tensor` has returned a view of the target."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None
+        return self._parts[index.index].tensor.detach()
 
 
 def _write_item(part: LocalPart) -> WriteItem:
     properties = TensorProperties(dtype=part.tensor.dtype)
     data = TensorWriteData(part.chunk, properties, torch.Size(part.shape))
     return WriteItem(MetadataIndex(part.key, part.offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _redirect(item: ReadItem, number: int) -> ReadItem:
-    index = MetadataIndex(item.dest_index.fqn, item.dest_index.offset, number)
-    return ReadItem(item.type, index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallelrun.checkpoint.files import remove_tree
 from parallelrun.checkpoint.find import (
     FOLDER,
     STEP,
@@ -21,8 +21,7 @@ from parallelrun.checkpoint.find import (
     step_name,
 )
 from parallelrun.checkpoint.index import INDEX_FILE, Index, check_model
-from parallelrun.checkpoint.schema import check_training
-from parallelrun.checkpoint.validation import check_header
+from parallelrun.checkpoint.schema import check_header, check_training
 from parallelrun.config.schema import Config
 from parallelrun.errors import CheckpointError, ConfigError, Problem
 from parallelrun.plan.freeze import freeze, load_frozen
@@ -57,19 +56,16 @@ def keeps_last_state(config: Config) -> bool:
 
 
 def newest(runs: Path, accepts: Callable[[Path], bool] = lambda run: True) -> Newest | None:
-    """Return the complete checkpoint written last, of the run directories under `runs` that `accepts` takes."""
-    for _ in range(TRIES):
-        candidates, num_runs = [], 0
-        for folder in _checkpoint_folders(runs):
-            found = list(_times(folder)) if accepts(folder.parent) else []
-            candidates += found
-            num_runs += bool(found)
-        if not candidates:
-            return None
-        (_, step), path = max(candidates)
-        if path.exists():
-            return Newest(path, step, num_runs)
-    return None
+    """Return the complete checkpoint written last, of the run directories under `runs` that `accepts` takes.
+
+    A live run may delete it at any moment.
+    """
+    found = [list(_times(folder)) for folder in _checkpoint_folders(runs) if accepts(folder.parent)]
+    candidates = [one for of_run in found for one in of_run]
+    if not candidates:
+        return None
+    (_, step), path = max(candidates)
+    return Newest(path, step, num_runs=sum(map(bool, found)))
 
 
 def _times(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
@@ -218,10 +214,10 @@ def hold(chosen: Chosen, run_directory: Path) -> Path | None:
             os.link(path / name, aside / name)
         os.rename(aside, folder / step_name(index.step))
     except FileNotFoundError:
-        remove_tree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         return None
     except OSError:
-        remove_tree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         return path
     return folder / step_name(index.step)
 

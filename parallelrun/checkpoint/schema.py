@@ -10,9 +10,10 @@ import hashlib
 import os
 import re
 import stat
+import struct
 from collections import Counter
 from itertools import product
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,71 @@ from parallelrun.checkpoint.index import (
     broken,
 )
 from parallelrun.checkpoint.validation import (
-    Check,
-    as_object,
+    Form,
+    Leaf,
+    anything,
+    check,
     count,
+    dims,
     integer,
-    list_of,
     optional,
     parse,
     positive,
-    printable_name,
-    same_keys,
-    word,
+    printable,
+    string,
 )
 from parallelrun.errors import CheckpointError, Problem
 
 MAX_INDEX_BYTES = 2**28
-_MAX_DIMS = 8
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_HEADER_BYTES = 2**26
 _NEEDED = ("step", "global_batch", "scaler")  # fields of `extra` without which training cannot resume
-_FIELDS = ("sha256", "schema", "format", "step", "optimizer", "plan", "extra", "tensors", "files")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SCALE = Leaf("a positive number", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
+_FILE = Leaf(
+    "[size, sha256]",
+    lambda value: (
+        isinstance(value, list)
+        and len(value) == 2
+        and count.holds(value[0])
+        and isinstance(value[1], str)
+        and _SHA256.fullmatch(value[1]) is not None
+    ),
+)
+_INDEX: Form = {
+    "sha256": anything,
+    "schema": anything,
+    "format": anything,
+    "step": count,
+    "optimizer": printable,
+    "plan": {  # `index.describe_plan`, for messages only
+        **{f"{key}?": printable for key in ("data", "tensor", "pipeline", "precision")},
+        "world?": positive,
+        "degrees?": {"*": positive},
+        "shard?": optional(positive),
+        "chunks?": optional(positive),
+        "*": Leaf("a name, a count or null", lambda value: optional(printable).holds(value) or count.holds(value)),
+    },
+    "extra": {  # the fields that a training reads; others belong to the program that saved
+        "step?": count,
+        "samples?": count,
+        "global_batch?": positive,
+        "seed?": integer,
+        "dataset?": {"name": printable, "fingerprint": optional(printable)},
+        "scaler?": {"scale": _SCALE, "applied_in_a_row": count},
+        "kept?": [printable],
+        "clocks?": [count],
+        "*": anything,
+    },
+    "tensors": {
+        "*": {
+            "dtype": Leaf("a known dtype", lambda value: isinstance(value, str) and value in DTYPES),
+            "shape": dims,
+            "parts": [{"offsets": dims, "sizes": dims, "file": string}],
+        }
+    },
+    "files": {"*": _FILE},
+}
+_HEADER: Form = {"*": {"dtype": string, "shape": dims, "data_offsets": dims}}  # of a safetensors file
 
 
 def read_index(path: Path) -> Index:
@@ -93,116 +140,34 @@ def check_training(index: Index, path: Path) -> None:
 
 
 def _index(body: Any, digest: str) -> Index:
-    fields = as_object(body, "the index")
-    same_keys(fields, _FIELDS, "the index")
-    if fields["schema"] != SCHEMA or fields["format"] != FORMAT:
-        raise ValueError(f"schema {fields['schema']!r:.50} of {fields['format']!r:.50}, known is {SCHEMA}")
-    step = count(fields["step"], "step")
-    extra = _extra(fields["extra"], step)
-    files = {name: _file(value, name) for name, value in as_object(fields["files"], "files").items()}
-    tensors = {key: _tensor(value, key, files) for key, value in as_object(fields["tensors"], "tensors").items()}
+    check(body, _INDEX, "the index")
+    if body["schema"] != SCHEMA or body["format"] != FORMAT:
+        raise ValueError(f"schema {body['schema']!r:.50} of {body['format']!r:.50}, known is {SCHEMA}")
+    step, extra = body["step"], body["extra"]
+    if extra.get("step", step) != step:
+        raise ValueError(f"extra.step is {extra['step']}, step is {step}")
+    files = {file: (size, sha256) for file, (size, sha256) in body["files"].items()}
+    if wrong := [file for file in files if not DATA_FILE.fullmatch(file)]:
+        raise ValueError(f"a data file is called {wrong[0]!r:.200}")
+    tensors = {key: _tensor(fields, key, files) for key, fields in body["tensors"].items()}
     used = {part.file for tensor in tensors.values() for part in tensor.parts}
     if unused := files.keys() - used:
         raise ValueError(f"no tensor is stored in {sorted(unused)[0]}")
-    return Index(
-        step, printable_name(fields["optimizer"], "optimizer"), _plan(fields["plan"]), extra, tensors, files, digest
-    )
+    return Index(step, body["optimizer"], body["plan"], extra, tensors, files, digest)
 
 
-def _plan(value: Any) -> dict[str, Any]:
-    """Check the description of the plan (`index.describe_plan`). It is informative, so any field may be absent."""
-    checks: dict[str, Check[Any]] = {
-        "world": positive,
-        "degrees": lambda v, at: {printable_name(k, at): positive(d, f"{at}.{k}") for k, d in as_object(v, at).items()},
-        "data": printable_name,
-        "shard": optional(positive),
-        "tensor": printable_name,
-        "pipeline": printable_name,
-        "chunks": optional(positive),
-        "precision": printable_name,
-    }
-    plan = as_object(value, "plan")
-    for key, item in plan.items():
-        check: Check[Any] = checks.get(printable_name(key, "a field of plan"), word)
-        check(item, f"plan.{key}")
-    return plan
-
-
-def _extra(value: Any, step: int) -> dict[str, Any]:
-    """Check the fields of `extra` that a training reads. Others belong to the program that saved."""
-    checks: dict[str, Check[Any]] = {
-        "step": count,
-        "samples": count,
-        "global_batch": positive,
-        "seed": integer,
-        "dataset": _dataset,
-        "scaler": _scaler,
-        "kept": list_of(printable_name),
-        "clocks": list_of(count),
-    }
-    extra = as_object(value, "extra")
-    for key, check in checks.items():
-        if key in extra:
-            check(extra[key], f"extra.{key}")
-    if extra.get("step", step) != step:
-        raise ValueError(f"extra.step is {extra['step']}, step is {step}")
-    return extra
-
-
-def _dataset(value: Any, where: str) -> None:
-    fields = as_object(value, where)
-    same_keys(fields, ("name", "fingerprint"), where)
-    printable_name(fields["name"], f"{where}.name")
-    optional(printable_name)(fields["fingerprint"], f"{where}.fingerprint")
-
-
-def _scaler(value: Any, where: str) -> None:
-    fields = as_object(value, where)
-    same_keys(fields, ("scale", "applied_in_a_row"), where)
-    scale = fields["scale"]
-    if type(scale) not in (int, float) or not isfinite(scale) or scale <= 0:
-        raise ValueError(f"{where}.scale is {scale!r:.50}, not a positive number")
-    count(fields["applied_in_a_row"], f"{where}.applied_in_a_row")
-
-
-def _file(value: Any, name: str) -> tuple[int, str]:
-    if not DATA_FILE.fullmatch(name):
-        raise ValueError(f"a data file is called {name!r:.200}")
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{name} is not listed as [size, sha256]")
-    sha256 = value[1]
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        raise ValueError(f"the sha256 of {name} is {sha256!r:.100}")
-    return count(value[0], f"the size of {name}"), sha256
-
-
-def _tensor(value: Any, key: str, files: dict[str, tuple[int, str]]) -> StoredTensor:
-    printable_name(key, "a tensor's name")
+def _tensor(fields: dict[str, Any], key: str, files: dict[str, tuple[int, str]]) -> StoredTensor:
     if key.startswith("optimizer/") and key.count("/") < 2:
         raise ValueError(f"{key} is not optimizer/<kind>/<parameter>")
-    fields = as_object(value, key)
-    same_keys(fields, ("dtype", "shape", "parts"), key)
-    if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
-        raise ValueError(f"{key} has dtype {fields['dtype']!r:.50}")
-    shape = tuple(list_of(count, at_most=_MAX_DIMS)(fields["shape"], f"shape of {key}"))
-    parts = tuple(list_of(_part)(fields["parts"], key))
+    shape = tuple(fields["shape"])
+    parts = tuple(StoredPart(tuple(p["offsets"]), tuple(p["sizes"]), p["file"]) for p in fields["parts"])
     stored_in = [part.file for part in parts]
-    if strange := [name for name in stored_in if name not in files]:
+    if strange := [file for file in stored_in if file not in files]:
         raise ValueError(f"{key} is stored in {strange[0]!r:.200}, which is not a data file")
     _check_cover(key, shape, parts)
     if len(set(stored_in)) < len(stored_in):
         raise ValueError(f"two parts of {key} are in one file")
     return StoredTensor(fields["dtype"], shape, parts)
-
-
-def _part(value: Any, where: str) -> StoredPart:
-    fields = as_object(value, f"a part of {where}")
-    same_keys(fields, ("offsets", "sizes", "file"), f"a part of {where}")
-    if not isinstance(fields["file"], str):
-        raise ValueError(f"a data file of {where} is called {fields['file']!r:.200}")
-    numbers = list_of(count, at_most=_MAX_DIMS)
-    offsets, sizes = (tuple(numbers(fields[key], f"{key} of {where}")) for key in ("offsets", "sizes"))
-    return StoredPart(offsets, sizes, fields["file"])
 
 
 def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]) -> None:
@@ -220,3 +185,50 @@ def _check_cover(key: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]
             corners[corner] += sign * (-1) ** sum(ends)
     if not fits or any(corners.values()):
         raise ValueError(f"the parts of {key} do not cover its shape exactly once {list(shape)}")
+
+
+def check_header(index: Index, path: Path, name: str) -> None:
+    """Raise CheckpointError unless a data file's header has the keys, dtypes and shapes of the index."""
+    file = path / name
+    expected = {
+        key: (*DTYPES[tensor.dtype], part.sizes)
+        for key, tensor in index.tensors.items()
+        for part in tensor.parts
+        if part.file == name
+    }
+    try:
+        _check_entries(*_read_header(file), expected)
+    except OSError as error:
+        raise CheckpointError(Problem(f"cannot read {file}: {error.strerror}")) from error
+    except ValueError as error:
+        raise broken(file, f"its header differs from {INDEX_FILE} ({error})") from error
+
+
+def _read_header(file: Path) -> tuple[Any, int]:
+    """Return the header of a safetensors file and the number of bytes after it."""
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"the length of its header is given as {length} bytes, the file has {size}")
+        return parse(stream.read(length)), size - 8 - length
+
+
+def _check_entries(header: Any, num_bytes: int, expected: dict[str, tuple[str, int, tuple[int, ...]]]) -> None:
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    check(header, _HEADER, "the header")
+    if header.keys() != expected.keys():
+        other = sorted(header.keys() ^ expected.keys())
+        raise ValueError(f"{len(other)} tensors are in only one of the two, the first is {other[0]!r:.200}")
+    end = 0
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, itemsize, sizes = expected[key]
+        if entry["dtype"] != dtype or tuple(entry["shape"]) != sizes:
+            raise ValueError(f"{key} is {entry['dtype']:.50} {entry['shape']}, expected {dtype} {list(sizes)}")
+        if entry["data_offsets"] != [end, end + prod(sizes) * itemsize]:
+            raise ValueError(f"{key} is stored at bytes {entry['data_offsets']}, expected from {end} on, without gaps")
+        end += prod(sizes) * itemsize
+    if end != num_bytes:
+        raise ValueError(f"its tensors have {end} bytes, the file holds {num_bytes}")

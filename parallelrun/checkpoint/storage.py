@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from parallelrun.checkpoint.files import Entry, Written, remove_tree, sync_directory, write_bytes, write_safetensors
+from parallelrun.checkpoint.files import Entry, sync_directory, write_bytes, write_safetensors
 from parallelrun.checkpoint.find import refuse_pickle, step_name
 from parallelrun.checkpoint.index import (
     DTYPES,
@@ -39,8 +40,7 @@ from parallelrun.checkpoint.index import (
     missing_files,
     verify_file,
 )
-from parallelrun.checkpoint.schema import read_index
-from parallelrun.checkpoint.validation import check_header
+from parallelrun.checkpoint.schema import check_header, read_index
 from parallelrun.errors import CheckpointError, EnvironmentProblem, Problem
 
 
@@ -109,12 +109,11 @@ class SafetensorsWriter(StorageWriter):
         """Coordinator: write the index, then rename. Only the rename makes the checkpoint visible."""
         assert self._aside is not None, "finish before prepare_global_plan"
         file_of: dict[MetadataIndex, str] = {}
-        written: dict[str, Written] = {}
+        files: dict[str, tuple[int, str]] = {}
         for result in (result for rank_results in results for result in rank_results):
-            name, written[name] = result.storage_data
+            name, files[name] = result.storage_data
             file_of[result.index] = name
-        files = {name: (file.num_bytes, file.sha256) for name, file in sorted(written.items())}
-        index = replace(self._index, tensors=_stored_tensors(metadata, file_of), files=files)
+        index = replace(self._index, tensors=_stored_tensors(metadata, file_of), files=dict(sorted(files.items())))
         if wrong := missing_files(index, self._aside):
             raise EnvironmentProblem(
                 Problem(f"{wrong[0]}: checkpoints must be on a file system that all hosts share", where="runs")
@@ -131,12 +130,12 @@ class SafetensorsWriter(StorageWriter):
         os.rename(aside, self.target)
         sync_directory(self.directory)
         if replaced is not None:
-            remove_tree(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Coordinator: delete the hidden directory after a failed save."""
+        """Coordinator: delete the hidden directory if the save has failed."""
         if self._aside is not None:
-            remove_tree(self._aside)
+            shutil.rmtree(self._aside, ignore_errors=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
@@ -93,22 +92,17 @@ def write_parts(
     writer = SafetensorsWriter(directory, step, plan.optimizer, describe_plan(plan), extra)
     planner = PartSavePlanner(parts, [weight_key(name) for name in plan.spec.parameters])
     try:
-        with _one_process_is_fine():
+        with _explained(f"the checkpoint of step {step} could not be written to {writer.directory}", rank, saving=True):
             save_state({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    except CheckpointException as error:
+    finally:
         writer.discard()
-        what = f"the checkpoint of step {step} could not be written to {writer.directory}"
-        _raise_for_user(error, what, rank, saving=True)
     return writer.target
 
 
 def read_parts(reader: SafetensorsReader, planner: PartLoadPlanner, rank: int, alone: bool) -> None:
     """Fill the planner's parts. Collective over the world unless `alone`. Raises: see `_raise_for_user`."""
-    try:
-        with _one_process_is_fine():
-            load_state({}, storage_reader=reader, planner=planner, no_dist=alone)
-    except CheckpointException as error:
-        _raise_for_user(error, f"{reader.path} could not be loaded", rank, saving=False)
+    with _explained(f"{reader.path} could not be loaded", rank, saving=False):
+        load_state({}, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 def load(
@@ -126,45 +120,31 @@ def load(
     another model or optimizer, all ranks raise CheckpointError before any weight is changed.
     """
     reader = SafetensorsReader(path, mesh.rank, mesh.shape.num_ranks)
-    planner = _TrainingPlanner(reader, parameters, kept, plan, mesh)
-    read_parts(reader, planner, mesh.rank, alone=mesh.shape.num_ranks == 1)
-    for parameter, state in planner.states:
+    group, as_part = mesh.group("dp"), partial(_part, mesh=mesh)
+    states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
+
+    def wanted() -> Iterator[LocalPart]:
+        """Yield the parts that this rank needs, once the index has been read."""
+        check_model(reader.index, plan, reader.path)
+        tensors = reader.index.tensors
+        for parameter in parameters:
+            parts, state = parts_to_load(parameter, reader.index, as_part)
+            states.append((parameter, state))
+            for part in parts:
+                own = replica_key(group.index, group.size, part.key)
+                use_own = replicas_differ(plan) and own in tensors  # else the mean over replicas
+                yield replace(part, key=own) if use_own else part
+        for kind, others in kept.items():
+            parts = [as_part(kept_key(kind, p.spec.name), p.tensor, p) for p in others]
+            yield from (part for part in parts if part.key in tensors)
+
+    read_parts(reader, PartLoadPlanner(wanted()), mesh.rank, alone=mesh.shape.num_ranks == 1)
+    for parameter, state in states:
         if state:
             optimizer.load_state(parameter.name, state)
     if mesh.rank == 0 and (note := reshard_note(reader.index, plan)):
         print(note, flush=True)
     return dict(reader.index.extra)
-
-
-class _TrainingPlanner(PartLoadPlanner):
-    """Lists the parts that a rank's training needs, once the index has been read and checked against its model."""
-
-    def __init__(
-        self,
-        reader: SafetensorsReader,
-        parameters: Sequence[LocalParameter],
-        kept: Mapping[str, Sequence[LocalParameter]],
-        plan: Plan,
-        mesh: Mesh,
-    ):
-        super().__init__([])
-        self._reader, self._parameters, self._kept, self._plan, self._mesh = reader, parameters, kept, plan, mesh
-        self.states: list[tuple[LocalParameter, dict[str, Tensor]]] = []
-
-    def create_local_plan(self) -> LoadPlan:
-        check_model(self._reader.index, self._plan, self._reader.path)
-        index, mesh, group = self._reader.index, self._mesh, self._mesh.group("dp")
-        for parameter in self._parameters:
-            parts, state = parts_to_load(parameter, index, partial(_part, mesh=mesh))
-            for part in parts:
-                own = replica_key(group.index, group.size, part.key)
-                use_own = replicas_differ(self._plan) and own in index.tensors  # else the mean over replicas
-                self._parts.append(replace(part, key=own) if use_own else part)
-            self.states.append((parameter, state))
-        for kind, others in self._kept.items():
-            parts = [_part(kept_key(kind, p.spec.name), p.tensor, p, mesh) for p in others]
-            self._parts += [part for part in parts if part.key in index.tensors]
-        return super().create_local_plan()
 
 
 def _owned(parameters: Sequence[LocalParameter], mesh: Mesh, coordinate: Mapping[str, int]) -> list[LocalParameter]:
@@ -238,11 +218,14 @@ def _part(key: str, tensor: Tensor, parameter: LocalParameter, mesh: Mesh) -> Lo
 
 
 @contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    """Silence DCP's warning that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def _explained(what: str, rank: int, saving: bool) -> Iterator[None]:
+    """Raise the error for the user (`_raise_for_user`), and silence DCP's warning that there is no process group."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except CheckpointException as error:
+        _raise_for_user(error, what, rank, saving)
 
 
 def _raise_for_user(error: CheckpointException, what: str, rank: int, saving: bool) -> NoReturn:

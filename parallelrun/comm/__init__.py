@@ -60,14 +60,14 @@ def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> 
         _LABEL.reset(token)
 
 
-@contextmanager
-def _call(
-    group: Group, purpose: str, reduction: str = "", blocks: bool = True, is_message: bool = False
-) -> Iterator[None]:
-    """Label a call of torch; time it as a wait if it blocks the caller."""
-    timed = torch_private.in_stream(is_message) if blocks else nullcontext()
+def _issue(
+    function: Any, group: Group, purpose: str, async_op: bool, *arguments: Any, reduction: str = "", **options: Any
+) -> dist.Work | None:
+    """Call a labelled collective of torch; time it as a wait if it blocks. With async_op, return the Work."""
+    timed = nullcontext() if async_op else torch_private.in_stream()
     with label(group.axis, purpose, reduction), timed:
-        yield
+        work: dist.Work | None = function(*arguments, group=group.process_group, async_op=async_op, **options)
+        return work
 
 
 def current_label() -> Label | None:
@@ -79,11 +79,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", asyn
     """Reduce `tensor` over the group, in place. With async_op, return the Work (None on a group of one)."""
     if group.size == 1:
         return None
-    with _call(group, purpose, op, blocks=not async_op):
-        work: dist.Work | None = dist.all_reduce(
-            tensor, op=_OPERATIONS[op], group=group.process_group, async_op=async_op
-        )
-        return work
+    return _issue(dist.all_reduce, group, purpose, async_op, tensor, reduction=op, op=_OPERATIONS[op])
 
 
 def all_gather(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tensor:
@@ -91,8 +87,7 @@ def all_gather(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tens
     if group.size == 1:
         return tensor
     parts = tensor.new_empty((group.size, *tensor.shape))
-    with _call(group, purpose):
-        _gather_into(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group=group.process_group)
+    all_gather_into(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group, purpose)
     return _join(parts, dim)
 
 
@@ -111,9 +106,7 @@ def all_gather_into(
     output: Tensor, tensor: Tensor, group: Group, purpose: str, async_op: bool = False
 ) -> dist.Work | None:
     """Gather every rank's `tensor` (n, ...) into `output` (size * n, ...), both contiguous. Returns the Work."""
-    with _call(group, purpose, blocks=not async_op):
-        work: dist.Work | None = _gather_into(output, tensor, group=group.process_group, async_op=async_op)
-        return work
+    return _issue(_gather_into, group, purpose, async_op, output, tensor)
 
 
 def reduce_scatter_into(
@@ -129,9 +122,7 @@ def reduce_scatter_into(
             return exchange
         exchange.wait()
         return None
-    with _call(group, purpose, "sum", blocks=not async_op):
-        work: dist.Work | None = _reduce_into(output, tensor, group=group.process_group, async_op=async_op)
-        return work
+    return _issue(_reduce_into, group, purpose, async_op, output, tensor, reduction="sum")
 
 
 class _ExchangeAndSum:
@@ -173,21 +164,14 @@ def all_to_all(
         output.copy_(tensor)
         return None
     arriving, leaving = (None if sizes is None else list(sizes) for sizes in (output_sizes, input_sizes))
-    with _call(group, purpose, blocks=not async_op):
-        work: dist.Work | None = dist.all_to_all_single(
-            output, tensor, arriving, leaving, group=group.process_group, async_op=async_op
-        )
-        return work
+    return _issue(dist.all_to_all_single, group, purpose, async_op, output, tensor, arriving, leaving)
 
 
 def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0, async_op: bool = False) -> dist.Work | None:
     """Overwrite `tensor` with that of the group's member number `source`. With async_op, return the Work."""
     if group.size == 1:
         return None
-    with _call(group, purpose, blocks=not async_op):
-        src = group.ranks[source]
-        work: dist.Work | None = dist.broadcast(tensor, src=src, group=group.process_group, async_op=async_op)
-        return work
+    return _issue(dist.broadcast, group, purpose, async_op, tensor, src=group.ranks[source])
 
 
 def reduce(
@@ -196,23 +180,7 @@ def reduce(
     """Sum into `tensor` of the group's member number `destination`; the others' tensors are undefined afterwards."""
     if group.size == 1:
         return None
-    with _call(group, purpose, "sum", blocks=not async_op):
-        dst = group.ranks[destination]
-        work: dist.Work | None = dist.reduce(tensor, dst=dst, group=group.process_group, async_op=async_op)
-        return work
-
-
-def send(tensor: Tensor, destination: int, group: Group, purpose: str) -> None:
-    """Blocking send to the group's member number `destination` (on gloo it returns when the message is received)."""
-    with _call(group, purpose, is_message=True):
-        dist.send(tensor.contiguous(), dst=group.ranks[destination], group=group.process_group)
-
-
-def recv(tensor: Tensor, source: int, group: Group, purpose: str) -> None:
-    """Blocking receive into the contiguous `tensor` from the group's member number `source`."""
-    assert tensor.is_contiguous(), "gloo fills a non-contiguous buffer wrongly, without an error"
-    with _call(group, purpose, is_message=True):
-        dist.recv(tensor, src=group.ranks[source], group=group.process_group)
+    return _issue(dist.reduce, group, purpose, async_op, tensor, reduction="sum", dst=group.ranks[destination])
 
 
 def isend(tensor: Tensor, destination: int, group: Group, purpose: str, tag: int = 0) -> dist.Work:
@@ -248,13 +216,6 @@ def exchange(
     with label(group.axis, purpose):
         works: list[dist.Work] = dist.batch_isend_irecv(batch)
         return works
-
-
-def barrier(group: Group) -> None:
-    """Wait for every member of the group, by an all-reduce of one element, which works alike on gloo and NCCL."""
-    if group.size > 1:
-        device = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
-        all_reduce(torch.zeros(1, device=device), group, "control")
 
 
 def gather_json(value: Any, mesh: Mesh) -> list[Any]:

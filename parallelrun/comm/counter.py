@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,11 +22,13 @@ from parallelrun.torch_private import TorchDispatchMode
 ENGINE = "engine"
 
 
-def _nbytes(value: Any) -> int:
-    """Return the bytes of a tensor or of every tensor in nested lists."""
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or every tensor in nested lists."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_nbytes(item) for item in value) if isinstance(value, list | tuple) else 0
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 # c10d operation -> (our name, index of the argument that is the full-size buffer; None: its bytes are not counted)
@@ -64,17 +66,10 @@ def _tensor_text(value: Any) -> str:
 
     A scalar has shape 1, because torch 2.11's pipelines send a scalar that is received as a vector of one element.
     """
-    tensors: list[Tensor] = []
-    rest = [value]
-    while rest:
-        item = rest.pop(0)
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        else:
-            rest[:0] = item
+    tensors = list(_tensors(value))
     shapes = " + ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
-    return f"{dtypes} {shapes} ({_nbytes(tensors)} bytes)"
+    return f"{dtypes} {shapes} ({sum(tensor.nbytes for tensor in tensors)} bytes)"
 
 
 def _purpose(operation: str, args: tuple[Any, ...]) -> str:
@@ -144,7 +139,7 @@ class CommunicationCounter(_CollectiveMode):
             if self._note and group is not None and name != "recv_any_source_":
                 self._note(*self._described(key[1], key[2], buffer, args, group))
             self._calls[key] += 1
-            self._bytes[key] += _nbytes(args[buffer]) if buffer is not None else 0
+            self._bytes[key] += sum(tensor.nbytes for tensor in _tensors(args[buffer])) if buffer is not None else 0
         return nullcontext()
 
     def _described(

@@ -6,7 +6,9 @@ from collections.abc import Set
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed
 
 # Keys that are never taken over from the saved run.
 _NOT_SAVED = ("resume", "runs", "verb", "detail", "plot", "path", "device", "profile", "verify", "bench", "sweep")
@@ -33,7 +35,7 @@ def continued(new: Config, given: Set[str], saved: Config, world: int | None = N
     saved degrees. If a degree is given, the values that depended on the old one are computed again; `world` drops all
     saved degrees.
     """
-    config = _overlaid(saved, new, given, "")
+    config = _overlaid(completed(saved), completed(new), given, "")
     config = _with_keys(config, new, _NOT_SAVED)
     changed = [key for key in given if "." not in key and is_dataclass(getattr(new, key, None))]
     for group in changed:
@@ -44,9 +46,7 @@ def continued(new: Config, given: Set[str], saved: Config, world: int | None = N
     if given & {*_DEGREES, "world"} or other_world:
         dropped = [key for key in _DEGREES if key not in given] if "world" in given or other_world else ["world"]
         config = _with_keys(config, new, (*dropped, "micro_batch"))
-        tensor = replace(config.strategy.tensor, grid=new.strategy.tensor.grid, depth=new.strategy.tensor.depth)
-        data = replace(config.strategy.data, shard=new.strategy.data.shard)
-        config = replace(config, strategy=replace(config.strategy, tensor=tensor, data=data))
+        config = _with_degree_settings(config, completed(new))
         config = _with_keys(config, new, ("world",)) if other_world else config
     if given & set(_BATCH):
         config = _with_keys(config, new, ("micro_batch",))
@@ -75,6 +75,17 @@ def _overlaid(saved: Any, new: Any, given: Set[str], prefix: str) -> Any:
 
 def _with_keys(config: Config, source: Config, keys: Any) -> Config:
     return replace(config, **{key: getattr(source, key) for key in keys})
+
+
+def _with_degree_settings(config: Config, new: Config) -> Config:
+    """`config` with the values of `new` for the strategies' keys that suit certain degrees only."""
+    strategy = config.strategy
+    for name, key in known_keys().items():
+        if key.of_degrees:
+            axis, own = name.split(".")[1:]
+            section = replace(getattr(strategy, axis), **{own: getattr(getattr(new.strategy, axis), own)})
+            strategy = replace(strategy, **{axis: section})
+    return replace(config, strategy=strategy)
 
 
 def _option(config: Config, group: str) -> str:

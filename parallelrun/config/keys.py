@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import complete_class
 
 GROUPS = ("model", "dataset", "strategy", "optimizer", "precision", "cluster", "recipe")
 PATH_KEYS = {
@@ -55,7 +55,7 @@ _ELSEWHERE = {
 class Key:
     """One leaf of the schema. kind: int | float | bool | str | list | dict | Any; optional: null is allowed.
 
-    The bounds are those of `schema.key`: at least, above, at most, below, one of.
+    The other fields are the arguments of `schema.key`.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Key:
     most: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    of_degrees: bool = False
 
     @property
     def is_of_presets(self) -> bool:
@@ -90,7 +91,7 @@ def _leaves(node: type, prefix: str) -> Iterable[Key]:
 @lru_cache(maxsize=1)
 def known_keys() -> dict[str, Key]:
     """Every dotted key of the schema (`tp`, `model.layers`, `strategy.data.shard`, ...)."""
-    return {key.name: key for key in _leaves(Config, "")}
+    return {key.name: key for key in _leaves(complete_class(), "")}
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009  (`key` returns a dataclass field)
 """The configuration of a run: what Hydra composes, `config.yaml` stores and `resolve` reads. Torch-free.
 
 Each field states its default, its one-line help and its bounds; `parallelrun.config.keys` reads them for every check,
@@ -9,9 +8,12 @@ and nothing is changed after composition. `None` means "not given"; `resolve` th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallelrun.precision import TABLE
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def key(
@@ -23,12 +25,15 @@ def key(
     most: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] = (),
+    of_degrees: bool = False,
 ) -> Any:
     """A field of the configuration; a callable default is a factory.
 
-    Bounds: at least `least`, greater than `above`, at most `most`, less than `below`, one of `choices`.
+    Bounds: at least `least`, greater than `above`, at most `most`, less than `below`, one of `choices`. of_degrees: a
+    value suits certain degrees only, so a run that continues another under other degrees does not take it over.
     """
-    metadata = dict(help=help, least=least, above=above, most=most, below=below, choices=choices)
+    bounds = dict(least=least, above=above, most=most, below=below, choices=choices)
+    metadata = dict(help=help, **bounds, of_degrees=of_degrees)
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -136,57 +141,36 @@ class DatasetConfig:
 
 @dataclass
 class DataStrategyConfig:
-    """Data parallelism: ddp | ring | horovod | ps | local_sgd | diloco | zero1 | zero2 | fsdp.
-
-    `reads` in strategies/data/<kind>/plan.py lists the keys that each strategy reads.
-    """
+    """Data parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
 
     kind: str = key("ddp", "data-parallel strategy")
-    shard: int | None = key(None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1)
-    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
-    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
-    bucket_mb: float = key(25.0, "size of gradient buckets in MB", least=0)
-    servers: int | None = key(None, "ps: parameter servers; null: 1", least=1)
-    consistency: str | None = key(None, "ps: null: sync, or ssp if staleness is set", choices=CONSISTENCIES)
-    staleness: int | None = key(None, "ps, ssp: steps that the fastest worker may be ahead", least=0)
-    backup_workers: int | None = key(None, "ps, sync: slowest gradients that a step does not wait for", least=0)
-    sync_every: int | None = key(None, "local_sgd, diloco: local steps per averaging; null: 8, diloco 10", least=1)
-    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD", above=0)
-    outer_momentum: float = key(0.9, "diloco: momentum of the outer SGD", least=0, below=1)
-    outer_nesterov: bool = key(True, "diloco: Nesterov momentum in the outer SGD")
-    delays: list[float] = key(list, "ps: seconds that worker 0, 1, ... sleeps in each step")
-    shard_min_kb: float = key(256.0, "ps: smallest part of a tensor that is split over servers, in kB", least=0)
-    algorithm: str | None = key(None, "native | ring | halving_doubling | hierarchical | tree; null: ring or native")
-    group_size: int | None = key(None, "hierarchical: dp ranks per inner group; null: those of one host", least=1)
-    compression: str = key("none", "gradient compression", choices=("none", "fp16", "powersgd"))
-    powersgd_rank: int | None = key(None, "rank of PowerSGD's factors; null: 4", least=1)
-    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
-    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
-    stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
-    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
-    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
-    process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The section of a configuration whose data strategy is known to have this class."""
+        found = config.strategy.data
+        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
+        return found
 
 
 @dataclass
 class TensorStrategyConfig:
-    """Tensor parallelism: megatron (layout 1d) | 2d | 2.5d | 3d."""
+    """Tensor parallelism. Each strategy adds its own keys in a subclass, its `config_class`."""
 
     kind: str = key("megatron", "tensor-parallel strategy")
-    sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
     overlap: bool = key(True, "overlap the input-gradient reduce with the weight-gradient product")
-    grid: str | None = key(None, "2d, 2.5d: rows x columns, as 2x3; null: square")
-    depth: int | None = key(None, "2.5d: number of grids; null: the largest legal one", least=1)
-    form: str = key(
-        "auto", "2d, 2.5d: the operand that stays; auto: by volume",
-        choices=("auto", "stationary_x", "stationary_y", "stationary_w", "summa"),
-    )  # fmt: skip
-    save_gathered: bool = key(True, "2d, 2.5d, 3d: save gathered operands for backward, or gather again")
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The section of a configuration whose tensor strategy is known to have this class."""
+        found = config.strategy.tensor
+        assert isinstance(found, cls), f"{type(found).__name__} is no {cls.__name__}"
+        return found
 
 
 @dataclass
 class PipelineConfig:
-    """Pipeline schedule: naive | gpipe | 1f1b | interleaved | zero_bubble | zbv."""
+    """Pipeline schedule. The planner cuts the model into stages by these keys, whatever the schedule."""
 
     kind: str = key("1f1b", "pipeline schedule")
     virtual_stages: int | None = key(
@@ -198,7 +182,7 @@ class PipelineConfig:
 
 @dataclass
 class ExpertConfig:
-    """Expert parallelism: capacity | dropless."""
+    """Expert parallelism. Every dispatcher reads these keys."""
 
     kind: str | None = key(None, "capacity | dropless; null: capacity if the router has one")
     fills: bool = key(False, "an unset ep takes the largest share of dp that divides the experts")

@@ -1,4 +1,4 @@
-"""numpy, imported when it is first used.
+"""numpy and its array type, imported when numpy is first used.
 
 `plan` asks a dataset for the size of its vocabulary and nothing else; importing numpy for that would be the largest
 part of answering a wrong plan.
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 else:
+    NDArray = None  # only in annotations, which are never evaluated
 
     class _Deferred:
         def __getattr__(self, name: str) -> Any:
@@ -21,4 +23,4 @@ else:
 
     np = _Deferred()
 
-__all__ = ["np"]
+__all__ = ["NDArray", "np"]

@@ -12,23 +12,22 @@ from pathlib import Path
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
 from parallelrun.data.files import path_problem, resolve_path
-from parallelrun.data.images import ClassifiedImages, Pixels
-from parallelrun.model_spec import ModelSpec
+from parallelrun.data.images import ImageDataset, Pixels
 
 CLASSES, SIZE = 10, 32
-MOMENTS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST = ("test_batch.bin",)
 ARCHIVE, FOLDER = "cifar-10-binary.tar.gz", "cifar-10-batches-bin"
 RECORD = 1 + 3 * SIZE * SIZE  # a label, then red, green and blue
 
 
-class Cifar10(ClassifiedImages):
+class Cifar10(ImageDataset):
     """50,000 training and 10,000 test images."""
 
-    name, classes, shape, reads_path = "cifar10", CLASSES, (3, SIZE), True
+    classes, shape, moments = CLASSES, (3, SIZE), ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    reads_path = True
 
-    def read(self, config: Config, spec: ModelSpec) -> tuple[Pixels, str]:
+    def read(self, config: Config) -> Pixels:
         root = resolve_path(config, f"the folder of {TRAIN[0]} ... {TEST[0]}, or {ARCHIVE}")
         found = dict(_files(root))
         missing = [name for name in (*TRAIN, *TEST) if name not in found]
@@ -49,7 +48,7 @@ class Cifar10(ClassifiedImages):
         table = np.concatenate([arrays[name] for name in (*TRAIN, *TEST)])
         pixels = np.ascontiguousarray(table[:, 1:]).reshape(-1, 3, SIZE, SIZE)
         num_train = sum(len(arrays[name]) for name in TRAIN)
-        return Pixels(pixels, table[:, 0].astype(np.int64), MOMENTS, num_train), str(root)
+        return Pixels(str(root), table[:, 0].astype(np.int64), num_train, pixels=pixels)
 
 
 def _files(root: Path) -> Iterator[tuple[str, bytes]]:

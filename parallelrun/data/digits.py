@@ -11,22 +11,20 @@ from pathlib import Path
 
 from parallelrun.config.schema import Config
 from parallelrun.data.arrays import np
-from parallelrun.data.images import ClassifiedImages, Pixels
+from parallelrun.data.images import ImageDataset, Pixels
 from parallelrun.errors import EnvironmentProblem, Problem
-from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
 
 SIZE, BRIGHTEST = 8, 16
-MOMENTS = ((0.3053,), (0.3760,))
 FILE = Path("datasets", "data", "digits.csv.gz")
 
 
-class Digits(ClassifiedImages):
+class Digits(ImageDataset):
     """Images of ten classes, split into train and val by hash."""
 
-    name, classes, shape = "digits", 10, (1, SIZE)
+    classes, shape, moments = 10, (1, SIZE), ((0.3053,), (0.3760,))
 
-    def read(self, config: Config, spec: ModelSpec) -> tuple[Pixels, str]:
+    def read(self, config: Config) -> Pixels:
         folder = require("sklearn", "dataset=digits", "dataset", "dataset=synthetic, which needs no package")
         if not (folder / FILE).is_file():
             what = f"dataset=digits is not in this scikit-learn: there is no {folder / FILE}"
@@ -34,7 +32,8 @@ class Digits(ClassifiedImages):
         numbers = gzip.decompress((folder / FILE).read_bytes()).replace(b"\n", b",").rstrip(b",").split(b",")
         table = np.array(numbers, float).reshape(-1, SIZE * SIZE + 1).astype(np.int64)
         pixels = table[:, :-1].reshape(-1, 1, SIZE, SIZE).astype(np.uint8)
-        return Pixels(pixels, np.ascontiguousarray(table[:, -1]), MOMENTS, brightest=BRIGHTEST), str(folder / FILE)
+        labels = np.ascontiguousarray(table[:, -1])
+        return Pixels(str(folder / FILE), labels, pixels=pixels, brightest=BRIGHTEST)
 
 
 DATASET = Digits()

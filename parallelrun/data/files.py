@@ -7,17 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelrun.config.schema import Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.tokens import Documents
 from parallelrun.definitions import Dataset
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NUM_BYTES = 256  # token ids of a file read as bytes
 # A file up to this size is hashed; of a larger one only its size, first and last mebibyte, so that opening is fast.
@@ -97,9 +94,7 @@ def fingerprint(files: Sequence[ByteFile]) -> str:
     return digest.hexdigest()
 
 
-def open_files(
-    name: str, files: Sequence[ByteFile], fingerprint: str, config: Config, spec: ModelSpec, source: str
-) -> Dataset:
+def open_files(files: Sequence[ByteFile], fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
     """Windows over the files' bytes; train and val by hash of the file, or of fixed-size pieces when files are few."""
     names = [file.name for file in files] if len(files) > 1 else [""]  # renaming a lone file keeps its splits
     documents = Documents(
@@ -110,4 +105,4 @@ def open_files(
         lengths=np.array([file.content.size for file in files], dtype=np.int64),
         keys=np.array([hash_name(name) for name in names], dtype=np.uint64),
     )
-    return documents.open(name, NUM_BYTES, fingerprint, config, spec, source)
+    return documents.open(NUM_BYTES, fingerprint, config, spec, source)

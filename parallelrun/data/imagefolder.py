@@ -9,55 +9,55 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from parallelrun.config.schema import Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.files import hash_name, path_problem, resolve_path
-from parallelrun.data.images import ImageView, view_for
-from parallelrun.data.tokens import held_out, require_samples
-from parallelrun.definitions import Dataset, DatasetDefinition, Split
-from parallelrun.errors import ConfigError, Problem
+from parallelrun.data.images import ImageDataset, ImageSet, ImageSplit
+from parallelrun.definitions import Dataset
 from parallelrun.model_spec import ModelSpec
 from parallelrun.packages import require
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-MOMENTS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 VAL_FOLDERS = ("val", "test")
 NUM_LOOKED_AT = 200  # images whose size is read before a run
 UNREADABLE = (OSError, ValueError, SyntaxError)  # pillow's errors on files that are no images
 
 
-@dataclass(frozen=True)
-class FolderSplit(Split):
-    """Image files, decoded when they are read."""
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles(ImageSet):
+    """Image files below `root`, decoded when they are read."""
 
-    decodes_files = True
+    root: Path
+    files: list[Path]
 
-    files: tuple[Path, ...]
-    labels: tuple[int, ...]
-    view: ImageView
+    def load(self, index: int, size: int) -> NDArray[np.float32]:
+        return decode(self.files[index], size)
 
-    def __len__(self) -> int:
-        return len(self.files)
+    def keys(self) -> NDArray[np.uint64]:
+        return np.array([hash_name(self._name(file)) for file in self.files], dtype=np.uint64)
 
-    def sample(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self.augmented(index, None)
+    def fingerprint(self, config: Config, splits: Sequence[ImageSplit]) -> str:
+        """sha256 over names, sizes and labels: hashing the content of every image would take too long."""
+        digest = hashlib.sha256()
+        for split in splits:
+            for file, label in ((self.files[index], self.labels[index]) for index in split.chosen):
+                digest.update(f"{self._name(file)}\0{file.stat().st_size}\0{label}\n".encode())
+            digest.update(b"\0")
+        return digest.hexdigest()
 
-    def augmented(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
-        image = decode(self.files[index], self.view.shape[1])
-        return self.view.show(image, sample_id), np.array(self.labels[index])
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.root).as_posix()
 
 
-class ImageFolder(DatasetDefinition):
-    """Images of any size below `dataset.path`."""
+class ImageFolder(ImageDataset):
+    """Images of any size below `dataset.path`, normalised by ImageNet's moments."""
 
-    reads_path = True
+    shape, moments = (3, None), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    reads_path = decodes_files = True
 
     def vocab_size(self, config: Config) -> int | None:
         """The number of class folders; `dataset.vocab` before a path is given."""
@@ -66,35 +66,19 @@ class ImageFolder(DatasetDefinition):
         train, _ = _split_folders(resolve_path(config, "a folder of class folders"))
         return len(_classes(train)) or None
 
-    def image_shape(self, config: Config) -> tuple[int, int | None]:
-        return 3, None
-
-    def open(self, config: Config, spec: ModelSpec) -> Dataset:
+    def read(self, config: Config) -> ImageFiles:
         require("PIL", "dataset=imagefolder", "dataset")
         root = resolve_path(config, "a folder of class folders")
         if not root.is_dir():
             raise path_problem(f"no such folder: {root}")
-        if spec.kind != "images":
-            what = f"dataset=imagefolder gives images, and model={config.model.preset} reads {spec.kind}"
-            raise ConfigError(Problem(what, "dataset", "model=resnet"))
-        view = view_for(config, spec, (3, None), MOMENTS)
-        plain = replace(view, flip=False, crop=0)
-        train_folder, val_folder = _split_folders(root)
-        classes = _classes(train_folder)
-        files, labels = _list(train_folder, classes)
-        if val_folder is not None:
-            splits = FolderSplit(files, labels, view), FolderSplit(*_list(val_folder, classes), plain)
-        else:
-            keys = np.array([hash_name(file.relative_to(root).as_posix()) for file in files], dtype=np.uint64)
-            is_val = held_out(keys, config.dataset.val_fraction)
-            train, val = (
-                FolderSplit(tuple(files[i] for i in chosen), tuple(labels[i] for i in chosen), seen)
-                for chosen, seen in ((np.flatnonzero(~is_val), view), (np.flatnonzero(is_val), plain))
-            )
-            splits = train, val
-        dataset = Dataset("imagefolder", len(classes), _fingerprint(root, splits), *splits)
-        counts = f"{len(classes)} classes, {sum(map(len, splits))} images"
-        return require_samples(dataset, config, spec, f"{root} ({counts})")
+        train, val = _split_folders(root)
+        classes = _classes(train)
+        found = _list(train, classes)
+        num_train = None if val is None else len(found)
+        found += [] if val is None else _list(val, classes)
+        labels = np.array([label for _, label in found], dtype=np.int64)
+        files = [file for file, _ in found]
+        return ImageFiles(str(root), labels, num_train, root=root, files=files)
 
     def notes(self, config: Config, spec: ModelSpec, dataset: Dataset) -> list[str]:
         """Says that images are smaller than the model's input, judged by a sample of them: enlarging them costs
@@ -102,11 +86,11 @@ class ImageFolder(DatasetDefinition):
         from PIL import Image
 
         split = dataset.train
-        assert isinstance(split, FolderSplit)
+        assert isinstance(split, ImageSplit) and isinstance(split.data, ImageFiles)
         wanted = shorter_side(split.view.shape[1])
-        looked_at = np.linspace(0, len(split) - 1, min(NUM_LOOKED_AT, len(split))).astype(int)
+        looked_at = split.chosen[np.linspace(0, len(split) - 1, min(NUM_LOOKED_AT, len(split))).astype(int)]
         sizes = []
-        for file in (split.files[index] for index in looked_at):
+        for file in (split.data.files[index] for index in looked_at):
             with contextlib.suppress(*UNREADABLE), Image.open(file) as opened:  # training names an unreadable file
                 sizes.append((min(opened.size), opened.size, file))
         small = [one for one in sizes if one[0] < wanted]
@@ -161,24 +145,13 @@ def _classes(folder: Path) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _list(folder: Path, classes: list[str]) -> tuple[tuple[Path, ...], tuple[int, ...]]:
-    """(files, labels) of every image below the class folders, by class and name."""
-    found = [
+def _list(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
+    """(file, label) of every image below the class folders, by class and name."""
+    return [
         (path, label)
         for label, name in enumerate(classes)
         for path in sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
     ]
-    return tuple(path for path, _ in found), tuple(label for _, label in found)
-
-
-def _fingerprint(root: Path, splits: tuple[FolderSplit, ...]) -> str:
-    """sha256 over names, sizes and labels: hashing the content of every image would take too long."""
-    digest = hashlib.sha256()
-    for split in splits:
-        for file, label in zip(split.files, split.labels):
-            digest.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0{label}\n".encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
 
 
 DATASET = ImageFolder()

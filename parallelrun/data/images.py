@@ -1,25 +1,23 @@
-"""Shared by image datasets: pixels in memory, the size a model reads, normalisation, augmentation by hash."""
+"""Shared by image datasets: images by index, the size a model reads, normalisation, augmentation by hash."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from parallelrun.config.schema import Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.files import digest_array
 from parallelrun.data.order import derive_key, mix
 from parallelrun.data.tokens import held_out, require_samples
 from parallelrun.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _AUGMENT = 0x696D61
 Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per channel, of values in [0, 1]
@@ -66,26 +64,52 @@ class ImageView:
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """A dataset in memory. pixels: uint8 (images, channels, height, width); brightest: the value of full brightness.
+class ImageSet(ABC):
+    """All images of a dataset with their labels. source: where they come from, for messages.
 
     num_train: the number of training images, which come first; None: split all by hash (`dataset.val_fraction`).
     """
 
-    pixels: NDArray[np.uint8]
+    source: str
     labels: NDArray[np.int64]
-    moments: Moments
     num_train: int | None = None
+
+    @abstractmethod
+    def load(self, index: int, size: int) -> NDArray[np.float32]:
+        """An image (channels, height, width) in [0, 1], as it is or in the `size` that the model reads."""
+
+    @abstractmethod
+    def fingerprint(self, config: Config, splits: Sequence[ImageSplit]) -> str:
+        """sha256 of the images and their splits."""
+
+    def keys(self) -> NDArray[np.uint64]:
+        """The number of each image whose hash decides its split."""
+        return mix(np.arange(len(self.labels), dtype=np.uint64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(ImageSet):
+    """Images in memory. pixels: uint8 (images, channels, height, width); brightest: the value of full brightness."""
+
+    pixels: NDArray[np.uint8]
     brightest: int = 255
+
+    def load(self, index: int, size: int) -> NDArray[np.float32]:
+        return np.asarray(self.pixels[index] / np.float32(self.brightest))
+
+    def fingerprint(self, config: Config, splits: Sequence[ImageSplit]) -> str:
+        content = digest_array(self.pixels) + digest_array(self.labels)
+        return hashlib.sha256(content + f"{self.num_train}/{config.dataset.val_fraction}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class ImageSplit(Split):
     """The images of `data` whose indices are in `chosen`."""
 
-    data: Pixels
+    data: ImageSet
     chosen: NDArray[np.int64]
     view: ImageView
+    decodes_files: bool
 
     def __len__(self) -> int:
         return int(self.chosen.size)
@@ -94,44 +118,44 @@ class ImageSplit(Split):
         return self.augmented(index, None)
 
     def augmented(self, index: int, sample_id: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
-        chosen = self.chosen[index]
-        image = self.data.pixels[chosen] / np.float32(self.data.brightest)
-        return self.view.show(image, sample_id), self.data.labels[chosen]
+        self.check(index)
+        chosen = int(self.chosen[index])
+        return self.view.show(self.data.load(chosen, self.view.shape[1]), sample_id), self.data.labels[chosen]
 
 
-class ClassifiedImages(DatasetDefinition):
-    """Base of datasets that hold all their images in memory. Subclasses implement `read`."""
+class ImageDataset(DatasetDefinition):
+    """Base of datasets of labelled images. shape: (channels, height and width), with size None if it varies."""
 
-    name: ClassVar[str]
     classes: ClassVar[int]
-    shape: ClassVar[tuple[int, int]]  # (channels, height and width)
+    shape: ClassVar[tuple[int, int | None]]
+    moments: ClassVar[Moments]
+    decodes_files: ClassVar[bool] = False  # see `Split`
 
-    def vocab_size(self, config: Config) -> int:
+    def vocab_size(self, config: Config) -> int | None:
         return self.classes
 
-    def image_shape(self, config: Config) -> tuple[int, int]:
+    def image_shape(self, config: Config) -> tuple[int, int | None]:
         return self.shape
 
-    def read(self, config: Config, spec: ModelSpec) -> tuple[Pixels, str]:
-        """(the images, where they come from). Raises EnvironmentProblem naming a missing or wrong file."""
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, config: Config) -> ImageSet:
+        """The images. Raises EnvironmentProblem naming a missing or wrong file."""
 
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
-        data, source = self.read(config, spec)
-        view = view_for(config, spec, self.shape, data.moments)
-        numbers = np.arange(len(data.labels), dtype=np.int64)
+        view = view_for(config, spec, self.shape, self.moments)
+        data = self.read(config)
         if data.num_train is None:
-            is_val = held_out(mix(numbers.astype(np.uint64)), config.dataset.val_fraction)
+            is_val = held_out(data.keys(), config.dataset.val_fraction)
         else:
-            is_val = numbers >= data.num_train
-        train = ImageSplit(data, numbers[~is_val], view)
-        val = ImageSplit(data, numbers[is_val], replace(view, flip=False, crop=0))
-        content = digest_array(data.pixels) + digest_array(data.labels)
-        fingerprint = hashlib.sha256(content + f"{data.num_train}/{config.dataset.val_fraction}".encode()).hexdigest()
-        dataset = Dataset(self.name, self.classes, fingerprint, train, val)
-        return require_samples(dataset, config, spec, f"{source} ({len(data.labels)} images)")
+            is_val = np.arange(len(data.labels)) >= data.num_train
+        train, val = (
+            ImageSplit(data, np.flatnonzero(chosen), seen, self.decodes_files)
+            for chosen, seen in ((~is_val, view), (is_val, replace(view, flip=False, crop=0)))
+        )
+        num_classes = self.vocab_size(config) or 0
+        dataset = Dataset(config.dataset.name, num_classes, data.fingerprint(config, (train, val)), train, val)
+        counts = f"{num_classes} classes, {len(data.labels)} images"
+        return require_samples(dataset, config, spec, f"{data.source} ({counts})")
 
 
 def view_for(config: Config, spec: ModelSpec, own: tuple[int, int | None], moments: Moments) -> ImageView:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.definitions import Dataset, Split
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 RATE = 0.15  # share of the tokens that the model must predict
 MASKED, RANDOM = 0.8, 0.1  # shares of those that become [MASK] and another token; the rest stay as they are

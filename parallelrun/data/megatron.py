@@ -15,18 +15,15 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelrun.config.schema import Config
 from parallelrun.data import files
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.tokens import Documents
 from parallelrun.definitions import Dataset, DatasetDefinition
 from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -54,7 +51,7 @@ class MegatronTokens(DatasetDefinition):
             return config.dataset.vocab
         prefix = _prefix(config)
         try:
-            noted = json.loads(note_path(prefix).read_text())["vocab"]
+            noted = json.loads(beside(prefix, ".json").read_text())["vocab"]
             if isinstance(noted, int) and noted > 0:
                 return noted
         except (OSError, ValueError, KeyError, TypeError):
@@ -62,7 +59,7 @@ class MegatronTokens(DatasetDefinition):
         indexed = open_indexed(prefix)
         size = indexed.tokens.nbytes
         if size > SCAN_BYTES:
-            what = f"{data_path(prefix)} ({size} bytes) is too large to look for its largest token id"
+            what = f"{beside(prefix, '.bin')} ({size} bytes) is too large to look for its largest token id"
             fix = "dataset.vocab=<number of token ids of its tokenizer>"
             raise EnvironmentProblem(Problem(what, "dataset.vocab", fix))
         return int(indexed.tokens.max()) + 1 if indexed.tokens.size else 1
@@ -70,13 +67,13 @@ class MegatronTokens(DatasetDefinition):
     def open(self, config: Config, spec: ModelSpec) -> Dataset:
         prefix = _prefix(config)
         indexed = open_indexed(prefix)
-        starts, lengths = indexed.document_ranges()
+        starts, lengths = indexed.starts, indexed.lengths
         keys = np.arange(starts.size, dtype=np.uint64)
         source_of = np.zeros(starts.size, dtype=np.int64)
-        documents = Documents([indexed.tokens], (str(data_path(prefix)),), source_of, starts, lengths, keys)
-        digest = hashlib.sha256(index_path(prefix).read_bytes() + files.digest_array(indexed.tokens)).hexdigest()
+        documents = Documents([indexed.tokens], (str(beside(prefix, ".bin")),), source_of, starts, lengths, keys)
+        digest = hashlib.sha256(beside(prefix, ".idx").read_bytes() + files.digest_array(indexed.tokens)).hexdigest()
         source = f"{prefix} ({starts.size} documents, {int(lengths.sum())} tokens)"
-        return documents.open("megatron", spec.vocab, digest, config, spec, source)
+        return documents.open(spec.vocab, digest, config, spec, source)
 
 
 def _prefix(config: Config) -> Path:
@@ -84,16 +81,9 @@ def _prefix(config: Config) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def data_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".bin")
-
-
-def index_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".idx")
-
-
-def note_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".json")
+def beside(prefix: Path, suffix: str) -> Path:
+    """The path of PREFIX.bin, PREFIX.idx or PREFIX.json."""
+    return prefix.with_name(prefix.name + suffix)
 
 
 def element_type(vocab: int) -> np.dtype[Any]:
@@ -103,25 +93,16 @@ def element_type(vocab: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """An opened pair of files. tokens: memory map of all; lengths, offsets: (N,), in tokens; documents: (M,)."""
+    """An opened pair of files. tokens: memory map of all; starts, lengths: of every document, in tokens."""
 
-    prefix: Path
     tokens: NDArray[Any]
+    starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    documents: NDArray[np.int64]
-
-    def document_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(start, length) in tokens of every document; its sequences follow each other."""
-        ends = self.offsets + self.lengths
-        bounds = np.append(self.offsets, ends[-1] if ends.size else 0)
-        starts = bounds[self.documents[:-1]]
-        return starts, bounds[self.documents[1:]] - starts
 
 
 def open_indexed(prefix: Path) -> IndexedTokens:
     """Map PREFIX.bin by PREFIX.idx. Raises EnvironmentProblem for anything that is not exactly the format."""
-    bin_path, idx_path = data_path(prefix), index_path(prefix)
+    bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
     try:
         raw, bin_bytes = idx_path.read_bytes(), bin_path.stat().st_size
     except OSError as error:
@@ -150,7 +131,8 @@ def open_indexed(prefix: Path) -> IndexedTokens:
         raise _problem(f"{idx_path} is damaged: document boundaries must rise from 0 to {lengths.size} sequences")
     count = bin_bytes // kind.itemsize
     tokens = np.memmap(bin_path, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, kind)
-    return IndexedTokens(prefix, tokens, lengths, byte_offsets // kind.itemsize, documents)
+    bounds = np.append(0, np.cumsum(lengths))[documents]  # a document's sequences follow each other
+    return IndexedTokens(tokens, bounds[:-1], np.diff(bounds))
 
 
 def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kind: np.dtype[Any]) -> tuple[int, int]:
@@ -163,7 +145,7 @@ def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kin
     bounds = np.iinfo(kind)
     lengths: list[int] = []
     boundaries = [0]
-    bin_part, idx_part = (path.with_name(path.name + ".part") for path in (data_path(prefix), index_path(prefix)))
+    bin_part, idx_part = beside(prefix, ".bin.part"), beside(prefix, ".idx.part")
     try:
         with bin_part.open("wb") as stream:
             for document in documents:
@@ -179,8 +161,8 @@ def write_indexed(prefix: Path, documents: Iterable[Iterable[NDArray[Any]]], kin
             stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries)))
             for array in (sizes, offsets.astype("<i8"), np.array(boundaries, dtype="<i8")):
                 stream.write(array.tobytes())
-        os.replace(bin_part, data_path(prefix))
-        os.replace(idx_part, index_path(prefix))
+        os.replace(bin_part, beside(prefix, ".bin"))
+        os.replace(idx_part, beside(prefix, ".idx"))
     finally:
         for path in (bin_part, idx_part):
             path.unlink(missing_ok=True)

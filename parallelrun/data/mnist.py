@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallelrun.config.schema import Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.files import path_problem, resolve_path
-from parallelrun.data.images import ClassifiedImages, Pixels
-from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from parallelrun.data.images import ImageDataset, Pixels
 
 CLASSES, SIZE = 10, 28
 MOMENTS = ((0.1307,), (0.3081,))
@@ -24,12 +19,12 @@ FOLDERS = (".", "MNIST/raw", "raw")
 UNSIGNED_BYTES = 8  # the idx code of the element type
 
 
-class Mnist(ClassifiedImages):
+class Mnist(ImageDataset):
     """60,000 training and 10,000 test images."""
 
-    name, classes, shape, reads_path = "mnist", CLASSES, (1, SIZE), True
+    classes, shape, moments, reads_path = CLASSES, (1, SIZE), MOMENTS, True
 
-    def read(self, config: Config, spec: ModelSpec) -> tuple[Pixels, str]:
+    def read(self, config: Config) -> Pixels:
         root = resolve_path(config, "the folder of train-images-idx3-ubyte and its three companions")
         parts = []
         for split in ("train", "t10k"):
@@ -40,7 +35,7 @@ class Mnist(ClassifiedImages):
             parts.append((images, labels))
         pixels = np.concatenate([images for images, _ in parts])[:, None]
         classes = np.concatenate([labels for _, labels in parts]).astype(np.int64)
-        return Pixels(pixels, classes, MOMENTS, num_train=len(parts[0][1])), str(root)
+        return Pixels(str(root), classes, len(parts[0][1]), pixels=pixels)
 
 
 def _read(root: Path, name: str, num_dims: int) -> NDArray[np.uint8]:

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from parallelrun.data.arrays import np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from parallelrun.data.arrays import NDArray, np
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1

@@ -35,7 +35,7 @@ class StandardLibrary(DatasetDefinition):
             raise EnvironmentProblem(Problem(what, "dataset", "dataset=text path=FILE_OR_FOLDER"))
         size = sum(file.content.size for file in found)
         source = f"the standard library at {folder} ({len(found)} files, {size} bytes)"
-        return files.open_files("pystdlib", found, fingerprint, config, spec, source)
+        return files.open_files(found, fingerprint, config, spec, source)
 
 
 @lru_cache(maxsize=2)

@@ -8,18 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelrun.config.schema import Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.images import resize
 from parallelrun.data.order import derive_key
 from parallelrun.data.tokens import require_samples
 from parallelrun.definitions import Dataset, DatasetDefinition, Split
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 DEFAULT_VOCAB = 256
 # Each token has four likely successors; one token in twenty is drawn from all of the vocab instead.
@@ -75,10 +72,6 @@ class _GeneratedSplit(Split):
     def generator(self, stream: int, index: int = 0) -> np.random.Generator:
         """Independent random numbers for each sample, so that any rank can compute any sample by itself."""
         return np.random.Generator(np.random.PCG64(derive_key(self.seed, stream, index)))
-
-    def check(self, index: int) -> None:
-        if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} is outside a split of {self.size} samples")
 
 
 class MarkovChain(_GeneratedSplit):

@@ -28,7 +28,7 @@ class TextFiles(DatasetDefinition):
         source = f"{root} ({len(found)} files, {size} bytes)"
         if not size:
             raise files.path_problem(f"{source} holds no text")
-        return files.open_files("text", found, files.fingerprint(found), config, spec, source)
+        return files.open_files(found, files.fingerprint(found), config, spec, source)
 
 
 def _read(root: Path, max_bytes: int | None) -> list[files.ByteFile]:

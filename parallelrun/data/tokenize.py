@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,107 +14,77 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallelrun.data.files import list_files
-from parallelrun.data.megatron import data_path, element_type, index_path, note_path, write_indexed
-from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, ParallelrunError, Problem
+from parallelrun.data.megatron import beside, element_type, write_indexed
+from parallelrun.errors import EXIT_OK, ConfigError, EnvironmentProblem, Problem
+from parallelrun.records import sha256_of
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A token per byte, or, with `inner`, a tokenizer of the `tokenizers` package (any tokenizer.json)."""
+    """A token per byte, or, with `inner`, a tokenizer of the `tokenizers` package (any tokenizer.json).
+
+    end_of_document: the token that is appended to every document, or None.
+    """
 
     vocab: int
     end_of_document: int | None
     inner: Any = None
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
+        """The tokens of a document; none for an empty one."""
         if self.inner is None:
-            return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-        ids = self.inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int64)
+            tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+        else:
+            ids = self.inner.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+            tokens = np.array(ids, dtype=np.int64)
+        return np.append(tokens, self.end_of_document) if tokens.size and self.end_of_document is not None else tokens
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the tool; returns the exit code. Errors go to stderr without a traceback."""
-    arguments = _parser().parse_args(argv)
-    try:
-        report = tokenize(
-            [Path(name).expanduser() for name in arguments.inputs],
-            Path(os.path.abspath(Path(arguments.output).expanduser())),
-            arguments.tokenizer,
-            arguments.append_eod,
-            arguments.vocab,
-            arguments.json_key,
-        )
-    except ParallelrunError as error:
-        for problem in error.problems:
-            print(f"error: {problem.what}", file=sys.stderr)
-            for label, text in (("  where:", problem.where), ("  try:", problem.command or problem.suggestion)):
-                if text:
-                    print(label, text, file=sys.stderr)
-        return error.exit_code
-    print("{documents} documents, {tokens} tokens of vocab {vocab} ({element})".format(**report))
-    print("wrote {prefix}.bin and .idx; train on them: parallelrun dataset=megatron path={prefix}".format(**report))
-    return EXIT_OK
+    """Write PREFIX.bin, PREFIX.idx and a note PREFIX.json; returns the exit code.
 
-
-def tokenize(
-    inputs: Sequence[Path],
-    prefix: Path,
-    tokenizer: str = "bytes",
-    append_eod: bool = False,
-    vocab: int | None = None,
-    json_key: str = "text",
-) -> dict[str, Any]:
-    """Write PREFIX.bin, PREFIX.idx and a note PREFIX.json; returns the note.
-
-    Every file is one document, but of a .jsonl file every line is one (its `json_key`). vocab: number of token ids, if
-    it should be more than the tokenizer's. Raises ConfigError, EnvironmentProblem.
+    Every file is one document, but of a .jsonl file every line is one. Raises ConfigError, EnvironmentProblem.
     """
-    codec = _load(tokenizer, append_eod)
-    size = codec.vocab if vocab is None else vocab
-    if size < codec.vocab:
-        raise ConfigError(Problem(f"--vocab {size} is below the tokenizer's {codec.vocab} token ids", where="--vocab"))
+    arguments = _parser().parse_args(argv)
+    codec = _load(arguments.tokenizer, arguments.append_eod)
+    vocab = codec.vocab if arguments.vocab is None else arguments.vocab
+    if vocab < codec.vocab:
+        raise ConfigError(Problem(f"--vocab {vocab} is below the tokenizer's {codec.vocab} token ids", where="--vocab"))
+    prefix = Path(os.path.abspath(Path(arguments.output).expanduser()))
+    kind = element_type(vocab)
     try:
-        paths = [path for root in inputs for path in list_files(root)]
-        _check_text(inputs, paths, codec, json_key)
+        paths = [path for root in arguments.inputs for path in list_files(Path(root).expanduser())]
+        if next(_documents(paths, codec, arguments.json_key), None) is None:  # before any file is created
+            found = f"{len(paths)} files without a token" if paths else "no file"
+            what = f"{', '.join(arguments.inputs)}: {found}, so there is nothing to write"
+            raise ConfigError(Problem(what, "INPUT"))
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        kind = element_type(size)
-        documents, tokens = write_indexed(prefix, _documents(paths, codec, append_eod, json_key), kind)
+        num_documents, num_tokens = write_indexed(prefix, _documents(paths, codec, arguments.json_key), kind)
     except OSError as error:
         raise EnvironmentProblem(Problem(f"{error.filename or prefix}: {error.strerror}")) from error
     note = {
         "schema": 1,
         "prefix": str(prefix),
-        "tokenizer": tokenizer,
-        "append_eod": append_eod,
-        "vocab": size,
+        "tokenizer": arguments.tokenizer,
+        "append_eod": arguments.append_eod,
+        "vocab": vocab,
         "element": kind.name,
-        "documents": documents,
-        "tokens": tokens,
-        "sha256": {path.name: _sha256(path) for path in (data_path(prefix), index_path(prefix))},
+        "documents": num_documents,
+        "tokens": num_tokens,
+        "sha256": {path.name: sha256_of(path) for path in (beside(prefix, ".bin"), beside(prefix, ".idx"))},
     }
-    note_path(prefix).write_text(json.dumps(note, indent=2) + "\n")
-    return note
+    beside(prefix, ".json").write_text(json.dumps(note, indent=2) + "\n")
+    print(f"{num_documents} documents, {num_tokens} tokens of vocab {vocab} ({kind.name})")
+    print(f"wrote {prefix}.bin and .idx; train on them: parallelrun dataset=megatron path={prefix}")
+    return EXIT_OK
 
 
-def _check_text(inputs: Sequence[Path], paths: Sequence[Path], codec: Tokenizer, json_key: str) -> None:
-    """Raise ConfigError if there is nothing to write, before any file is created."""
-    if next(_documents(paths, codec, False, json_key), None) is None:
-        found = f"{len(paths)} files without a token" if paths else "no file"
-        raise ConfigError(Problem(f"{', '.join(map(str, inputs))}: {found}, so there is nothing to write", "INPUT"))
-
-
-def _documents(
-    paths: Sequence[Path], codec: Tokenizer, append_eod: bool, json_key: str
-) -> Iterator[list[NDArray[np.int64]]]:
+def _documents(paths: Sequence[Path], codec: Tokenizer, json_key: str) -> Iterator[list[NDArray[np.int64]]]:
     for path in paths:
         for text in _texts(path, json_key):
-            tokens = codec.encode(text)
-            if append_eod and tokens.size and codec.end_of_document is not None:
-                tokens = np.append(tokens, codec.end_of_document)
-            if tokens.size:
+            if (tokens := codec.encode(text)).size:
                 yield [tokens]
 
 
@@ -156,15 +124,7 @@ def _load(name: str, append_eod: bool) -> Tokenizer:
     ends = [inner.token_to_id(text) for text in END_OF_TEXT if inner.token_to_id(text) is not None]
     if append_eod and not ends:
         raise ConfigError(Problem(f"tokenizer {source} has none of {', '.join(END_OF_TEXT)}", where="--append-eod"))
-    return Tokenizer(inner.get_vocab_size(), ends[0] if ends else None, inner)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+    return Tokenizer(inner.get_vocab_size(), ends[0] if append_eod else None, inner)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,121 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
-from parallelrun.data.arrays import np
+from parallelrun.data.arrays import NDArray, np
 from parallelrun.data.order import derive_key, mix
 from parallelrun.definitions import Dataset, Split
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 from parallelrun.model_spec import ModelSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # With fewer documents than this, a split by documents would be too coarse: their pieces are split instead.
 FEW_DOCUMENTS = 20
 PIECE_TOKENS = 4096
 
 
-class TokenStream:
-    """Documents read back to back as one stream of tokens, without copying them together.
-
-    sources: 1-D integer arrays (memory maps or arrays in memory). Document d is
-    sources[source_of[d]][starts[d] : starts[d] + lengths[d]].
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[NDArray[Any]],
-        source_of: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-    ):
-        filled = lengths > 0
-        self.sources = sources
-        self._source_of, self._starts = source_of[filled], starts[filled]
-        self._ends = np.cumsum(lengths[filled])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if self._ends.size else 0
-
-    def _find(self, token: int) -> tuple[int, int]:
-        """(document, index in its source) of a token of the stream."""
-        document = int(self._ends.searchsorted(token, side="right"))
-        begin = int(self._ends[document - 1]) if document else 0
-        return document, int(self._starts[document]) + token - begin
-
-    def locate(self, token: int) -> tuple[int, int]:
-        """(source number, index inside it) of a token of the stream."""
-        document, offset = self._find(token)
-        return int(self._source_of[document]), offset
-
-    def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, stop) of the stream as int64, crossing documents where the range does."""
-        document, first = self._find(start)
-        if stop <= self._ends[document]:  # the common case: inside one document
-            source = self.sources[self._source_of[document]]
-            return np.asarray(source[first : first + stop - start].astype(np.int64))
-        parts = []
-        while start < stop:
-            document, first = self._find(start)
-            count = min(int(self._ends[document]), stop) - start
-            parts.append(self.sources[self._source_of[document]][first : first + count])
-            start += count
-        return np.concatenate(parts, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class TokenWindows(Split):
-    """Windows of seq + 1 tokens, one every seq tokens: input = the first seq, target = the next token of each.
-
-    vocab: token ids must be in [0, vocab), else EnvironmentProblem names the sample, the file and the byte offset.
-    files: the name of each source in that message.
-    """
-
-    stream: TokenStream
-    seq: int
-    vocab: int
-    files: tuple[str, ...]
-
-    @cached_property
-    def _may_exceed(self) -> bool:
-        """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
-        bounds = [np.iinfo(source.dtype) for source in self.stream.sources]
-        return any(bound.min < 0 or bound.max >= self.vocab for bound in bounds)
-
-    @cached_property
-    def _length(self) -> int:
-        return max(0, (len(self.stream) - 1) // self.seq)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside a split of {len(self)} samples")
-        tokens = self.stream.read(index * self.seq, (index + 1) * self.seq + 1)
-        if self._may_exceed and (tokens.max() >= self.vocab or tokens.min() < 0):
-            self._refuse(index, tokens)
-        return tokens[:-1], tokens[1:]
-
-    def _refuse(self, index: int, tokens: NDArray[np.int64]) -> None:
-        first = int(np.flatnonzero((tokens >= self.vocab) | (tokens < 0))[0])
-        source, offset = self.stream.locate(index * self.seq + first)
-        byte = offset * self.stream.sources[source].itemsize
-        where = f"sample {index} (byte {byte} of {self.files[source]})"
-        what = f"token id {tokens[first]} of {where} is not below the model's vocab {self.vocab}"
-        fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
-        raise EnvironmentProblem(Problem(what, "model.vocab", fix))
-
-
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a token dataset before they are split into train and val.
+    """The documents of a token dataset, read back to back as one stream of tokens, without copying them together.
 
-    Document d is sources[source_of[d]][starts[d] : starts[d] + lengths[d]], and keys[d] decides its split. names: of
-    each source, for messages.
+    sources: 1-D integer arrays (memory maps or arrays in memory); names: of each source, for messages. Document d is
+    sources[source_of[d]][starts[d] : starts[d] + lengths[d]], and keys[d] decides whether it belongs to train or val.
     """
 
     sources: Sequence[NDArray[Any]]
@@ -129,10 +34,34 @@ class Documents:
     lengths: NDArray[np.int64]
     keys: NDArray[np.uint64]
 
-    def windows(self, chosen: NDArray[np.bool_], spec: ModelSpec) -> TokenWindows:
-        """Samples over the chosen documents, crossing from one to the next."""
-        stream = TokenStream(self.sources, self.source_of[chosen], self.starts[chosen], self.lengths[chosen])
-        return TokenWindows(stream, spec.seq, spec.vocab, self.names)
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._ends[-1]) if self._ends.size else 0
+
+    def locate(self, token: int) -> tuple[int, int, int]:
+        """(source number, index inside it, index in the stream of the document's end) of a token of the stream."""
+        document = int(self._ends.searchsorted(token, side="right"))
+        end = int(self._ends[document])
+        return int(self.source_of[document]), int(self.starts[document] + self.lengths[document]) - end + token, end
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the stream as int64, crossing documents where the range does."""
+        parts = []
+        while start < stop:
+            source, first, end = self.locate(start)
+            count = min(end, stop) - start
+            parts.append(self.sources[source][first : first + count])
+            start += count
+        return np.concatenate(parts, dtype=np.int64)
+
+    def choose(self, chosen: NDArray[np.bool_]) -> Documents:
+        """The chosen documents."""
+        rows = self.source_of[chosen], self.starts[chosen], self.lengths[chosen]
+        return Documents(self.sources, self.names, *rows, self.keys[chosen])
 
     def cut(self, seq: int) -> Documents:
         """The same tokens as more, smaller documents: pieces of PIECE_TOKENS, or a twentieth of a small document, but
@@ -146,18 +75,59 @@ class Documents:
         source_of, starts, lengths = np.concatenate(rows, axis=1)
         return Documents(self.sources, self.names, source_of, starts, lengths, np.concatenate(keys))
 
-    def open(self, name: str, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
+    def open(self, vocab: int, fingerprint: str, config: Config, spec: ModelSpec, source: str) -> Dataset:
         """The dataset with train and val by the hash of the document, or of its pieces where documents are few.
 
         Raises ConfigError for a model that reads no tokens; see also `require_samples`.
         """
         if spec.kind != "tokens":
-            what = f"dataset={name} gives tokens, and model={config.model.name} reads {spec.kind}"
+            what = f"dataset={config.dataset.name} gives tokens, and model={config.model.name} reads {spec.kind}"
             raise ConfigError(Problem(what, "dataset", "dataset=synthetic"))
         documents = self.cut(spec.seq) if 0 < self.keys.size < FEW_DOCUMENTS else self
         is_val = held_out(documents.keys, config.dataset.val_fraction)
-        train, val = documents.windows(~is_val, spec), documents.windows(is_val, spec)
-        return require_samples(Dataset(name, vocab, fingerprint, train, val), config, spec, source)
+        train, val = (TokenWindows(documents.choose(one), spec.seq, spec.vocab) for one in (~is_val, is_val))
+        return require_samples(Dataset(config.dataset.name, vocab, fingerprint, train, val), config, spec, source)
+
+
+@dataclass(frozen=True)
+class TokenWindows(Split):
+    """Windows of seq + 1 tokens, one every seq tokens: input = the first seq, target = the next token of each.
+
+    vocab: token ids must be in [0, vocab), else EnvironmentProblem names the sample, the file and the byte offset.
+    """
+
+    documents: Documents
+    seq: int
+    vocab: int
+
+    @cached_property
+    def _may_exceed(self) -> bool:
+        """False when the element type alone keeps every token inside the vocab (bytes, vocab 256)."""
+        bounds = [np.iinfo(source.dtype) for source in self.documents.sources]
+        return any(bound.min < 0 or bound.max >= self.vocab for bound in bounds)
+
+    @cached_property
+    def _length(self) -> int:
+        return max(0, (self.documents.num_tokens - 1) // self.seq)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self.check(index)
+        tokens = self.documents.read(index * self.seq, (index + 1) * self.seq + 1)
+        if self._may_exceed and (tokens.max() >= self.vocab or tokens.min() < 0):
+            self._refuse(index, tokens)
+        return tokens[:-1], tokens[1:]
+
+    def _refuse(self, index: int, tokens: NDArray[np.int64]) -> None:
+        first = int(np.flatnonzero((tokens >= self.vocab) | (tokens < 0))[0])
+        source, offset, _ = self.documents.locate(index * self.seq + first)
+        byte = offset * self.documents.sources[source].itemsize
+        where = f"sample {index} (byte {byte} of {self.documents.names[source]})"
+        what = f"token id {tokens[first]} of {where} is not below the model's vocab {self.vocab}"
+        fix = f"model.vocab={int(tokens.max()) + 1} or more, or leave it out to use the dataset's"
+        raise EnvironmentProblem(Problem(what, "model.vocab", fix))
 
 
 def held_out(keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from parallelrun.config.schema import Config, TensorStrategyConfig
+from parallelrun.config.strategy_keys import narrowed
 from parallelrun.model_spec import BlockSpec, ModelSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
@@ -93,6 +94,7 @@ def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: BatchSiz
         case.config, layout=None, grid=None, depth=None, strategy=replace(strategy, tensor=tensor, pipeline=pipeline)
     )
     size = plan.mesh.size
+    config = narrowed(config)
     return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.virtual_stages, batch)
 
 
@@ -131,11 +133,10 @@ def _row(layout: LayoutChoice, case: _Case) -> Row:
 def _own_row(case: _Case) -> Row:
     """The plan's own layout, where its forms or its grid have no line of their own."""
     plan, own = case.plan, case.plan.tensor
-    config = replace(
-        own.resolved_config(case.config.strategy.tensor, plan),
-        kind=own.kind, sequence_parallel=own.sequence_parallel, save_gathered=own.save_gathered,
-    )  # fmt: skip
-    form = "" if config.form == "auto" else config.form
+    section = replace(case.config.strategy.tensor, kind=own.kind)
+    asked = narrowed(replace(case.config, strategy=replace(case.config.strategy, tensor=section)))
+    config = own.resolved_config(asked, plan)
+    form = "" if own.asked_form(asked) == "auto" else own.asked_form(asked)
     name = " ".join(filter(None, (own.label(plan), "" if own.save_gathered else "lean", form)))
     return Row(name, own.kind, True, _figures(plan, case.block), _break_even(LayoutChoice(name, config), plan, case))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
@@ -65,7 +66,7 @@ class DataStrategy(ABC):
     """
 
     kind: ClassVar[str]  # the name in the registry, without the axis
-    reads: ClassVar[tuple[str, ...]] = ()  # the keys of `strategy.data` beside `kind` that it reads
+    config_class: ClassVar[type[DataStrategyConfig]] = DataStrategyConfig  # its keys of `strategy.data`
     description: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
     shards_weights: ClassVar[bool] = False  # no rank of dp holds complete weights
     saves_memory: ClassVar[bool] = False  # suggested where a plan does not fit on a device
@@ -95,8 +96,13 @@ class DataStrategy(ABC):
         return ()
 
     @classmethod
+    def asked_servers(cls, config: Config) -> int | None:
+        """The number of servers that the user set; None where it was left open."""
+        return None
+
+    @classmethod
     def num_servers(cls, asked: int | None) -> int:
-        """The number of ranks that are no workers. asked: `strategy.data.servers`."""
+        """The number of ranks that are no workers. asked: see `asked_servers`."""
         return 0
 
     # Properties of the resolved strategy
@@ -158,6 +164,10 @@ class DataStrategy(ABC):
     def full_step(self, step: int) -> int:
         """The first step from `step` on that sends everything the strategy ever sends; traffic is counted there."""
         return step
+
+    def resolved_config(self, config: Config) -> DataStrategyConfig:
+        """The section of `config` with the values that were filled in."""
+        return config.strategy.data
 
     def document(self) -> dict[str, Any]:
         """The settings as a JSON object. Two settings of FSDP are there for every strategy, so that rows compare."""

@@ -14,6 +14,7 @@ from parallelrun.errors import Problem
 from parallelrun.plan import expert_axes, fill_order
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.hosts import ranks_per_node
+from parallelrun.plan.load import data_strategy
 from parallelrun.wording import counted, divisors, nearest
 
 AXES = ("pp", "dp", "tp")
@@ -115,8 +116,9 @@ def _enough_servers(
 ) -> int:
     """The number of servers that the user set; else the fewest that leave a dp which divides the batch."""
     target = asked["world"] or launched
-    free = servers and config.strategy.data.servers is None and config.strategy.own_axis == "dp"
-    if not free or target is None or asked["dp"] is not None or config.local_batch is not None:
+    if servers == 0 or data_strategy(config.strategy.data.kind).asked_servers(config) is not None:
+        return servers
+    if config.strategy.own_axis != "dp" or target is None or asked["dp"] is not None or config.local_batch is not None:
         return servers
     others = prod(asked[axis] or 1 for axis in AXES)
     size = config.global_batch or DEFAULT_GLOBAL_BATCH

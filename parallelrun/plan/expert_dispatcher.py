@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from parallelrun.config.schema import ExpertConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import BlockSpec
 
@@ -24,12 +25,14 @@ class ExpertDispatcher(ABC):
 
     Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
 
-    kind: the registry's name. needs_capacity: it refuses routers without a capacity per expert. chunks: parts of a
-    microbatch's routing groups that are dispatched one after the other. group_size: ranks of an inner group of the
-    two-level all-to-all, 1 for one level. overlap: all-to-alls overlap the shared expert and other chunks.
+    kind: the registry's name. config_class: its keys of `strategy.expert`. needs_capacity: it refuses routers without a
+    capacity per expert. chunks: parts of a microbatch's routing groups that are dispatched one after the other.
+    group_size: ranks of an inner group of the two-level all-to-all, 1 for one level. overlap: all-to-alls overlap the
+    shared expert and other chunks.
     """
 
     kind: ClassVar[str]
+    config_class: ClassVar[type[ExpertConfig]] = ExpertConfig
     needs_capacity: ClassVar[bool] = False
 
     chunks: int = 1

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from parallelrun.config.schema import Config, DataStrategyConfig
+from parallelrun.config import strategy_keys
+from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.registry import has
 
 if TYPE_CHECKING:
     from parallelrun.plan.structure import Plan
@@ -22,12 +24,11 @@ _VOLATILE = ("name", "runs", "detail", "plot", "verb", "tracker", "profile", "sw
 
 
 def freeze(config: Config, plan: Plan | None = None) -> str:
-    """YAML text of `config`; with `plan`, it includes the values that `resolve` chose.
+    """YAML text of `config` with the chosen strategies' keys; with `plan`, it includes the values that `resolve` chose.
 
     Resolving the frozen config gives the same plan again, on any machine.
     """
-    if plan is not None:
-        config = _filled(config, plan)
+    config = strategy_keys.narrowed(config) if plan is None else _filled(config, plan)
     return str(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -60,21 +61,19 @@ def _filled(config: Config, plan: Plan) -> Config:
     from parallelrun.plan import routing, sample_sets, shorthands
     from parallelrun.plan.optimizers import with_lr_scale
 
-    folded, problems = shorthands.fold(routing.frozen(with_lr_scale(config, plan), plan), frozenset())
+    complete = strategy_keys.completed(routing.frozen(with_lr_scale(config, plan), plan))
+    folded, problems = shorthands.fold(complete, frozenset())
     assert not problems, "only a config that was resolved is frozen with its plan"
+    folded = strategy_keys.narrowed(folded)
     # The ranks resolve this config again and would refuse short names beside full keys, and keys that nothing reads.
-    unread = {problem.where: None for problem in shorthands.unread(folded, frozenset(), plan.mesh.size("pp"))}
-    clear: dict[str, Any] = {
-        key: None for key in ("layout", "grid", "depth", "schedule", "virtual_stages", *unread) if hasattr(folded, key)
-    }
+    short: dict[str, Any] = dict.fromkeys(["layout", "schedule", "virtual_stages", *shorthands.short_keys()])
     return replace(
-        replace(folded, **clear),
+        replace(folded, **short),
         strategy=replace(
             folded.strategy,
-            tensor=plan.tensor.resolved_config(folded.strategy.tensor, plan),
-            data=_filled_data(folded, plan),
+            tensor=plan.tensor.resolved_config(folded, plan),
+            data=plan.data.resolved_config(folded),
         ),
-        servers=None,
         model=replace(folded.model, norm_samples=sample_sets.number(plan) or folded.model.norm_samples),
         dp=plan.mesh.size("dp"),
         tp=plan.mesh.size("tp"),
@@ -87,13 +86,6 @@ def _filled(config: Config, plan: Plan) -> Config:
         device=plan.device,
         checkpoint=replace(folded.checkpoint, last=folded.checkpoint.last is not False),
     )
-
-
-def _filled_data(config: Config, plan: Plan) -> DataStrategyConfig:
-    """The keys that the data strategy reads, with the resolved number of servers."""
-    data = config.strategy.data
-    read = {key: getattr(data, key) for key in (*plan.data.reads, "kind")}
-    return replace(DataStrategyConfig(**read), servers=plan.servers or None)
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:
@@ -119,11 +111,21 @@ def _build(kind: Any, values: Any, where: str) -> Any:
 def _build_dataclass(kind: Any, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise _wrong(where, "not a mapping")
+    if kind in strategy_keys.SECTIONS.values():
+        kind = _chosen_class(kind, values.get("kind"), where)
     hints = typing.get_type_hints(kind)
     unknown = [key for key in values if key not in hints]
     if unknown:
         raise _wrong(f"{where}{unknown[0]}", "no such key")
     return kind(**{key: _build(hints[key], value, f"{where}{key}.") for key, value in values.items()})
+
+
+def _chosen_class(section: type, kind: Any, where: str) -> type:
+    """The config class of the strategy that a section of the frozen configuration names."""
+    axis = next(axis for axis, one in strategy_keys.SECTIONS.items() if one is section)
+    if kind is None or has("strategies", f"{axis}.{kind}"):
+        return strategy_keys.config_class(axis, kind)
+    raise _wrong(f"{where}kind", f"there is no strategy {kind}")
 
 
 def _wrong(where: str, what: str) -> ConfigError:

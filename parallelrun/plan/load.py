@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from parallelrun import registry
+from parallelrun.config import strategy_keys
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
@@ -47,16 +47,12 @@ def expert_dispatcher(kind: str) -> type[ExpertDispatcher]:
 
 
 def strategy_class(axis: str, kind: str, base: type[Base]) -> type[Base]:
-    """Return the subclass of `base` in the registered package's `plan` module whose `kind` is the given one.
-
-    Raises KeyError for an unknown kind, ConfigError for a plug-in without such a class.
-    """
-    module = registry.load("strategies", f"{axis}.{kind}", "plan")
-    for found in vars(module).values():
-        if isinstance(found, type) and issubclass(found, base) and getattr(found, "kind", None) == kind:
-            return found
-    what = f"{module.__name__} has no subclass of {base.__name__} with kind = {kind!r}"
-    raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
+    """Return the class of a strategy. Raises KeyError for an unknown kind, ConfigError for a plug-in without one."""
+    found = strategy_keys.strategy_class(axis, kind)
+    if not issubclass(found, base):
+        what = f"{found.__module__}.{found.__qualname__} is no subclass of {base.__name__}"
+        raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
+    return found
 
 
 def splits_backward(request: Request) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from parallelrun.config.schema import PipelineConfig
 from parallelrun.errors import Problem
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ class PipelineSchedule(ABC):
 
     Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
 
-    kind: the registry's name. takes_microbatches: more than one microbatch is allowed. takes_virtual_stages: a rank may
-    hold several stages. splits_backward: input and weight gradients are computed in separate passes, so hooks of
-    parameters fire for half of them and custom backward functions run twice. virtual_stages: stages per rank.
+    kind: the registry's name. config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one
+    microbatch is allowed. takes_virtual_stages: a rank may hold several stages. splits_backward: input and weight
+    gradients are computed in separate passes, so hooks of parameters fire for half of them and custom backward
+    functions run twice. virtual_stages: stages per rank.
     """
 
     kind: ClassVar[str]
+    config_class: ClassVar[type[PipelineConfig]] = PipelineConfig
     takes_microbatches: ClassVar[bool] = True
     takes_virtual_stages: ClassVar[bool] = False
     splits_backward: ClassVar[bool] = False

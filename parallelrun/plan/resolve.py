@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed, narrowed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
@@ -34,6 +35,7 @@ def resolve(
     that a launcher has started, None if we start them. gpus: GPUs of this host. sweep: keys that the chosen strategies
     do not read are noted in `plan.warnings` instead of refused.
     """
+    config = completed(config)
     solved = solve(config, given, world, gpus, sweep)
     if isinstance(solved, Plan):
         return solved
@@ -48,13 +50,14 @@ def resolve(
 def solve(
     config: Config, given: frozenset[str], world: int | None, gpus: int | None, sweep: bool
 ) -> Plan | list[Problem]:
-    """Return the plan, or every violation."""
+    """Return the plan, or every violation. config: with the keys of all strategies."""
     problems = rules.too_large(config)
     if problems:
         return problems
     notes = routing.kept(config)
-    config, problems = shorthands.fold(config, given)
-    problems += rules.check(config)
+    folded, problems = shorthands.fold(config, given)
+    problems += rules.check(folded)
+    config = narrowed(folded)
     known_strategies = not any(problem.where.startswith(shorthands.OF_STRATEGIES) for problem in problems)
     cluster = cluster_spec.read(config, problems)
     of_spec: list[Problem] = []
@@ -69,7 +72,7 @@ def solve(
     problems += of_spec + routing.check_model(config, experts) + rules.check_tokens(config, spec)
     if spec is not None:
         degrees.shorten(partition.num_cuttable(spec), config)
-    unread = shorthands.unread(config, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
+    unread = shorthands.unread(folded, given, degrees.pp) + routing.unread(config, given, experts, degrees.ep)
     if not sweep:
         problems += unread
     unsplit = rules.check_images(spec, config, degrees.tp) if spec is not None else []
@@ -117,7 +120,8 @@ def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem
     kind = config.strategy.data.kind
     if not registry.has("strategies", f"data.{kind}"):
         return 0
-    strategy, asked = data_strategy(kind), config.strategy.data.servers
+    strategy = data_strategy(kind)
+    asked = strategy.asked_servers(config)
     if cluster is not None:
         problems += cluster.disagreement(asked, f"strategy={config.strategy.name}", strategy.has_servers)
         asked = len(cluster.ps)

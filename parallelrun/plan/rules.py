@@ -9,6 +9,7 @@ from typing import Any
 
 from parallelrun.config.keys import Key, known_keys
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.load import tensor_strategy
@@ -142,7 +143,7 @@ def _holds(key: Key, value: float) -> bool:
 
 def _default(key: str, otherwise: object) -> object:
     """The schema's default of `key`, or `otherwise` if it is null."""
-    value = _get(Config(), key) if key in known_keys() else None
+    value = _get(completed(Config()), key) if key in known_keys() else None
     return otherwise if value is None else value
 
 

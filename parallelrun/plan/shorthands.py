@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 from parallelrun import definitions
-from parallelrun.config.schema import Config, DataStrategyConfig, TensorStrategyConfig
+from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import own_keys
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
-from parallelrun.plan.load import data_strategy, pipeline_schedule, tensor_strategy
+from parallelrun.plan.load import pipeline_schedule, tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
 from parallelrun.registry import has, names
 from parallelrun.wording import did_you_mean, one_of
 
 # keys that say which strategies are chosen and how they work
 OF_STRATEGIES = ("strategy.", "layout", "schedule", "virtual_stages")
-# keys of `strategy.data` that may be given without the prefix
-DATA_SHORTHANDS = {field.name for field in fields(Config)} & {field.name for field in fields(DataStrategyConfig)}
 MOST_NAMED = 4  # strategies in a suggestion
 
 
@@ -26,6 +26,13 @@ def kinds(axis: str) -> list[str]:
     return [
         name.partition(".")[2] for name in names("strategies") if name.startswith(f"{axis}.") and name[-5:] != ".none"
     ]
+
+
+@lru_cache(maxsize=1)
+def short_keys() -> dict[str, str]:
+    """The keys of data and tensor strategies that may be given without the prefix: `servers` -> `data`."""
+    root = {item.name for item in fields(Config)}
+    return {key: axis for axis in ("tensor", "data") for kind in kinds(axis) for key in own_keys(axis, kind) & root}
 
 
 def layouts() -> dict[str, str]:
@@ -49,16 +56,12 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
             problems += _contradiction("layout", config.layout, "strategy.tensor.kind", tensor.kind, given)
             problems += _other_preset(config, kind)
             tensor = replace(tensor, kind=kind)
-    for key in ("grid", "depth"):
-        value = getattr(config, key)
+    sections: dict[str, Any] = {"data": data, "tensor": tensor}
+    for key, axis in sorted(short_keys().items()):
+        value, section = getattr(config, key), sections[axis]
         if value is not None:
-            problems += _contradiction(key, value, f"strategy.tensor.{key}", getattr(tensor, key), given)
-            tensor = replace(tensor, **{key: value})
-    for key in sorted(DATA_SHORTHANDS):
-        value = getattr(config, key)
-        if value is not None:
-            problems += _contradiction(key, value, f"strategy.data.{key}", getattr(data, key), given)
-            data = replace(data, **{key: value})
+            problems += _contradiction(key, value, f"strategy.{axis}.{key}", getattr(section, key), given)
+            sections[axis] = replace(section, **{key: value})
     if config.schedule is not None:
         problems += one_of("schedule", config.schedule, kinds("pipeline"))
         problems += _contradiction("schedule", config.schedule, "strategy.pipeline.kind", pipeline.kind, given)
@@ -72,10 +75,11 @@ def fold(config: Config, given: frozenset[str]) -> tuple[Config, list[Problem]]:
     problems += found
     if config.strategy.expert.kind is not None:
         problems += one_of("strategy.expert.kind", config.strategy.expert.kind, kinds("expert"))
-    for axis, of_axis in (("data", data), ("tensor", tensor), ("pipeline", pipeline)):
+    chosen: dict[str, Any] = {**sections, "pipeline": pipeline}
+    for axis, of_axis in chosen.items():
         if not (has("strategies", f"{axis}.{of_axis.kind}") and (axis == "pipeline" or of_axis.kind != "none")):
             problems += one_of(f"strategy.{axis}.kind", of_axis.kind, kinds(axis))
-    strategy = replace(config.strategy, data=data, tensor=tensor, pipeline=pipeline, router={})
+    strategy = replace(config.strategy, **chosen, router={})
     return replace(config, model=model, strategy=strategy), problems
 
 
@@ -104,34 +108,19 @@ def _contradiction(short: str, asked: object, long: str, said: object, given: fr
     return [Problem(what, short, f"leave {short} out or leave {long} out", kind="contradiction")]
 
 
-def _unread_of_data(kind: str) -> list[str]:
-    """The keys of `strategy.data` that this strategy ignores."""
-    if not has("strategies", f"data.{kind}"):
-        return []
-    return [
-        field.name for field in fields(DataStrategyConfig) if field.name not in ("kind", *data_strategy(kind).reads)
-    ]
+def _unread_keys(axis: str, kind: str) -> set[str]:
+    """The keys of other strategies of an axis, which this one does not read."""
+    if not has("strategies", f"{axis}.{kind}"):
+        return set()
+    return {key for other in kinds(axis) for key in own_keys(axis, other)} - own_keys(axis, kind)
 
 
-def _data_strategies_that_read(key: str) -> str:
-    """The strategies that read a key of `strategy.data`: `strategy=ring or strategy=horovod`; empty if most do."""
-    found = [kind for kind in kinds("data") if key in data_strategy(kind).reads]
+def _readers(axis: str, key: str) -> str:
+    """The choices that read a key: `strategy=ring or strategy=horovod`, `layout=2d`; empty if most strategies do."""
+    found = [kind for kind in kinds(axis) if key in own_keys(axis, kind)]
+    if axis == "tensor":
+        return f"layout={tensor_strategy(found[0]).layout_name}"
     return " or ".join(f"strategy={kind}" for kind in found) if len(found) < MOST_NAMED else ""
-
-
-def _unread_of_tensor(kind: str) -> list[str]:
-    """The keys of `strategy.tensor` that this strategy ignores."""
-    if not has("strategies", f"tensor.{kind}"):
-        return []
-    return [
-        field.name for field in fields(TensorStrategyConfig) if field.name not in ("kind", *tensor_strategy(kind).reads)
-    ]
-
-
-def _layout_that_reads(key: str) -> str:
-    """The first layout whose strategy reads `key`, such as `strategy.tensor.grid`."""
-    strategies, name = map(tensor_strategy, kinds("tensor")), key.rpartition(".")[2]
-    return next((f"layout={strategy.layout_name}" for strategy in strategies if name in strategy.reads), "")
 
 
 def _reads_no_path(config: Config) -> bool:
@@ -149,15 +138,11 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
             Problem(f"{key}={value} is read by none of the chosen strategies ({strategies})", key, fix, kind="unread")
         )
 
-    of_data, of_tensor = _unread_of_data(data), _unread_of_tensor(tensor)
-    for key in ("grid", "depth"):
+    of_others = {"tensor": _unread_keys("tensor", tensor), "data": _unread_keys("data", data)}
+    for key, axis in sorted(short_keys().items(), key=lambda item: (item[1] == "data", item[0])):
         value = getattr(config, key)
-        if value is not None and key in of_tensor:
-            complain(key, value, f"leave {key} out")
-    for key in sorted(DATA_SHORTHANDS):
-        value = getattr(config, key)
-        if value and key in of_data:
-            complain(key, value, f"leave {key} out, or {_data_strategies_that_read(key)}")
+        if value and key in of_others[axis]:
+            complain(key, value, f"leave {key} out" + (f", or {_readers(axis, key)}" if axis == "data" else ""))
     if pp == 1 and config.schedule is not None:
         complain("schedule", config.schedule, "pp=2, or leave schedule out")
     number = config.strategy.pipeline.virtual_stages
@@ -165,9 +150,8 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     if explicit and number != 1 and (pp == 1 or not pipeline_schedule(pipeline).takes_virtual_stages):
         fix = "leave virtual_stages out"
         complain("virtual_stages", number, f"schedule=interleaved, or {fix}" if pp > 1 else fix)
-    readers_of = {f"strategy.data.{key}": _data_strategies_that_read for key in of_data}
-    readers_of |= {f"strategy.tensor.{key}": _layout_that_reads for key in of_tensor}
-    ignored = {key: find(key.rpartition(".")[2]) for key, find in readers_of.items() if key in given}
+    long = {f"strategy.{axis}.{key}": (axis, key) for axis, keys in of_others.items() for key in sorted(keys)}
+    ignored = {name: _readers(axis, key) for name, (axis, key) in long.items() if name in given}
     ignored |= _ignored_elsewhere(config, pp)
     for key, suggestion in ignored.items():
         if key in given:

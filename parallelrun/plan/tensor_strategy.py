@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import TensorStrategyConfig
+from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, ParameterSpec
@@ -55,8 +55,8 @@ class TensorStrategy(ABC):
 
     Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
 
-    kind: the registry's name. layout_name: the value of `layout` that chooses it. reads: the keys of `strategy.tensor`
-    beside `kind` that it reads; others are refused. is_one_dimensional: every layer is split over one axis, tp, as the
+    kind: the registry's name. layout_name: the value of `layout` that chooses it. config_class: its keys of
+    `strategy.tensor`; others are refused. is_one_dimensional: every layer is split over one axis, tp, as the
     layout that all others are compared with. splits_images: it splits the large linear layers of image classifiers.
     copies_weights: groups of tp ranks hold copies of the same weights, whose gradients are summed once per step.
 
@@ -68,7 +68,7 @@ class TensorStrategy(ABC):
 
     kind: ClassVar[str]
     layout_name: ClassVar[str]
-    reads: ClassVar[tuple[str, ...]] = ()
+    config_class: ClassVar[type[TensorStrategyConfig]] = TensorStrategyConfig
     is_one_dimensional: ClassVar[bool] = False
     splits_images: ClassVar[bool] = False
     copies_weights: ClassVar[bool] = False
@@ -118,9 +118,19 @@ class TensorStrategy(ABC):
         """Return the layout's name with its sizes: `1d sequence`, `2d 2x3`."""
         return self.layout_name
 
-    def resolved_config(self, config: TensorStrategyConfig, plan: Plan) -> TensorStrategyConfig:
-        """Return `config` with the values that were filled in."""
-        return config
+    @classmethod
+    def asks_for_slices(cls, config: Config) -> bool:
+        """Return whether the user asks for activations that are split along the sequence."""
+        return False
+
+    @classmethod
+    def asked_form(cls, config: Config) -> str:
+        """Return the form of products that the user asks for; `auto` leaves it open."""
+        return "auto"
+
+    def resolved_config(self, config: Config, plan: Plan) -> TensorStrategyConfig:
+        """Return the section of `config` with the values that were filled in."""
+        return config.strategy.tensor
 
     @abstractmethod
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:

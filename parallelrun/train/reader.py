@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,20 +49,23 @@ class Batch:
         """Return views of microbatch `index` of `size` consecutive samples."""
         rows = slice(index * size, (index + 1) * size)
         assert rows.stop <= len(self), f"microbatch {index} of {size} samples lies outside a batch of {len(self)}"
-        inputs, targets = (None if one is None else one[rows] for one in (self.inputs, self.targets))
-        return Batch(inputs, targets, self.sample_ids[rows])
+        return self.map(lambda tensor: tensor[rows])
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch of `change` of each tensor."""
+        inputs, targets = (None if one is None else change(one) for one in (self.inputs, self.targets))
+        return Batch(inputs, targets, change(self.sample_ids))
 
-class Samples(Protocol):
-    """Batches by step, in host memory. Read from other threads and processes: a pure function of the step."""
-
-    def __getitem__(self, step: int) -> Batch: ...
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory. torch's DataLoader calls this too."""
+        return self.map(Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
 class HostSamples:
     """The samples [start, stop) of every global batch, in host memory. `samples[step]` is the batch of a step, from 1.
 
+    Read from other threads and processes: a pure function of the step.
     has_inputs, has_targets: whether this rank needs them. floats: the dtype of inputs that are not token ids.
     """
 
@@ -91,7 +94,7 @@ class HostSamples:
 class InBackgroundThread:
     """Reads step s + 1 in a thread as soon as step s is taken, up to `last_step`. pin: into page-locked memory."""
 
-    def __init__(self, samples: Samples, last_step: int, pin: bool):
+    def __init__(self, samples: HostSamples, last_step: int, pin: bool):
         self._samples, self._last_step, self._pin = samples, last_step, pin
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._next: tuple[int, Future[Batch]] | None = None
@@ -111,24 +114,20 @@ class InBackgroundThread:
 
     def _read(self, step: int) -> Batch:
         batch = self._samples[step]
-        if not self._pin:
-            return batch
-        inputs, targets = (None if one is None else one.pin_memory() for one in (batch.inputs, batch.targets))
-        return replace(batch, inputs=inputs, targets=targets)
+        return batch.pin_memory() if self._pin else batch
 
 
 class _Steps(Dataset[Any]):
     """Steps as DataLoader's items. A ParallelrunError is returned as a value: DataLoader would rewrite its message."""
 
-    def __init__(self, samples: Samples):
+    def __init__(self, samples: HostSamples):
         self._samples = samples
 
-    def __getitem__(self, step: int) -> tuple[Tensor | None, Tensor | None, Tensor] | ParallelrunError:
+    def __getitem__(self, step: int) -> Batch | ParallelrunError:
         try:
-            batch = self._samples[step]
+            return self._samples[step]
         except ParallelrunError as error:
             return error
-        return batch.inputs, batch.targets, batch.sample_ids
 
 
 class InWorkerProcesses:
@@ -138,11 +137,11 @@ class InWorkerProcesses:
     round of evaluation).
     """
 
-    def __init__(self, samples: Samples, last_step: int, num_workers: int, pin: bool):
+    def __init__(self, samples: HostSamples, last_step: int, num_workers: int, pin: bool):
         self._steps, self._last_step = _Steps(samples), last_step
         self._num_workers, self._pin = num_workers, pin
         self._expected = 0
-        self._loaded: Iterator[Any] = iter(())
+        self._loaded: Iterator[Batch | ParallelrunError] = iter(())
 
     def take(self, step: int) -> Batch:
         """Return the batch of `step`; wait for it if it is not ready. Raises what reading raised."""
@@ -159,13 +158,13 @@ class InWorkerProcesses:
             raise EnvironmentProblem(Problem(what, "dataset.num_workers", fix)) from error
         if isinstance(found, ParallelrunError):
             raise found
-        return Batch(*found)
+        return found
 
     def close(self) -> None:
         """End the processes. Nothing can be taken afterwards."""
         self._loaded = iter(())
 
-    def _start(self, step: int) -> Iterator[Any]:
+    def _start(self, step: int) -> Iterator[Batch | ParallelrunError]:
         steps = range(step, max(self._last_step, step) + 1)
         return iter(
             DataLoader(
@@ -242,7 +241,7 @@ class Reader:
         """Return the samples of step `step` (from 1) on the device. Raises what reading them raised."""
         began = time.perf_counter()
         samples = self._ahead.take(step) if self._ahead else self.samples[step]
-        batch = Batch(self._moved(samples.inputs), self._moved(samples.targets), samples.sample_ids.to(self._device))
+        batch = samples.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         self.seconds += time.perf_counter() - began
         return batch
 
@@ -250,9 +249,6 @@ class Reader:
         """End the thread or the processes that read ahead."""
         if self._ahead:
             self._ahead.close()
-
-    def _moved(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self._device, non_blocking=True)
 
 
 def _num_workers(split: Split, asked: int | None, world: int) -> int:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import cos, pi
 from typing import Any
 
 from parallelrun.config.schema import OptimizerConfig, PrecisionConfig
-from parallelrun.errors import ConfigError, Problem
 
-KINDS = ("cosine", "linear", "constant")
+DECAY: dict[str, Callable[[float], float]] = {  # the fraction of (peak - floor) that is left, by progress in [0, 1]
+    "cosine": lambda progress: 0.5 * (1.0 + cos(pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
+}
 SMALLEST = 1.0
 LARGEST = 2.0**24
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (from 1) of `steps`. Raises ConfigError.
+    """Return the learning rate of step `step` (from 1) of `steps`.
 
     It rises linearly from lr / warmup to `lr` at step `warmup`. It then falls along a cosine (Loshchilov & Hutter 2017)
     or a line to `min_lr_ratio` x lr at the last step, or stays constant. `lr_scale` multiplies all of it.
@@ -23,18 +27,9 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     peak = optimizer.lr * (1.0 if optimizer.lr_scale is None else optimizer.lr_scale)
     if step < optimizer.warmup:
         return peak * step / optimizer.warmup
-    if optimizer.schedule == "constant":
-        return peak
     progress = min(1.0, (step - optimizer.warmup) / max(1, steps - optimizer.warmup))
-    if optimizer.schedule == "cosine":
-        left = 0.5 * (1.0 + cos(pi * progress))
-    elif optimizer.schedule == "linear":
-        left = 1.0 - progress
-    else:
-        fix = " or ".join(f"optimizer.schedule={kind}" for kind in KINDS)
-        raise ConfigError(Problem(f"unknown optimizer.schedule={optimizer.schedule}", "optimizer.schedule", fix))
     floor = optimizer.min_lr_ratio
-    return peak * (floor + (1.0 - floor) * left)
+    return peak * (floor + (1.0 - floor) * DECAY[optimizer.schedule](progress))
 
 
 class LossScaler:

@@ -56,23 +56,10 @@ class Totals:
         return sum(self.norms_squared) / len(self.norms_squared)
 
 
-class Agreement:
-    """The one small all-reduce of every step, after which all ranks have the same `Totals`."""
-
-    def __init__(self, vector: Tensor, work: Work | None):
-        self._vector, self._work = vector, work
-
-    def totals(self, norm_squared: Tensor | None = None) -> Totals:
-        """Wait for the exchange. norm_squared: replaces the exchanged one if every rank has measured it alone."""
-        if self._work is not None:
-            with comm.label(WORLD, "control"):
-                self._work.wait()
-        loss, valid, stops, *squares = self._vector.tolist()
-        return Totals(loss, valid, stops, tuple(squares) if norm_squared is None else (float(norm_squared),))
-
-
-def _agree(training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool) -> Agreement:
-    """Start the all-reduce over the world: a few fp64 numbers, to which every sample and target contributes once."""
+def _start_totals(
+    training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor | float, stop: bool
+) -> tuple[Tensor, Work | None]:
+    """Start the one small all-reduce of every step: fp64 numbers, to which each sample and target contributes once."""
     plan, mesh = training.plan, training.mesh
     norms: list[Tensor | float] = [0.0] * plan.num_norms
     norms[mesh.coordinate.get("dp", 0) if plan.num_norms > 1 else 0] = squares
@@ -84,7 +71,16 @@ def _agree(training: Training, loss_sum: Tensor, num_valid: int, squares: Tensor
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
             vector[index] = value
-    return Agreement(vector, comm.all_reduce(vector, mesh.group(WORLD), "control", async_op=True))
+    return vector, comm.all_reduce(vector, mesh.group(WORLD), "control", async_op=True)
+
+
+def _totals(vector: Tensor, work: Work | None, norm_squared: Tensor | None = None) -> Totals:
+    """Wait for the exchange. norm_squared: replaces the exchanged one if every rank has measured it alone."""
+    if work is not None:
+        with comm.label(WORLD, "control"):
+            work.wait()
+    loss, valid, stops, *squares = vector.tolist()
+    return Totals(loss, valid, stops, tuple(squares) if norm_squared is None else (float(norm_squared),))
 
 
 def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[int, int]:
@@ -162,12 +158,14 @@ def train_step(
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
     with record_function("finish gradients"):
         # If the norm need not be exchanged, this starts before the gradients are final: ranks wait once, not twice.
-        early = _agree(training, loss_sum, num_valid, 0.0, stop) if training.gradients.norm_is_local else None
+        is_early = training.gradients.norm_is_local
+        started = _start_totals(training, loss_sum, num_valid, 0.0, stop) if is_early else None
         finish_gradients(training)
         if observe:
             observe(training)
         squares = training.gradients.squared_norm()
-        totals = early.totals(squares) if early else _agree(training, loss_sum, num_valid, squares, stop).totals()
+        started = started or _start_totals(training, loss_sum, num_valid, squares, stop)
+        totals = _totals(*started, squares if is_early else None)
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -46,35 +46,26 @@ class StepTimes:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-class Clock(Protocol):
-    """A clock that marks moments; the seconds between them are known after `resolve` has waited for the last one.
+class HostClock:
+    """The host's clock, for devices whose calls are synchronous.
 
+    `mark` returns a moment; the `seconds` between two are known after `resolve` has waited for the last one.
     on_device: its moments are those of a stream, not of the host.
     """
 
-    on_device: bool
-
-    def mark(self) -> Any: ...
-
-    def resolve(self, last: Any) -> None: ...
-
-    def seconds(self, began: Any, ended: Any) -> float: ...
-
-
-class HostClock:
-    """The host's clock, for devices whose calls are synchronous."""
-
     on_device = False
-    mark = staticmethod(time.perf_counter)
 
-    def resolve(self, last: float) -> None:
-        pass
+    def mark(self) -> Any:
+        return time.perf_counter()
 
-    def seconds(self, began: float, ended: float) -> float:
-        return ended - began
+    def resolve(self, last: Any) -> None:
+        """Do nothing: the moment is in the past."""
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        return float(ended - began)
 
 
-class CudaClock:
+class CudaClock(HostClock):
     """Events of the current CUDA stream: a moment is when the stream reaches the event."""
 
     on_device = True
@@ -98,9 +89,9 @@ class StepClock:
     seconds, times: the wall-clock time of the last step and its parts.
     """
 
-    def __init__(self, training: Training, clock: Clock | None = None):
+    def __init__(self, training: Training, clock: HostClock | None = None):
         self._reader = training.reader
-        self._clock: Clock = clock or (HostClock() if training.mesh.device.type == "cpu" else CudaClock())
+        self._clock = clock or (HostClock() if training.mesh.device.type == "cpu" else CudaClock())
         self._has_ranks = training.plan.world > 1
         self._has_stages = training.plan.mesh.size("pp") > 1
         self._num_steps = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from parallelrun.context import WorkerContext
-from parallelrun.errors import ConfigError, Problem
 from parallelrun.packages import require
 
 
@@ -31,15 +30,12 @@ _TRACKERS = {"tensorboard": TensorBoard}
 
 
 def check(name: str) -> None:
-    """Raise ConfigError for an unknown tracker, EnvironmentProblem if its package is not installed."""
+    """Raise EnvironmentProblem if the tracker's package is not installed."""
     if name in _TRACKERS:
         require(name, f"tracker={name}", "tracker", "tracker=none")
-    elif name != "none":
-        known = ", ".join(("none", *_TRACKERS))
-        raise ConfigError(Problem(f"tracker={name} is not known", where="tracker", suggestion=known))
 
 
 def open_tracker(name: str, context: WorkerContext) -> TensorBoard | None:
-    """Return the tracker of that name, or None for `none`. Raises the errors of `check`."""
+    """Return the tracker of that name, or None for `none`. Raises the error of `check`."""
     check(name)
     return _TRACKERS[name](context) if name in _TRACKERS else None

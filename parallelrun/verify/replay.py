@@ -15,7 +15,6 @@ from torch import Tensor
 
 from parallelrun import registry
 from parallelrun.config.schema import Config
-from parallelrun.data.order import Sampler
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import SAMPLE_SET_ROLE
 from parallelrun.plan.optimizers import with_lr_scale
@@ -54,12 +53,6 @@ class ReplayRule:
         """Change the weights in place after every replica's optimizer step. The default leaves them unchanged."""
 
 
-def rule_of(config: Config, plan: Plan) -> ReplayRule:
-    """Return the rule of the plan's data strategy."""
-    rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
-    return rule
-
-
 @torch.no_grad()
 def record_replay(
     config: Config, plan: Plan, device: torch.device, decisions: RecordedDecisions | None = None
@@ -74,7 +67,8 @@ def record_replay(
         what = f"verify runs the replicas of {plan.data.kind} in turn, so no sample set of BatchNorm may span several"
         raise ConfigError(Problem(what, "model.norm_samples", "model.norm_samples=local"))
     config = with_lr_scale(config, plan)
-    rule, steps = rule_of(config, plan), config.verify.steps
+    rule: ReplayRule = registry.load("strategies", f"data.{plan.data.kind}", "reference").rule(config, plan)
+    steps = config.verify.steps
     replicas = [_replica(config, plan, device, index) for index in range(plan.mesh.size("dp"))]
     if decisions is not None:
         for one in replicas:
@@ -110,7 +104,7 @@ def _step(rule: ReplayRule, replicas: list[Training], plan: Plan, step: int, lr:
     for one, gradients in zip(replicas, given, strict=True):
         for parameter in one.parameters:
             parameter.tensor.grad = gradients[parameter.name].clone()
-    trace.gradients.append(_merged(plan, [_on_cpu(_gradients(one.held)) for one in replicas]))
+    trace.gradients.append(_merged(plan, [_gradients(one.held, "cpu") for one in replicas]))
     routed = torch.stack([one.routing.collect() for one in replicas]).sum(0)
     squares = [float(one.gradients.squared_norm()) for one in replicas]
     for one, square in zip(replicas, squares):
@@ -140,12 +134,10 @@ def _replica(config: Config, plan: Plan, device: torch.device, index: int) -> Tr
     single, single_plan = single_device(config, plan)
     batch = replace(single_plan.batch, micro_batch=plan.batch.replica_batch, microbatches=1)
     training = build(single, replace(single_plan, batch=batch), device)
-    dataset, size = training.dataset, plan.batch.global_batch
-    training.reader = Reader(
-        dataset.train, Sampler(len(dataset.train), size, config.seed), training.plan, training.mesh, index
-    )
-    training.eval_reader = Reader(
-        dataset.val, Sampler(len(dataset.val), size, config.seed, shuffle=False), training.plan, training.mesh, index
+    training.close()
+    training.reader, training.eval_reader = (
+        Reader(one.samples.split, one.samples.sampler, training.plan, training.mesh, index)
+        for one in (training.reader, training.eval_reader)
     )
     return training
 
@@ -170,14 +162,14 @@ def _weights(training: Training) -> Tensors:
     return {p.name: p.tensor.detach().to("cpu", copy=True) for p in training.held}
 
 
-def _gradients(parameters: list[LocalParameter]) -> Tensors:
-    """Return copies of the gradients by name, zeros for frozen parameters."""
-    found = {p.name: (p.tensor, p.tensor.grad) for p in parameters}
-    return {name: torch.zeros_like(t) if g is None else g.detach().clone() for name, (t, g) in found.items()}
-
-
-def _on_cpu(tensors: Tensors) -> Tensors:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
+def _gradients(parameters: list[LocalParameter], device: str | None = None) -> Tensors:
+    """Return copies of the gradients by name, zeros for frozen parameters. device: None: where the parameters are."""
+    copies = {}
+    for parameter in parameters:
+        gradient = parameter.tensor.grad
+        found = torch.zeros_like(parameter.tensor) if gradient is None else gradient.detach()
+        copies[parameter.name] = found.to(device or found.device, copy=True)
+    return copies
 
 
 def _merged(plan: Plan, per_replica: list[Tensors]) -> Tensors:

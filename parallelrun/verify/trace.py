@@ -19,7 +19,6 @@ from torch import Tensor
 from parallelrun.comm import gather_json
 from parallelrun.config.schema import Config
 from parallelrun.mesh import Mesh
-from parallelrun.model_spec import ParameterSpec
 from parallelrun.models.moe.router import Router
 from parallelrun.plan.parameters import LocalParameter, owns
 from parallelrun.plan.structure import Plan
@@ -28,7 +27,7 @@ from parallelrun.train.schedules import LossScaler, learning_rate
 from parallelrun.train.step import evaluate, train_step
 
 Scores = dict[str, Tensor]  # by site, phase and sample: (seq, num_experts)
-Entries = list[dict[str, Any]]  # one rank's parts of logical tensors: name, ranges, whether it owns them, ...
+Entries = list[dict[str, Any]]  # one rank's parts of logical tensors: name, ranges, sums
 
 
 def decisions_are_held(config: Config, plan: Plan) -> bool:
@@ -114,27 +113,11 @@ def record(training: Training, steps: int, decisions: RecordedDecisions | None =
     trace.final = _gather(training, lambda p: p.tensor.detach(), trace)
     trace.val_loss = evaluate(training)
     if decisions is not None:
-        trace.router_scores = _gather_scores(decisions.recorded, training.mesh)
+        # All tensor ranks route the same tokens.
+        mine = decisions.recorded if training.mesh.coordinate.get("tp", 0) == 0 else {}
+        held = gather_tensors(mine, training.mesh)
+        trace.router_scores = {name: scores for one in held for name, scores in one.items()}
     return trace
-
-
-def _gather_scores(recorded: Scores, mesh: Mesh) -> Scores:
-    """Return the router scores of all ranks, on the CPU of rank 0 (empty on other ranks)."""
-    mine = recorded if mesh.coordinate.get("tp", 0) == 0 else {}  # all tensor ranks route the same tokens
-    shapes = [{"name": name, "ranges": [[0, one.numel()]], "owned": True} for name, one in mine.items()]
-    columns = next(iter(mine.values())).size(-1) if mine else 0
-    dtype = next(iter(recorded.values())).dtype if recorded else torch.float32
-    facts = {"entries": shapes, "columns": columns, "dtype": str(dtype).removeprefix("torch.") if mine else ""}
-    everyone = gather_json(facts, mesh)
-    held = next((getattr(torch, one["dtype"]) for one in everyone if one["dtype"]), dtype)
-    flat = torch.cat([one.reshape(-1) for one in mine.values()]) if mine else torch.empty(0, dtype=held)
-    flats = _collect(flat, [one["entries"] for one in everyone], mesh, held)
-    scores: Scores = {}
-    for parts, one in zip(flats, everyone):
-        sizes = [_numel(entry["ranges"]) for entry in one["entries"]]
-        for entry, part in zip(one["entries"], parts.split(sizes)):
-            scores[entry["name"]] = part.view(-1, one["columns"])
-    return scores
 
 
 def _gradient(parameter: LocalParameter) -> Tensor:
@@ -149,83 +132,72 @@ def _gather(training: Training, part: Callable[[LocalParameter], Tensor], trace:
     The tensors of independent replicas are no copies: those of every replica are gathered.
     """
     mesh, plan = training.mesh, training.plan
-    sizes, coordinate = mesh.shape.sizes, dict(mesh.coordinate)
-    replica = coordinate.get("dp", 0) if plan.data.independent else 0
-    if plan.data.independent:
+    coordinate, independent = dict(mesh.coordinate), plan.data.independent
+    replica = coordinate.get("dp", 0) if independent else 0
+    if independent:
         coordinate["dp"] = 0
-    entries, owned = [], []
+    entries, owned = [], {}
     for parameter in training.held:
         local = part(parameter).to("cpu", copy=True)
-        ranges = parameter.layout.ranges(parameter.spec.shape, sizes, mesh.coordinate)
+        ranges = parameter.layout.ranges(parameter.spec.shape, mesh.shape.sizes, mesh.coordinate)
         assert tuple(local.shape) == tuple(stop - start for start, stop in ranges), f"{parameter.name}: {local.shape}"
-        mine = not parameter.shared and owns(parameter.layout, mesh.shape, coordinate)
+        name = replica_name(parameter.name, replica) if independent else parameter.name
         digest = [float(local.double().sum()), float(local.double().abs().sum())]
-        entries.append({"name": parameter.name, "ranges": ranges, "owned": mine, "digest": digest, "replica": replica})
-        if mine:
-            owned.append(local.reshape(-1))
-    everyone = gather_json(entries, mesh)
-    dtype = getattr(torch, plan.precision.stored)
-    flats = _collect(torch.cat(owned) if owned else torch.empty(0, dtype=dtype), everyone, mesh, dtype)
+        entries.append({"name": name, "parameter": parameter.name, "ranges": ranges, "digest": digest})
+        if not parameter.shared and owns(parameter.layout, mesh.shape, coordinate):
+            owned[name] = local
+    everyone, parts = gather_json(entries, mesh), gather_tensors(owned, mesh)
     if mesh.rank != 0:
         return {}
     _note_disagreeing(everyone, trace, 1e-10 if plan.precision.name == "fp64" else 1e-5)
-    if not plan.data.independent:
-        return _assemble(flats, everyone, plan.spec.parameters, dtype)
-    gathered: dict[str, Tensor] = {}
-    for index in range(plan.mesh.size("dp")):
-        held = [(flat, found) for flat, found in zip(flats, everyone) if found[0]["replica"] == index]
-        tensors = _assemble([flat for flat, _ in held], [found for _, found in held], plan.spec.parameters, dtype)
-        gathered |= {replica_name(name, index): value for name, value in tensors.items()}
-    return gathered
-
-
-def _collect(mine: Tensor, everyone: list[Entries], mesh: Mesh, dtype: torch.dtype) -> list[Tensor]:
-    """Return every rank's flat buffer of owned parts, on rank 0."""
-    if mesh.rank != 0:
-        if mine.numel():
-            dist.send(mine.to(mesh.device), dst=0)
-        return []
-    flats = [mine]
-    for rank, entries in enumerate(everyone[1:], start=1):
-        numel = sum(_numel(entry["ranges"]) for entry in entries if entry["owned"])
-        buffer = torch.empty(numel, dtype=dtype, device=mesh.device)
-        if numel:
-            dist.recv(buffer, src=rank)
-        flats.append(buffer.cpu())
-    return flats
-
-
-def _assemble(
-    flats: list[Tensor], everyone: list[Entries], specs: Mapping[str, ParameterSpec], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return the logical tensors that all ranks' owned parts make up."""
-    logical = {name: torch.zeros(spec.shape, dtype=dtype) for name, spec in specs.items()}
-    cover = {name: torch.zeros(spec.shape, dtype=torch.int32) for name, spec in specs.items()}
-    for flat, entries in zip(flats, everyone):
-        offset = 0
-        for entry in (entry for entry in entries if entry["owned"]):
+    dtype = getattr(torch, plan.precision.stored)
+    replicas = range(plan.mesh.size("dp")) if independent else [None]
+    shapes = {
+        name if one is None else replica_name(name, one): spec.shape
+        for one in replicas
+        for name, spec in plan.spec.parameters.items()
+    }
+    logical = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    cover = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    for described, held in zip(everyone, parts):
+        for entry in (entry for entry in described if entry["name"] in held):
             box = tuple(slice(start, stop) for start, stop in entry["ranges"])
-            numel = _numel(entry["ranges"])
-            target = logical[entry["name"]][box]
-            target.copy_(flat[offset : offset + numel].view(target.shape))
+            logical[entry["name"]][box] = held[entry["name"]]
             cover[entry["name"]][box] += 1
-            offset += numel
     for name, count in cover.items():
         assert bool((count == 1).all()), f"{name} is not covered exactly once by its layout's owners"
     return logical
+
+
+def gather_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> list[dict[str, Tensor]]:
+    """Return every rank's tensors, by rank, on the CPU of rank 0 (an empty list on other ranks). Collective."""
+    described = [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+    everyone = gather_json(described, mesh)
+    raw = [one.contiguous().view(-1).view(torch.uint8) for one in tensors.values()]
+    flat = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8)
+    if mesh.rank != 0:
+        if flat.numel():
+            dist.send(flat.to(mesh.device), dst=0)
+        return []
+    found = []
+    for rank, entries in enumerate(everyone):
+        sizes = [prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in entries]
+        if rank:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=mesh.device)
+            if flat.numel():
+                dist.recv(flat, src=rank)
+        parts = zip(entries, flat.cpu().split(sizes)) if entries else ()
+        # A part is copied, because a view of another dtype must begin at a multiple of its element size.
+        found.append({name: part.clone().view(getattr(torch, dtype)).view(s) for (name, s, dtype), part in parts})
+    return found
 
 
 def _note_disagreeing(everyone: list[Entries], trace: Trace, tolerance: float) -> None:
     """Record parameters whose copies on several ranks have different sums."""
     first: dict[str, list[float]] = {}
     for entry in (entry for entries in everyone for entry in entries):
-        key = f"{entry['replica']} {entry['name']}{entry['ranges']}"
-        total, magnitude = first.setdefault(key, entry["digest"])
+        total, magnitude = first.setdefault(f"{entry['name']}{entry['ranges']}", entry["digest"])
         worst = max(abs(entry["digest"][0] - total), abs(entry["digest"][1] - magnitude))
         # 1e-12 absolute, below any real gradient: a gradient of only rounding noise has no digits to compare
-        if not worst <= tolerance * max(magnitude, 1e-2) and entry["name"] not in trace.disagreeing:
-            trace.disagreeing.append(entry["name"])
-
-
-def _numel(ranges: list[list[int]]) -> int:
-    return prod(stop - start for start, stop in ranges)
+        if not worst <= tolerance * max(magnitude, 1e-2) and entry["parameter"] not in trace.disagreeing:
+            trace.disagreeing.append(entry["parameter"])

@@ -42,7 +42,8 @@ def site(tmp_path_factory) -> Path:
 
 
 def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "parallelrun", *words, "--config-dir", str(PLUGIN / "conf")]
+    presets = [] if words[0] == "ls" else ["--config-dir", str(PLUGIN / "conf")]
+    command = [sys.executable, "-m", "parallelrun", *words, *presets]
     env = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
 
@@ -61,7 +62,11 @@ LAYOUT = ("strategy=ptdp", "layout=1d_sequence", "tp=2", *DATA[2:])
 SMALL = ("steps=2", "global_batch=8", "eval.every=0")
 
 
-@pytest.mark.parametrize("words", [DATA, MODEL, LAYOUT], ids=["data strategy", "model and dataset", "tensor layout"])
+@pytest.mark.parametrize(
+    "words",
+    [(*DATA, "strategy.data.max_pending=2"), MODEL, LAYOUT],
+    ids=["data strategy", "model and dataset", "tensor layout"],
+)
 def test_a_plug_in_is_verified_against_one_device(site, tmp_path, words):
     done = parallelrun(site, tmp_path, "verify", *words, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,3 +94,15 @@ def test_plug_ins_are_planned_listed_and_suggested(site, tmp_path):
     assert document["data"]["kind"] == "each_tensor" and "torch" not in planned.stderr
     wrong = parallelrun(site, tmp_path, "plan", "strategy=ddp", "strategy.data.kind=each_tensr")
     assert wrong.returncode == 2 and "each_tensor" in wrong.stderr
+
+
+def test_a_key_of_a_plug_in_is_listed_bounded_and_refused_where_nothing_reads_it(site, tmp_path):
+    key = "strategy.data.max_pending"
+    listed = parallelrun(site, tmp_path, "ls", "keys")
+    assert key in listed.stdout and "all-reduces that may be under way at once" in listed.stdout
+    planned = json.loads(parallelrun(site, tmp_path, "plan", "--json", *DATA, f"{key}=3").stdout)
+    assert planned["data"]["max_pending"] == 3
+    bounds = parallelrun(site, tmp_path, "plan", *DATA, f"{key}=0")
+    assert bounds.returncode == 2 and f"{key}=0 is not a whole number of at least 1" in bounds.stderr
+    unread = parallelrun(site, tmp_path, "plan", "strategy=ddp", "dp=2", f"{key}=2")
+    assert unread.returncode == 2 and "strategy=each_tensor" in unread.stderr

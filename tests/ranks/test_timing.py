@@ -43,6 +43,9 @@ def slow_data(training: Training, seconds: float) -> None:
     split = training.dataset.train
 
     class SlowSplit(Split):
+        def __len__(self) -> int:
+            return len(split)
+
         def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
             time.sleep((seconds + 0.05) / 4)
             return split.sample(index)
@@ -200,7 +203,7 @@ def test_on_a_device_collectives_in_the_stream_and_waits_of_the_stream_count(mon
     work = SimpleNamespace(_get_op_type=lambda: 0)
     with clock:
         streams.take(1.0)
-        with torch_private.in_stream(False):  # a blocking all-reduce: in the stream, its own wait is a part of it
+        with torch_private.in_stream():  # a blocking all-reduce: in the stream, its own wait is a part of it
             streams.take(2.0)
             dist.Work.wait(work)
         dist.Work.wait(work)  # of one that was started before
@@ -211,17 +214,20 @@ def test_on_a_device_collectives_in_the_stream_and_waits_of_the_stream_count(mon
     assert clock.times == StepTimes(0.0, 1.0 + 16.0 + 32.0, 2.0 + 4.0 + 4.0 + 8.0, 0.0, 32.0)
 
 
-def test_on_a_device_messages_between_stages_are_bubble_and_other_threads_waits_count() -> None:
+def test_on_a_device_messages_between_stages_are_bubble_and_other_threads_waits_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     streams = FakeStreams()
     clock = device_clock(streams, pp=2)
+    monkeypatch.setattr(dist.Work, "wait", lambda work: streams.take(1.0))
+    message = SimpleNamespace(_get_op_type=lambda: int(torch._C._distributed_c10d.OpType.RECV))
 
     def backward() -> None:  # autograd's thread of the device
-        with comm.label("tp", "activations"), torch_private.in_stream(False):
+        with comm.label("tp", "activations"), torch_private.in_stream():
             streams.take(2.0)
 
     with clock:
-        with torch_private.in_stream(True):
-            streams.take(1.0)
+        dist.Work.wait(message)
         thread = threading.Thread(target=backward)
         thread.start()
         thread.join()

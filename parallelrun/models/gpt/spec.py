@@ -7,7 +7,7 @@ from math import sqrt
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, renamed
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 
@@ -22,22 +22,20 @@ class GptDefinition(ModelDefinition):
         problems = transformer.check(model) or moe.check(model)
         if problems:
             raise ConfigError(*problems)
-        have_experts = [moe.has_experts(index, model) for index in range(model.layers)]
-        first = {kind: _block(have_experts.index(kind), model) for kind in set(have_experts)}
-        layers = (renamed(first[kind], f"layers.{index}") for index, kind in enumerate(have_experts))
         embedding = (*transformer.embedding_layers(model, vocab), transformer.dropout_layer("embedding.dropout", model))
         tied = model.tied_embeddings
+        only_experts = all(moe.has_experts(index, model) for index in range(model.layers))
         head = (transformer.norm_layer("head.norm", model), transformer.head_layer(model, vocab, tied))
         blocks = (
             BlockSpec("embedding", "embedding", embedding, forward_flops=0.0),
-            *layers,
+            *(_block(index, model) for index in range(model.layers)),
             BlockSpec("head", "head", head, forward_flops=2.0 * model.hidden * vocab * model.seq),
         )
         return transformer.transformer_spec(
             model,
             vocab,
             blocks,
-            ffn=0 if all(have_experts) else transformer.ffn_size(model),
+            ffn=0 if only_experts else transformer.ffn_size(model),
             tied=(transformer.TIED,) if tied else (),
             experts=model.experts,
             router=moe.router_spec(model),

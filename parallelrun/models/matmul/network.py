@@ -24,4 +24,4 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
 
 def run(config: Config, plan: Plan, device: torch.device, show: bool) -> None:
     """Every rank multiplies its blocks; with `show` rank 0 prints what each held and sent."""
-    lesson.run(plan, build_mesh(plan, device), show, config.strategy.tensor.form)
+    lesson.run(plan, build_mesh(plan, device), show, plan.tensor.asked_form(config))

@@ -44,7 +44,7 @@ def read_spec(config: Config, vocab: int) -> ModelSpec:
     if patterns and is_small:
         _check_chain(config, vocab, names, kind, shape)
     _check_split(config, vocab, kind, shape)
-    if config.strategy.tensor.sequence_parallel and kind == "tokens" and is_small:
+    if _asks_for_slices(config) and kind == "tokens" and is_small:
         slices.check(config, vocab, shape[0])
     norms = (part.kind for part in module.modules() if isinstance(part, layers.HiddenNorm))
     heads = getattr(module, "heads", 0)
@@ -190,6 +190,11 @@ def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape:
     if expected.shape != chained.shape or not torch.allclose(expected, chained, rtol=1e-4, atol=1e-5):
         what = f"the blocks {', '.join(names)}, one after the other, do not compute what {config.model.source} computes"
         raise _undefined(what, "every module of forward, in order")
+
+
+def _asks_for_slices(config: Config) -> bool:
+    kind = config.strategy.tensor.kind
+    return has("strategies", f"tensor.{kind}") and tensor_strategy(kind).asks_for_slices(config)
 
 
 def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:

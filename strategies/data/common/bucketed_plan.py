@@ -21,6 +21,7 @@ from .bucket_prediction import buckets_of, final_collectives
 from .buckets import Shape, partition
 from .compression import plan as compressions
 from .compression.plan import Compression, SummedMessage
+from .keys import BucketKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,7 +42,7 @@ class BucketedAllReduce(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        bucket_bytes = int(request.config.strategy.data.bucket_mb * 2**20)
+        bucket_bytes = BucketKeys.of(request.config).bucket_bytes
         return cls(bucket_bytes=bucket_bytes, compression=compressions.of(request.config))
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:

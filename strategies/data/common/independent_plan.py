@@ -20,6 +20,7 @@ from parallelrun.precision import BYTES
 
 from .bucket_prediction import buckets_of, final_collectives
 from .buckets import Shape, partition
+from .keys import PeriodicKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,10 +41,10 @@ class IndependentReplicas(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data = request.config.strategy.data
+        asked = PeriodicKeys.of(request.config)
         return cls(
-            bucket_bytes=int(data.bucket_mb * 2**20),
-            sync_every=data.sync_every or cls.default_sync_every,
+            bucket_bytes=asked.bucket_bytes,
+            sync_every=asked.sync_every or cls.default_sync_every,
             steps=request.config.steps,
         )
 

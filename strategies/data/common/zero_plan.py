@@ -26,6 +26,7 @@ from parallelrun.precision import BYTES
 
 from .bucket_prediction import RankBuckets, buckets_of, check_shardable, final_collectives
 from .buckets import Shape, partition, shard_dim, shard_layout
+from .keys import BucketKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,7 +45,7 @@ class ZeRO(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        return cls(bucket_bytes=int(request.config.strategy.data.bucket_mb * 2**20))
+        return cls(bucket_bytes=BucketKeys.of(request.config).bucket_bytes)
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
         return partition(trained, shapes, plan, padded=True)

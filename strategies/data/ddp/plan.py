@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..common.bucketed_plan import BucketedAllReduce
-from ..common.compression import plan as compression
+from ..common.keys import CompressionKeys
+
+
+@dataclass
+class DDPConfig(CompressionKeys):
+    """Keys of `strategy.data` with kind=ddp."""
+
+    kind: str = "ddp"
 
 
 @dataclass(frozen=True)
@@ -14,7 +20,7 @@ class DDP(BucketedAllReduce):
     """One all-reduce of the backend per bucket."""
 
     kind = "ddp"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS)
+    config_class = DDPConfig
     description = (
         "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
         "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",

@@ -8,16 +8,28 @@ beginning and the outer momentum.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from parallelrun.config.schema import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
+from ..common.keys import PeriodicKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+@dataclass
+class DiLoCoConfig(PeriodicKeys):
+    """Keys of `strategy.data` with kind=diloco."""
+
+    kind: str = "diloco"
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD", above=0)
+    outer_momentum: float = key(0.9, "diloco: momentum of the outer SGD", least=0, below=1)
+    outer_nesterov: bool = key(True, "diloco: Nesterov momentum in the outer SGD")
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class DiLoCo(IndependentReplicas):
     """
 
     kind = "diloco"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", "sync_every", "outer_lr", "outer_momentum", "outer_nesterov")
+    config_class = DiLoCoConfig
     description = (
         "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages how far they have "
         "moved, and an outer SGD with Nesterov momentum follows that average.",
@@ -43,7 +55,7 @@ class DiLoCo(IndependentReplicas):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        data = request.config.strategy.data
+        data = DiLoCoConfig.of(request.config)
         if not (data.outer_nesterov and data.outer_momentum == 0):
             return []
         what = "strategy.data.outer_momentum=0 leaves Nesterov's outer step nothing to look ahead by"
@@ -51,7 +63,7 @@ class DiLoCo(IndependentReplicas):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data = request.config.strategy.data
+        data = DiLoCoConfig.of(request.config)
         return replace(
             super().resolve(request),
             outer_lr=data.outer_lr,

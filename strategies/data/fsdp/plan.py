@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from parallelrun.config.schema import DataStrategyConfig, key
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
@@ -32,6 +33,18 @@ if TYPE_CHECKING:
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
 
 
+@dataclass
+class FSDPConfig(DataStrategyConfig):
+    """Keys of `strategy.data` with kind=fsdp."""
+
+    kind: str = "fsdp"
+    shard: int | None = key(
+        None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1, of_degrees=True
+    )
+    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
+    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
+
+
 @dataclass(frozen=True)
 class FSDP(UnitSharding):
     """The checks and predictions of fsdp."""
@@ -42,7 +55,7 @@ class FSDP(UnitSharding):
         "computes, forward and backward; a reduce-scatter sums its gradients and leaves each rank its shard.",
         "Zhao et al. 2023",
     )
-    reads = ("shard", "reshard_after_forward", "reduce_each_microbatch")
+    config_class = FSDPConfig
     takes_experts = True
     shards_weights = True
     saves_memory = True
@@ -56,7 +69,7 @@ class FSDP(UnitSharding):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data = request.config.strategy.data
+        data = FSDPConfig.of(request.config)
         reshard, reduce_each = data.reshard_after_forward, data.reduce_each_microbatch
         return cls(
             shard=data.shard or request.dp,
@@ -158,7 +171,7 @@ def _gathered_bytes(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
 
 
 def _check_shard(request: Request) -> list[Problem]:
-    shard, dp = request.config.strategy.data.shard, request.dp
+    shard, dp = FSDPConfig.of(request.config).shard, request.dp
     if shard is None or dp == 1:
         return []
     legal = [n for n in range(2, dp + 1) if dp % n == 0]
@@ -194,7 +207,7 @@ def _check_split_backward(request: Request) -> list[Problem]:
     """Where weight gradients are computed apart, nothing can follow from the end of a backward pass."""
     if not splits_backward(request):
         return []
-    data, kind = request.config.strategy.data, request.config.strategy.pipeline.kind
+    data, kind = FSDPConfig.of(request.config), request.config.strategy.pipeline.kind
     too_early = {
         "reshard_after_forward": (data.reshard_after_forward, "would let the weights go"),
         "reduce_each_microbatch": (data.reduce_each_microbatch, "would reduce them"),

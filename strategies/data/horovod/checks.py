@@ -1,9 +1,11 @@
-"""What Horovod refuses, and how it completes process sets. Torch-free."""
+"""What the user can set for Horovod, what it refuses, and how it completes process sets. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from parallelrun.config.schema import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
@@ -11,14 +13,28 @@ from parallelrun.wording import either, nearest
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
 from ..common.compression import plan as compression
+from ..common.keys import AlgorithmKeys
 
 ADASUM = "adasum"
 MOST_NAMED = 8
 
 
+@dataclass
+class HorovodConfig(AlgorithmKeys):
+    """Keys of `strategy.data` with kind=horovod."""
+
+    kind: str = "horovod"
+    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
+    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
+    stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
+    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
+    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
+    process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
+
+
 def check(request: Request) -> list[Problem]:
     """What Horovod refuses too, with the nearest that is legal."""
-    data = request.config.strategy.data
+    data = HorovodConfig.of(request.config)
     adasum = _adasum(request) if data.reduction == ADASUM else []
     return [*_sets(request), *_batches(request), *adasum, *(_experts(request) if request.ep > 1 else [])]
 
@@ -38,7 +54,7 @@ def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[in
 
 def filled(request: Request) -> tuple[str, ...]:
     """Which workers no process set holds."""
-    sets = request.config.strategy.data.process_sets
+    sets = HorovodConfig.of(request.config).process_sets
     alone = [one[0] for one in completed(sets, request.dp)[len(sets) :]]
     if not alone:
         return ()
@@ -49,7 +65,7 @@ def filled(request: Request) -> tuple[str, ...]:
 
 
 def _sets(request: Request) -> list[Problem]:
-    sets, where = request.config.strategy.data.process_sets, "strategy.data.process_sets"
+    sets, where = HorovodConfig.of(request.config).process_sets, "strategy.data.process_sets"
     workers = [worker for one in sets for worker in one]
     twice = sorted({worker for worker in workers if workers.count(worker) > 1})
     unknown = sorted({worker for worker in workers if not 0 <= worker < request.dp})
@@ -73,7 +89,7 @@ def _sets(request: Request) -> list[Problem]:
 
 def _batches(request: Request) -> list[Problem]:
     config = request.config
-    data, where = config.strategy.data, "strategy.data.worker_batches"
+    data, where = HorovodConfig.of(config), "strategy.data.worker_batches"
     batches = data.worker_batches
     if not batches:
         if data.join_divisor == "initial":
@@ -102,7 +118,7 @@ def _batches(request: Request) -> list[Problem]:
 
 
 def _adasum(request: Request) -> list[Problem]:
-    data, where = request.config.strategy.data, "strategy.data.reduction"
+    data, where = HorovodConfig.of(request.config), "strategy.data.reduction"
     problems = []
     sizes = [len(one) for one in data.process_sets] or [request.dp]
     for size in sorted({size for size in sizes if size & (size - 1)}):
@@ -122,7 +138,7 @@ def _adasum(request: Request) -> list[Problem]:
 
 def _experts(request: Request) -> list[Problem]:
     """Tokens go to experts on other workers in every step: all workers must hold one model, and be there."""
-    data, ep = request.config.strategy.data, request.ep
+    data, ep = HorovodConfig.of(request.config), request.ep
     settings = [
         ("reduction", data.reduction == ADASUM, "adasum steps every worker by its own gradient", "=average"),
         ("process_sets", bool(data.process_sets), "process sets train models of their own", "=[]"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
@@ -18,21 +18,18 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
-from ..common.allreduce import plan as algorithms
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import AlgorithmAllReduce
 from ..common.bucket_prediction import buckets_of, final_collectives
 from ..common.buckets import reduce_bytes
-from ..common.compression import plan as compression
 from ..common.compression.plan import SummedMessage
 from . import checks, halving
-from .checks import ADASUM
+from .checks import ADASUM, HorovodConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 PROCESS_SET = "process_set"  # the name of their groups among the axes
-KEYS = ("reduction", "timeline", "stall_warn_s", "worker_batches", "join_divisor", "process_sets")
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Horovod(AlgorithmAllReduce):
     """
 
     kind = "horovod"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS, *algorithms.KEYS, *KEYS)
+    config_class = HorovodConfig
     description = (
         "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
         "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
@@ -66,14 +63,14 @@ class Horovod(AlgorithmAllReduce):
     @classmethod
     def check_algorithm(cls, request: Request) -> list[Problem]:
         found = super().check_algorithm(request)
-        if not found and request.config.strategy.data.process_sets and cls.asked_algorithm(request).has_groups:
+        if not found and HorovodConfig.of(request.config).process_sets and cls.asked_algorithm(request).has_groups:
             what = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
             found = [Problem(what, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
         return found
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data, alone = request.config.strategy.data, request.dp == 1
+        data, alone = HorovodConfig.of(request.config), request.dp == 1
         resolved = super().resolve(request)
         return replace(
             resolved,

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from parallelrun.plan.structure import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
+from ..common.keys import PeriodicKeys
+
+
+@dataclass
+class LocalSGDConfig(PeriodicKeys):
+    """Keys of `strategy.data` with kind=local_sgd."""
+
+    kind: str = "local_sgd"
 
 
 @dataclass(frozen=True)
@@ -15,7 +22,7 @@ class LocalSGD(IndependentReplicas):
     """The optimizer's state stays local."""
 
     kind = "local_sgd"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", "sync_every")
+    config_class = LocalSGDConfig
     description = (
         "Replicas train by themselves for `sync_every` steps; then one all-reduce a bucket averages their weights.",
         "Stich 2019",

@@ -5,9 +5,10 @@ The servers are the last ranks and outside the mesh: dp counts the workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from parallelrun.config.schema import CONSISTENCIES, Config, DataStrategyConfig, key
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
@@ -27,6 +28,19 @@ SYNC, ASYNC, SSP = "sync", "async", "ssp"
 DEFAULT_STALENESS = 2
 
 
+@dataclass
+class ParameterServerConfig(DataStrategyConfig):
+    """Keys of `strategy.data` with kind=ps."""
+
+    kind: str = "ps"
+    servers: int | None = key(None, "ps: parameter servers; null: 1", least=1)
+    consistency: str | None = key(None, "ps: null: sync, or ssp if staleness is set", choices=CONSISTENCIES)
+    staleness: int | None = key(None, "ps, ssp: steps that the fastest worker may be ahead", least=0)
+    backup_workers: int | None = key(None, "ps, sync: slowest gradients that a step does not wait for", least=0)
+    delays: list[float] = key(list, "ps: seconds that worker 0, 1, ... sleeps in each step")
+    shard_min_kb: float = key(256.0, "ps: smallest part of a tensor that is split over servers, in kB", least=0)
+
+
 @dataclass(frozen=True)
 class ParameterServer(DataStrategy):
     """Workers hold a copy of the weights; servers own the weights and the optimizer's state.
@@ -38,7 +52,7 @@ class ParameterServer(DataStrategy):
     """
 
     kind = "ps"
-    reads = ("servers", "consistency", "staleness", "backup_workers", "delays", "shard_min_kb")
+    config_class = ParameterServerConfig
     has_servers = True
 
     servers: int = 1
@@ -75,8 +89,12 @@ class ParameterServer(DataStrategy):
         return max(1, num_workers - self.backup_workers) if self.synchronous else 1
 
     @classmethod
+    def asked_servers(cls, config: Config) -> int | None:
+        return ParameterServerConfig.of(config).servers
+
+    @classmethod
     def num_servers(cls, asked: int | None) -> int:
-        """Ranks that are not workers. asked: `strategy.data.servers`."""
+        """Ranks that are not workers."""
         return asked if isinstance(asked, int) and asked > 0 else 1
 
     @classmethod
@@ -87,7 +105,7 @@ class ParameterServer(DataStrategy):
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        data = request.config.strategy.data
+        data = ParameterServerConfig.of(request.config)
         return cls(
             servers=request.servers,
             consistency=_consistency(request),
@@ -100,9 +118,13 @@ class ParameterServer(DataStrategy):
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """The default bound of ssp, where the user gave none."""
-        if _consistency(request) != SSP or request.config.strategy.data.staleness is not None:
+        if _consistency(request) != SSP or ParameterServerConfig.of(request.config).staleness is not None:
             return ()
         return (f"staleness={DEFAULT_STALENESS} (filled: clocks the fastest worker may be ahead under ssp)",)
+
+    def resolved_config(self, config: Config) -> ParameterServerConfig:
+        """With the number of servers."""
+        return replace(ParameterServerConfig.of(config), servers=self.servers)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
@@ -142,14 +164,14 @@ def sharding(plan: Plan) -> Sharding:
 
 
 def _consistency(request: Request) -> str:
-    data = request.config.strategy.data
+    data = ParameterServerConfig.of(request.config)
     return data.consistency or (SYNC if data.staleness is None else SSP)
 
 
 def _staleness(request: Request) -> int | None:
     if _consistency(request) != SSP:
         return None
-    asked = request.config.strategy.data.staleness
+    asked = ParameterServerConfig.of(request.config).staleness
     return DEFAULT_STALENESS if asked is None else asked
 
 
@@ -168,7 +190,7 @@ def _check_other_axes(request: Request) -> list[Problem]:
 
 
 def _check_staleness(request: Request) -> list[Problem]:
-    consistency, asked = _consistency(request), request.config.strategy.data.staleness
+    consistency, asked = _consistency(request), ParameterServerConfig.of(request.config).staleness
     if asked is None or consistency == SSP:
         return []
     why = "every update waits for all workers, so no gradient is stale" if consistency == SYNC else "async has no bound"
@@ -177,7 +199,7 @@ def _check_staleness(request: Request) -> list[Problem]:
 
 
 def _check_backup(request: Request) -> list[Problem]:
-    asked = request.config.strategy.data.backup_workers or 0
+    asked = ParameterServerConfig.of(request.config).backup_workers or 0
     consistency = _consistency(request)
     if asked and consistency != SYNC:
         what = f"backup_workers={asked} with consistency={consistency}: an update uses one gradient, so none is spare"
@@ -190,7 +212,7 @@ def _check_backup(request: Request) -> list[Problem]:
 
 
 def _check_delays(request: Request) -> list[Problem]:
-    delays, key = request.config.strategy.data.delays, "strategy.data.delays"
+    delays, key = ParameterServerConfig.of(request.config).delays, "strategy.data.delays"
     if any(not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf") for seconds in delays):
         return [Problem(f"{key}={delays}: each delay is a number of seconds, at least 0", key, f"{key}=[0,0.1]")]
     if len(delays) > request.dp:
@@ -211,7 +233,7 @@ def _check_router(request: Request) -> list[Problem]:
 def _check_num_servers(request: Request) -> list[Problem]:
     """Every server must own something."""
     element_size = BYTES[TABLE[request.config.precision.name].stored]
-    least = int(request.config.strategy.data.shard_min_kb * 2**10)
+    least = int(ParameterServerConfig.of(request.config).shard_min_kb * 2**10)
     pieces = len(cut(request.spec, request.servers, least, element_size))
     if request.servers <= pieces:
         return []

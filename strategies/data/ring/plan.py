@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from ..common.allreduce.plan import KEYS, AlgorithmAllReduce
+from ..common.allreduce.plan import AlgorithmAllReduce
 from ..common.allreduce.rings import RingAllReduce
-from ..common.compression import plan as compression
+from ..common.keys import AlgorithmKeys
+
+
+@dataclass
+class RingConfig(AlgorithmKeys):
+    """Keys of `strategy.data` with kind=ring."""
+
+    kind: str = "ring"
 
 
 @dataclass(frozen=True)
@@ -15,7 +21,7 @@ class Ring(AlgorithmAllReduce):
     """A ring all-reduce per bucket, unless another algorithm is chosen."""
 
     kind = "ring"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb", *compression.KEYS, *KEYS)
+    config_class = RingConfig
     default_algorithm = RingAllReduce
     description = (
         "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "

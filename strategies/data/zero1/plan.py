@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from parallelrun.plan.structure import Plan
 
 from ..common.bucket_prediction import buckets_of
+from ..common.keys import BucketKeys
 from ..common.zero_plan import ZeRO, received_bytes
+
+
+@dataclass
+class ZeRO1Config(BucketKeys):
+    """Keys of `strategy.data` with kind=zero1."""
+
+    kind: str = "zero1"
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class ZeRO1(ZeRO):
 
     kind = "zero1"
     saves_memory = True
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb",)
+    config_class = ZeRO1Config
     description = (
         "Each rank owns a part of every tensor's optimizer state. A reduce-scatter gives it the summed gradients of "
         "its part, it updates that part, and an all-gather gives every rank the new weights.",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
@@ -19,7 +18,15 @@ from parallelrun.plan.structure import Plan
 
 from ..common.bucket_prediction import RankBuckets, buckets_of
 from ..common.buckets import MAX_PENDING, Shape, partition
+from ..common.keys import BucketKeys
 from ..common.zero_plan import ZeRO, received_bytes
+
+
+@dataclass
+class ZeRO2Config(BucketKeys):
+    """Keys of `strategy.data` with kind=zero2."""
+
+    kind: str = "zero2"
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class ZeRO2(ZeRO):
     """Weights are complete on every rank of dp; gradients, optimizer state and the update are sharded."""
 
     kind = "zero2"
-    reads: ClassVar[tuple[str, ...]] = ("bucket_mb",)
+    config_class = ZeRO2Config
     description = (
         "Each rank owns a part of every tensor's gradient and optimizer state. In every backward pass a reduce-scatter "
         "gives it the summed gradients of its part; it updates that part, and an all-gather gives every rank the new "

@@ -20,6 +20,7 @@ from parallelrun.wording import divisors, either, nearest
 from ..common import roles
 from . import choose, shape
 from .choose import Misfit, boundary_layout, degree
+from .keys import GridConfig
 
 # roles of layers that may have parameters
 ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
@@ -27,13 +28,13 @@ ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_emb
 
 def asked_form(request: Request) -> str:
     """`strategy.tensor.form`; 3d has one form only."""
-    tensor = request.config.strategy.tensor
+    tensor = GridConfig.of(request.config)
     return "auto" if tensor.kind == "3d" else tensor.form
 
 
 def choice(request: Request) -> choose.Choice:
     """What the forms depend on, for a tp that can be laid out."""
-    tensor, precision = request.config.strategy.tensor, TABLE[request.config.precision.name]
+    tensor, precision = GridConfig.of(request.config), TABLE[request.config.precision.name]
     sizes = shape.arranged(request)
     assert sizes, "checked before"
     samples = request.batch.micro_batch if request.batch else 0
@@ -97,7 +98,7 @@ def _misfits(request: Request) -> list[Misfit]:
 
 def _together(request: Request) -> list[Problem]:
     """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
-    tensor, pipeline = request.config.strategy.tensor, request.config.strategy.pipeline.kind
+    tensor, pipeline = GridConfig.of(request.config), request.config.strategy.pipeline.kind
     if request.tp == 1 or not splits_backward(request):
         return []
     problems = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import TensorStrategyConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
@@ -20,6 +20,7 @@ from ..common import one_axis_memory
 from ..common.activation_memory import loss_backward
 from ..common.product_strategy import AXIS, ProductStrategy, Traffic, overlaps
 from . import checks, choose, memory, products, shape
+from .keys import Grid2DConfig, Grid25DConfig, GridConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +38,7 @@ class GridStrategy(ProductStrategy):
     @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
-        asked = request.config.strategy.tensor
+        asked = GridConfig.of(request.config)
         forms = choose.choose(request.spec, checks.choice(request))
         return cls(overlap=asked.overlap, forms=forms, save_gathered=asked.save_gathered)
 
@@ -66,6 +67,10 @@ class GridStrategy(ProductStrategy):
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
         return shape.filled(request)
+
+    @classmethod
+    def asked_form(cls, config: Config) -> str:
+        return GridConfig.of(config).form
 
     def label(self, plan: Plan) -> str:
         """`2d 2x3`."""
@@ -117,7 +122,7 @@ class Tensor2D(GridStrategy):
 
     kind: ClassVar[str] = "2d"
     layout_name: ClassVar[str] = "2d"
-    reads: ClassVar[tuple[str, ...]] = ("overlap", "grid", "form", "save_gathered")
+    config_class = Grid2DConfig
     source: ClassVar[str] = "van de Geijn and Watts 1997; Xu et al. 2021 (Optimus)"
     explanation: ClassVar[str] = (
         "Ranks form a grid of rows and columns, and every activation and weight is cut over both. A product gathers "
@@ -130,16 +135,16 @@ class Tensor2D(GridStrategy):
         """The most nearly square grid: in the form that moves least, gathering again in backward, and with SUMMA."""
         rows = max(n for n in divisors(tp) if n * n <= tp)
         name = f"2d {rows}x{tp // rows}" if rows > 1 else "2d"
-        flat = TensorStrategyConfig(cls.kind, grid=f"{rows}x{tp // rows}" if rows > 1 and rows * rows != tp else None)
+        flat = Grid2DConfig(grid=f"{rows}x{tp // rows}" if rows > 1 and rows * rows != tp else None)
         return [
             LayoutChoice(name, flat),
             LayoutChoice(f"{name} lean", replace(flat, save_gathered=False), name),
             LayoutChoice(f"{name} summa", replace(flat, form="summa"), name),
         ]
 
-    def resolved_config(self, config: TensorStrategyConfig, plan: Plan) -> TensorStrategyConfig:
+    def resolved_config(self, config: Config, plan: Plan) -> Grid2DConfig:
         """With the grid."""
-        return replace(config, grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
+        return replace(Grid2DConfig.of(config), grid=f"{plan.mesh.size('row')}x{plan.mesh.size('col')}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Tensor25D(Tensor2D):
 
     kind: ClassVar[str] = "2.5d"
     layout_name: ClassVar[str] = "2.5d"
-    reads: ClassVar[tuple[str, ...]] = ("overlap", "grid", "depth", "form", "save_gathered")
+    config_class = Grid25DConfig
     copies_weights: ClassVar[bool] = True
     source: ClassVar[str] = "Wang et al. 2021 (Tesseract)"
     explanation: ClassVar[str] = (
@@ -160,15 +165,16 @@ class Tensor25D(Tensor2D):
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """Square grids at every legal depth."""
         found = [
-            LayoutChoice(f"2.5d {depth}x{side}x{side}", TensorStrategyConfig(cls.kind, depth=depth))
+            LayoutChoice(f"2.5d {depth}x{side}x{side}", Grid25DConfig(depth=depth))
             for depth in divisors(tp)
             if depth > 1 and (side := isqrt(tp // depth)) >= depth and side * side == tp // depth
         ]
-        return found or [LayoutChoice("2.5d", TensorStrategyConfig(cls.kind, depth=2))]
+        return found or [LayoutChoice("2.5d", Grid25DConfig(depth=2))]
 
-    def resolved_config(self, config: TensorStrategyConfig, plan: Plan) -> TensorStrategyConfig:
+    def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
         """With grid and depth."""
-        return replace(super().resolved_config(config, plan), depth=plan.mesh.size("depth"))
+        config = replace(config, strategy=replace(config.strategy, tensor=super().resolved_config(config, plan)))
+        return replace(Grid25DConfig.of(config), depth=plan.mesh.size("depth"))
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class Tensor3D(GridStrategy):
 
     kind: ClassVar[str] = "3d"
     layout_name: ClassVar[str] = "3d"
-    reads: ClassVar[tuple[str, ...]] = ("overlap", "save_gathered")
+    config_class = GridConfig
     source: ClassVar[str] = "Agarwal et al. 1995; Bian et al. 2021"
     explanation: ClassVar[str] = (
         "Ranks form a cube. Each operand is cut over all three axes; a product gathers the activation along one, the "
@@ -189,5 +195,5 @@ class Tensor3D(GridStrategy):
         """The cube, and the same gathering again in backward."""
         side = shape.cube_root(tp)
         name = f"3d {side}x{side}x{side}" if side**3 == tp else "3d"
-        lean = TensorStrategyConfig(cls.kind, save_gathered=False)
-        return [LayoutChoice(name, TensorStrategyConfig(cls.kind)), LayoutChoice(f"{name} lean", lean, name)]
+        lean = GridConfig(save_gathered=False)
+        return [LayoutChoice(name, GridConfig()), LayoutChoice(f"{name} lean", lean, name)]

@@ -17,6 +17,8 @@ from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
+from .keys import GridConfig
+
 Grid = tuple[int, int]
 Fits = Callable[[Request], bool]  # whether the model's sizes divide on the grid of a request
 SIDES = 64  # sides tried below and above the nearest
@@ -67,14 +69,14 @@ def cube_root(number: int) -> int:
 def asked_grid(request: Request) -> Grid | None:
     """Return the grid asked for; None if none is, or if it cannot be read (`check` says so)."""
     try:
-        return read_grid(request.config.strategy.tensor.grid)
+        return read_grid(GridConfig.of(request.config).grid)
     except ValueError:
         return None
 
 
 def arranged(request: Request) -> dict[str, int] | None:
     """Return the degree of every tensor axis; None where the grid is unreadable or does not make tp."""
-    tensor, grid = request.config.strategy.tensor, asked_grid(request)
+    tensor, grid = GridConfig.of(request.config), asked_grid(request)
     if tensor.kind != "3d" and tensor.grid is not None and grid is None:
         return None
     return arrange(tensor.kind, request.tp, grid, tensor.depth)
@@ -87,7 +89,7 @@ def shown(sizes: dict[str, int]) -> str:
 
 def filled(request: Request) -> tuple[str, ...]:
     """`grid=2x2 depth=2 (filled: tp 8, the largest legal depth)`: what of it was not given."""
-    tensor, sizes = request.config.strategy.tensor, arranged(request)
+    tensor, sizes = GridConfig.of(request.config), arranged(request)
     if request.tp == 1 or tensor.kind == "3d" or not sizes:
         return ()
     values = [] if tensor.grid else [f"grid={sizes['row']}x{sizes['col']}"]
@@ -100,7 +102,7 @@ def filled(request: Request) -> tuple[str, ...]:
 
 def check(request: Request, fits: Fits) -> list[Problem]:
     """Return what is wrong with a tp that cannot be arranged, with the nearest values that can."""
-    tensor = request.config.strategy.tensor
+    tensor = GridConfig.of(request.config)
     if tensor.kind != "3d":
         try:
             read_grid(tensor.grid)
@@ -133,7 +135,7 @@ def _legal_tp(request: Request, fits: Fits, dividing: int = 0) -> Iterator[int]:
 
 def _arrangeable(request: Request) -> Iterator[int]:
     """The tp around the one asked for that make a grid of that shape."""
-    tensor, tp, grid = request.config.strategy.tensor, request.tp, asked_grid(request)
+    tensor, tp, grid = GridConfig.of(request.config), request.tp, asked_grid(request)
 
     def sides(middle: int) -> range:
         return range(max(1, middle - SIDES), middle + SIDES + 1)
@@ -188,7 +190,7 @@ def _wrong(kind: str, tp: int, grid: Grid | None, depth: int | None) -> tuple[st
 
 def grid_fix(request: Request, fits: Fits) -> str:
     """Return the grid nearest to a square that makes tp, at the depth asked for."""
-    tensor, tp = request.config.strategy.tensor, request.tp
+    tensor, tp = GridConfig.of(request.config), request.tp
     if tensor.kind == "3d":
         return ""
     depths = (1,) if tensor.kind == "2d" else (tensor.depth,) if tensor.depth else range(cube_root(tp), 0, -1)
@@ -200,7 +202,7 @@ def grid_fix(request: Request, fits: Fits) -> str:
 
 def _depth_fix(request: Request, fits: Fits) -> str:
     """The depths that make tp, at the grid asked for."""
-    tensor = request.config.strategy.tensor
+    tensor = GridConfig.of(request.config)
     if tensor.kind != "2.5d" or tensor.depth is None:
         return ""
     legal = [depth for depth in divisors(request.tp) if _is_legal(_changed(request, depth=depth), fits)]

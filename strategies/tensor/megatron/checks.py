@@ -14,11 +14,13 @@ from ..common import roles
 SPLIT_ROLES = ("column_parallel", "row_parallel", "embedding", "head")
 
 
-def check(request: Request) -> list[Problem]:
-    """Heads, kv heads, widths and, under sequence parallelism, the sequence must divide; the vocabulary need not."""
+def check(request: Request, wanted: bool) -> list[Problem]:
+    """Heads, kv heads, widths and, under sequence parallelism, the sequence must divide; the vocabulary need not.
+
+    wanted: the user asks for sequence parallelism.
+    """
     if request.tp == 1:
         return []
-    wanted = request.config.strategy.tensor.sequence_parallel
     problems = [*_roles(request.spec, request.config, request.tp), *_sequence(request.spec, request.tp, wanted)]
     misfits = _misfits(request.spec, request.tp)
     if not misfits:

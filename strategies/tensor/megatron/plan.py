@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import TensorStrategyConfig
+from parallelrun.config.schema import Config, TensorStrategyConfig, key
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
@@ -28,13 +28,21 @@ COLUMN_ROLES = ("column_parallel", "head", "expert_input")  # roles of layers th
 ROW_ROLES = ("row_parallel", "embedding", "expert_output")  # roles of layers whose results are summed over the ranks
 
 
+@dataclass
+class MegatronConfig(TensorStrategyConfig):
+    """Keys of `strategy.tensor` with kind=megatron."""
+
+    kind: str = "megatron"
+    sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
+
+
 @dataclass(frozen=True)
 class Megatron1D(ProductStrategy):
     """Column-parallel layers followed by row-parallel ones, over one axis (layout 1d)."""
 
     kind: ClassVar[str] = "megatron"
     layout_name: ClassVar[str] = "1d"
-    reads: ClassVar[tuple[str, ...]] = ("sequence_parallel", "overlap")
+    config_class = MegatronConfig
     is_one_dimensional: ClassVar[bool] = True
     splits_images: ClassVar[bool] = True
     skips_frozen: ClassVar[bool] = False  # a user's module computes every gradient under tp (`needs_every_gradient`)
@@ -49,17 +57,21 @@ class Megatron1D(ProductStrategy):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """See `checks`."""
-        return checks.check(request)
+        return checks.check(request, cls.asks_for_slices(request.config))
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
         """Sequence parallelism needs several ranks to split the sequence over."""
-        asked, kv_heads = request.config.strategy.tensor, request.spec.kv_heads
+        kv_heads = request.spec.kv_heads
         return cls(
-            sequence_parallel=asked.sequence_parallel and request.tp > 1,
-            overlap=asked.overlap,
+            sequence_parallel=cls.asks_for_slices(request.config) and request.tp > 1,
+            overlap=request.config.strategy.tensor.overlap,
             kv_copies=request.tp // kv_heads if kv_heads and request.tp > kv_heads else 1,
         )
+
+    @classmethod
+    def asks_for_slices(cls, config: Config) -> bool:
+        return MegatronConfig.of(config).sequence_parallel
 
     @classmethod
     def mesh_dims(cls, request: Request) -> MeshDims:
@@ -77,8 +89,8 @@ class Megatron1D(ProductStrategy):
     @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """Without and with sequence parallelism."""
-        sequence = TensorStrategyConfig(cls.kind, sequence_parallel=True)
-        return [LayoutChoice("1d", TensorStrategyConfig(cls.kind)), LayoutChoice("1d sequence", sequence, "1d")]
+        sequence = MegatronConfig(sequence_parallel=True)
+        return [LayoutChoice("1d", MegatronConfig()), LayoutChoice("1d sequence", sequence, "1d")]
 
     def label(self, plan: Plan) -> str:
         """`1d` or `1d sequence`."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallelrun.checkpoint.files import sha256_of, write_bytes
+from parallelrun.checkpoint.files import write_bytes
 from parallelrun.checkpoint.find import complete_steps, keep_last, latest
 from parallelrun.checkpoint.index import (
     INDEX_FILE,
@@ -27,6 +27,7 @@ from parallelrun.checkpoint.index import (
 from parallelrun.checkpoint.resume import choose, resolve_resume
 from parallelrun.checkpoint.schema import decode, read_index
 from parallelrun.errors import CheckpointError
+from parallelrun.records import sha256_of
 from tests.checkpoints import written
 from tests.plans import tiny_config, tiny_plan
 

@@ -18,6 +18,7 @@ from parallelrun.cli.main import main
 from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import split
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import completed
 from tests.unit.bad_commands import CATALOGUE, FILES, OWN_MODULES, PROSE
 
 _PAIR = re.compile(r"(?:~|\+\+|\+|)([A-Za-z_][\w./]*)=(.*)", re.DOTALL)
@@ -92,7 +93,7 @@ def alternatives(suggestion: str) -> list[str]:
 
 def default_of(key: str) -> str:
     """What the schema has for `key`, as text."""
-    node: Any = Config()
+    node: Any = completed(Config())
     for part in key.split("."):
         node = getattr(node, part)
     if isinstance(node, (list, dict)):

@@ -8,6 +8,7 @@ import pytest
 
 from parallelrun.config.continued import continued, differences
 from parallelrun.config.keys import GROUPS
+from parallelrun.config.strategy_keys import completed
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
 from tests.plans import tiny_config, tiny_plan
@@ -30,7 +31,7 @@ def go_on(given, world=None, **more):
 
 def test_without_overrides_everything_is_the_saved_run_s():
     found, plan = go_on({})
-    assert replace(found, device=saved().device) == saved()
+    assert replace(found, device=saved().device) == completed(saved())
     assert (plan.degrees["dp"], plan.degrees["tp"]) == (2, 2)
 
 

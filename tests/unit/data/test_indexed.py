@@ -49,9 +49,8 @@ def test_the_example_is_written_byte_for_byte(example):
 
 def test_it_reads_back(example):
     indexed = open_indexed(example)
-    assert indexed.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8] and indexed.documents.size == 3
-    starts, lengths = indexed.document_ranges()
-    assert starts.tolist() == [0, 5] and lengths.tolist() == [5, 2]
+    assert indexed.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8]
+    assert indexed.starts.tolist() == [0, 5] and indexed.lengths.tolist() == [5, 2]
 
 
 @pytest.mark.parametrize("kind", ["<u1", "<i1", "<i2", "<i4", "<i8", "<u2"])
@@ -94,7 +93,7 @@ def test_the_suffix_may_be_given_too(example):
 def test_multimodal_modes_are_passed_over(example):
     with example.with_suffix(".idx").open("ab") as stream:
         stream.write(b"\x00\x01\x00")
-    assert open_indexed(example).documents.size == 3
+    assert open_indexed(example).starts.size == 2
 
 
 def test_a_token_above_the_vocab_names_sample_and_byte(example):
@@ -199,12 +198,12 @@ class TestVocabSize:
         assert megatron.DATASET.vocab_size(config(tmp_path / "nosuch", vocab=77)) == 77
 
     def test_the_note_of_tokenize_decides(self, example):
-        megatron.note_path(example).write_text('{"vocab": 257}')
+        megatron.beside(example, ".json").write_text('{"vocab": 257}')
         assert megatron.DATASET.vocab_size(config(example)) == 257
 
     @pytest.mark.parametrize("note", ["", "[]", '{"vocab": "many"}', "{"])
     def test_a_foreign_note_is_passed_over(self, example, note):
-        megatron.note_path(example).write_text(note)
+        megatron.beside(example, ".json").write_text(note)
         assert megatron.DATASET.vocab_size(config(example)) == 9
 
     def test_a_huge_file_is_not_read_through(self, example, monkeypatch):

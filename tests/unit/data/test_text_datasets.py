@@ -12,7 +12,7 @@ import pytest
 
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset, pystdlib, synthetic, text
-from parallelrun.data.tokens import TokenStream, TokenWindows, held_out
+from parallelrun.data.tokens import Documents, TokenWindows, held_out
 from parallelrun.errors import ConfigError, EnvironmentProblem
 from parallelrun.model_spec import ModelSpec
 from tests.plans import collate
@@ -42,8 +42,12 @@ def whole_stream(split):
     return [int(token) for index in range(len(split)) for token in split.sample(index)[0]]
 
 
+def documents(sources, source_of, starts, lengths):
+    return Documents(sources, ("a", "b"), source_of, starts, lengths, np.zeros(len(starts), np.uint64))
+
+
 class TestWindows:
-    stream = TokenStream(
+    stream = documents(
         [np.arange(10), np.arange(100, 107)],
         np.array([0, 1, 0, 0]),
         np.array([0, 2, 4, 5]),
@@ -57,33 +61,33 @@ class TestWindows:
                 assert self.stream.read(start, stop).tolist() == self.tokens[start:stop]
 
     def test_a_sample_is_a_window_and_its_next_tokens(self):
-        windows = TokenWindows(self.stream, 5, 200, ("a", "b"))
+        windows = TokenWindows(self.stream, 5, 200)
         assert len(windows) == 2
         inputs, targets = windows.sample(1)
         assert inputs.tolist() == self.tokens[5:10] and targets.tolist() == self.tokens[6:11]
         assert inputs.dtype == targets.dtype == np.int64
 
     def test_the_last_token_is_a_target_and_a_rest_shorter_than_a_window_is_left_out(self):
-        stream = TokenStream([np.arange(11)], np.zeros(1, int), np.zeros(1, int), np.array([11]))
-        assert [len(TokenWindows(stream, seq, 99, ("a",))) for seq in (10, 5, 4, 11)] == [1, 2, 2, 0]
+        stream = documents([np.arange(11)], np.zeros(1, int), np.zeros(1, int), np.array([11]))
+        assert [len(TokenWindows(stream, seq, 99)) for seq in (10, 5, 4, 11)] == [1, 2, 2, 0]
 
     def test_a_token_outside_the_vocab_names_sample_file_and_byte(self):
         source = np.array([0, 1, 2, 3, 4, 9, 1, 1, 1], dtype=np.int32)
-        stream = TokenStream([source], np.zeros(1, int), np.array([1]), np.array([8]))
-        with pytest.raises(EnvironmentProblem, match=r"token id 9 of sample 1 \(byte 20 of x\.bin\).*vocab 5"):
-            TokenWindows(stream, 3, 5, ("x.bin",)).sample(1)
+        stream = documents([source], np.zeros(1, int), np.array([1]), np.array([8]))
+        with pytest.raises(EnvironmentProblem, match=r"token id 9 of sample 1 \(byte 20 of a\).*vocab 5"):
+            TokenWindows(stream, 3, 5).sample(1)
 
     def test_a_negative_token_is_refused(self):
-        stream = TokenStream([np.array([0, -1, 2], dtype=np.int32)], np.zeros(1, int), np.zeros(1, int), np.array([3]))
+        stream = documents([np.array([0, -1, 2], dtype=np.int32)], np.zeros(1, int), np.zeros(1, int), np.array([3]))
         with pytest.raises(EnvironmentProblem, match="token id -1"):
-            TokenWindows(stream, 2, 5, ("x.bin",)).sample(0)
+            TokenWindows(stream, 2, 5).sample(0)
 
     def test_samples_beyond_the_end_are_an_error(self):
         with pytest.raises(IndexError):
-            TokenWindows(self.stream, 5, 200, ("a", "b")).sample(2)
+            TokenWindows(self.stream, 5, 200).sample(2)
 
     def test_collate_stacks(self):
-        inputs, targets = collate(TokenWindows(self.stream, 3, 200, ("a", "b")), [2, 0])
+        inputs, targets = collate(TokenWindows(self.stream, 3, 200), [2, 0])
         assert inputs.tolist() == [self.tokens[6:9], self.tokens[0:3]] and targets.shape == (2, 3)
 
 

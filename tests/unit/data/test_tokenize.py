@@ -9,11 +9,15 @@ import types
 import numpy as np
 import pytest
 
+from parallelrun.cli.main import main as program
 from parallelrun.config.schema import Config
 from parallelrun.data import megatron, open_dataset
 from parallelrun.data.megatron import open_indexed
-from parallelrun.data.tokenize import main
 from parallelrun.model_spec import ModelSpec
+
+
+def main(arguments):
+    return program(["tokenize", *arguments])
 
 
 @pytest.fixture
@@ -28,8 +32,8 @@ def texts(tmp_path):
 
 def read(prefix):
     indexed = open_indexed(prefix)
-    starts, lengths = indexed.document_ranges()
-    return [indexed.tokens[a : a + n].tolist() for a, n in zip(starts, lengths)], indexed.tokens.dtype.name
+    spans = zip(indexed.starts, indexed.lengths)
+    return [indexed.tokens[a : a + n].tolist() for a, n in spans], indexed.tokens.dtype.name
 
 
 def test_every_file_is_a_document_of_bytes(texts, tmp_path, capsys):

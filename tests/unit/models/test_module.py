@@ -18,7 +18,7 @@ from parallelrun.precision import TABLE
 from parallelrun.train.build import build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import narrow_config, tiny_config, tiny_plan
 from tests.unit import user_net
 
 FILE = Path(user_net.__file__)
@@ -46,7 +46,7 @@ def overrides(**more: Any) -> dict[str, Any]:
 
 
 def config(**more: Any) -> Config:
-    return tiny_config(overrides(**more))
+    return narrow_config(overrides(**more))
 
 
 def built(given: Config, precision: str = "fp32") -> Network:

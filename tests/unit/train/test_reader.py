@@ -169,7 +169,7 @@ def test_for_a_gpu_the_thread_pins_what_the_device_copies(monkeypatch: pytest.Mo
     ahead.take(1)
     ahead.take(2)
     ahead.close()
-    assert pinned == ["MainThread"] * 2 + ["reader_0"] * 2  # inputs and targets of each step
+    assert pinned == ["MainThread"] * 3 + ["reader_0"] * 3  # inputs, targets and sample ids of each step
 
 
 def test_for_a_gpu_worker_processes_are_told_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:

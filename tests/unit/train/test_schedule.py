@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.config.schema import OptimizerConfig, PrecisionConfig
-from parallelrun.errors import ConfigError
 from parallelrun.train.schedules import LARGEST, SMALLEST, LossScaler, learning_rate
 
 
@@ -42,11 +41,6 @@ def test_a_run_shorter_than_its_warmup_and_steps_beyond_the_end():
 
 def test_lr_scale_multiplies_everything():
     assert rates(4, schedule="linear", warmup=2, lr_scale=3.0) == pytest.approx([1.5, 3.0, 1.5, 0.0])
-
-
-def test_an_unknown_schedule_is_a_config_error():
-    with pytest.raises(ConfigError, match="exponential"):
-        learning_rate(OptimizerConfig(schedule="exponential", warmup=0), 1, 10)
 
 
 def scaler(**fields) -> LossScaler:

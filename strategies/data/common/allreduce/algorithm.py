@@ -12,6 +12,7 @@ from parallelrun.plan import data_cost
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 
+from ..keys import AlgorithmKeys
 from .rounds import SCATTER_REDUCE, Rounds
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Algorithm(ABC):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """Settings that it does not read, or that are illegal."""
-        asked = request.config.strategy.data.group_size
+        asked = AlgorithmKeys.of(request.config).group_size
         if asked is None:
             return []
         what = f"{GROUP_SIZE}={asked} is read by algorithm=hierarchical only"

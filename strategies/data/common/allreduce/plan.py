@@ -18,6 +18,7 @@ from parallelrun.wording import one_of
 from ..bucket_prediction import final_collectives
 from ..bucketed_plan import BucketedAllReduce
 from ..compression.plan import SummedMessage
+from ..keys import AlgorithmKeys
 from . import explain
 from .algorithm import Algorithm, NativeAllReduce
 from .rings import HierarchicalAllReduce, RingAllReduce
@@ -27,7 +28,6 @@ from .trees import HalvingDoubling, TreeAllReduce
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-KEYS = ("algorithm", "group_size")
 _CLASSES = (NativeAllReduce, RingAllReduce, HalvingDoubling, HierarchicalAllReduce, TreeAllReduce)
 ALGORITHMS: dict[str, type[Algorithm]] = {one.name: one for one in _CLASSES}
 
@@ -43,7 +43,7 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     @classmethod
     def asked_algorithm(cls, request: Request) -> type[Algorithm]:
         """The class of the algorithm that the user names, or of the default."""
-        return ALGORITHMS[request.config.strategy.data.algorithm or cls.default_algorithm.name]
+        return ALGORITHMS[AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name]
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -52,7 +52,7 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     @classmethod
     def check_algorithm(cls, request: Request) -> list[Problem]:
         """An unknown algorithm, or what the named one refuses."""
-        asked = request.config.strategy.data.algorithm or cls.default_algorithm.name
+        asked = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
         return one_of("strategy.data.algorithm", asked, ALGORITHMS) or cls.asked_algorithm(request).check(request)
 
     @classmethod

@@ -15,6 +15,7 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Plan
 from parallelrun.wording import divisors, either, nearest
 
+from ..keys import AlgorithmKeys
 from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
 from .rounds import Rounds, Span, all_gather, ring, scatter_reduce, segments
 
@@ -73,7 +74,7 @@ class HierarchicalAllReduce(RingAllReduce):
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        asked, per_node = request.config.strategy.data.group_size, request.config.cluster.gpus_per_node
+        asked, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
         if asked is None and per_node is not None:
             asked = min(request.dp, max(1, per_node // request.tp))
         return cls(asked or min(divisors(request.dp), key=lambda size: (size + request.dp // size, size)))
@@ -81,7 +82,7 @@ class HierarchicalAllReduce(RingAllReduce):
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """Groups that do not make up dp, or that hold different numbers of an expert's copies, every ep-th of dp."""
-        asked, dp, ep = request.config.strategy.data.group_size, request.dp, request.ep
+        asked, dp, ep = AlgorithmKeys.of(request.config).group_size, request.dp, request.ep
         if asked is not None and asked < 1:  # told by the rules
             return []
         size = cls.of(request).group_size
@@ -99,7 +100,7 @@ class HierarchicalAllReduce(RingAllReduce):
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """The source of the groups' size, where the user gave none."""
-        if request.config.strategy.data.group_size is not None or request.dp == 1:
+        if AlgorithmKeys.of(request.config).group_size is not None or request.dp == 1:
             return ()
         per_node = request.config.cluster.gpus_per_node
         reason = "the ranks of dp in a host" if per_node else "cluster.gpus_per_node is not set"

@@ -21,7 +21,8 @@ from parallelrun.precision import BYTES
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-KEYS = ("compression", "powersgd_rank")
+from ..keys import CompressionKeys
+
 DEFAULT_RANK = 4
 Parts = Sequence[tuple[HeldParameter, tuple[int, ...]]]  # the parameters of a bucket, with their local shapes
 
@@ -56,7 +57,7 @@ class Compression:
 
     def check(self, request: Request) -> list[Problem]:
         """Settings that contradict the compression."""
-        data, problems = request.config.strategy.data, []
+        data, problems = CompressionKeys.of(request.config), []
         if data.powersgd_rank is not None and not self.rank:
             what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
             where = "strategy.data.powersgd_rank"
@@ -118,7 +119,7 @@ class PowerSGD(Compression):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        return cls(config.strategy.data.powersgd_rank or DEFAULT_RANK)
+        return cls(CompressionKeys.of(config).powersgd_rank or DEFAULT_RANK)
 
     def check(self, request: Request) -> list[Problem]:
         problems = super().check(request)
@@ -178,4 +179,4 @@ KINDS: dict[str, type[Compression]] = {one.kind: one for one in (Compression, Ha
 
 def of(config: Config) -> Compression:
     """The compression that a configuration asks for."""
-    return KINDS[config.strategy.data.compression].of(config)
+    return KINDS[CompressionKeys.of(config).compression].of(config)

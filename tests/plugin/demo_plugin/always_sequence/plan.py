@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from parallelrun.plan.request import Request
+from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.strategies.tensor.megatron.plan import Megatron1D
+
+
+@dataclass
+class AlwaysSequenceConfig(TensorStrategyConfig):
+    """It reads no keys of its own."""
+
+    kind: str = "always_sequence"
 
 
 @dataclass(frozen=True)
@@ -14,9 +21,9 @@ class AlwaysSequence(Megatron1D):
 
     kind = "always_sequence"
     layout_name = "1d_sequence"
-    reads = ("overlap",)
+    config_class = AlwaysSequenceConfig
     is_one_dimensional = False
 
     @classmethod
-    def resolve(cls, request: Request) -> AlwaysSequence:
-        return replace(super().resolve(request), sequence_parallel=request.tp > 1)
+    def asks_for_slices(cls, config: Config) -> bool:
+        return True

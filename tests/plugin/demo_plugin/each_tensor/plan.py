@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallelrun.config.schema import DataStrategyConfig, key
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.request import Request
@@ -11,16 +12,30 @@ from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
 
+@dataclass
+class EachTensorConfig(DataStrategyConfig):
+    """Keys of `strategy.data` with kind=each_tensor."""
+
+    kind: str = "each_tensor"
+    max_pending: int = key(1, "each_tensor: all-reduces that may be under way at once", least=1)
+
+
 @dataclass(frozen=True)
 class EachTensor(DataStrategy):
-    """Every replica holds complete weights; gradients are summed tensor by tensor."""
+    """Every replica holds complete weights; gradients are summed tensor by tensor.
+
+    max_pending: all-reduces that may be under way at once.
+    """
 
     kind = "each_tensor"
+    config_class = EachTensorConfig
     description = ("After backward, one all-reduce per parameter sums its gradient over the replicas.", "")
+
+    max_pending: int = 1
 
     @classmethod
     def resolve(cls, request: Request) -> EachTensor:
-        return cls()
+        return cls(max_pending=EachTensorConfig.of(request.config).max_pending)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         if plan.mesh.size("dp") == 1:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from parallelrun import comm
+from parallelrun.comm import Waitable
 from parallelrun.train.data_runtime import DataRuntime
+
+from .plan import EachTensor
 
 
 class EachTensorRuntime(DataRuntime):
@@ -11,9 +16,16 @@ class EachTensorRuntime(DataRuntime):
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
+        pending: deque[Waitable] = deque()
         for parameter in self.parameters:
             assert parameter.tensor.grad is not None
-            comm.all_reduce(parameter.tensor.grad, self._mesh.group("dp"), "gradients")
+            work = comm.all_reduce(parameter.tensor.grad, self._mesh.group("dp"), "gradients", async_op=True)
+            assert work is not None  # a runtime is used with dp > 1 only
+            pending.append(work)
+            if len(pending) == EachTensor.of(self._plan).max_pending:
+                pending.popleft().wait()
+        while pending:
+            pending.popleft().wait()
 
 
 RUNTIME = EachTensorRuntime

@@ -15,7 +15,7 @@ from parallelrun.plan.load import data_strategy
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.request import Request
 from parallelrun.strategies.data.common import buckets
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import narrow_config, tiny_plan
 
 sizes = st.lists(st.integers(0, 4 * 2**20), max_size=60)
 
@@ -115,7 +115,7 @@ def test_a_norm_that_looked_at_pp_would_miss_the_later_stages():
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "fsdp"])
 def test_a_parameter_without_dims_cannot_be_split_and_says_so(kind):
-    config = tiny_config(dp=2, strategy__data__kind=kind)
+    config = narrow_config(dp=2, strategy__data__kind=kind)
     scale = ParameterSpec("scale", (), Initialiser("ones"), "norm")
     layer = LayerSpec("only", "norm", 1, 1, (scale,))
     spec = replace(tiny_plan().spec, blocks=(BlockSpec("only", "head", (layer,), 0.0),))

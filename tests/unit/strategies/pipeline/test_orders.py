@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 
 import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from parallelrun import torch_private
 from parallelrun.strategies.pipeline import messages
 from parallelrun.strategies.pipeline import orders as schedules
 from parallelrun.strategies.pipeline.plan import ZBV, Interleaved
@@ -41,6 +41,17 @@ TORCH_NAMES = {
 }
 
 
+def torchs_actions(name: str, pp: int, m: int, virtual_stages: int) -> list[list[tuple[str, int, int]]]:
+    """The actions of torch's schedule in order: (kind, stage, microbatch) per pp rank."""
+    orders = get_schedule_ops(name, pp, m, virtual_stages if virtual_stages > 1 else None)
+    actions = [[action for action in order if action is not None] for order in orders]
+    return [
+        [(str(a.computation_type.value), a.stage_index, a.microbatch_index or 0) for a in order
+         if a.computation_type.value in ("F", "B", "I", "W")]
+        for order in actions
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def silence():
     """torch warns of every schedule that is drawn; whoever is tested next may log again."""
@@ -53,7 +64,7 @@ def silence():
 def test_actions_are_those_of_torch(kind, silence):
     for name, pp, virtual_stages, m in CASES:
         if name == kind:
-            theirs = torch_private.schedule_actions(TORCH_NAMES[kind], pp, m, virtual_stages)
+            theirs = torchs_actions(TORCH_NAMES[kind], pp, m, virtual_stages)
             ours = [
                 [(a.kind, a.stage, a.microbatch) for a in order] for order in FUNCTIONS[kind](pp, virtual_stages, m)
             ]

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallelrun import product as products
+from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import EXIT_CONFIG, ConfigError
 from parallelrun.layout import Layout
 from parallelrun.model_spec import LayerSpec
@@ -309,7 +310,7 @@ def refused_roles(roles: dict[str, str]) -> str:
         for block in plan.spec.blocks
     )
     request = Request(
-        fold(tiny_config(layout="2d"), frozenset())[0], replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
+        narrowed(fold(tiny_config(layout="2d"), frozenset())[0]), replace(plan.spec, blocks=blocks), 1, 1, 4, 1, None
     )
     (problem,) = plan.tensor.check(request)
     assert problem.kind == "undefined" and problem.where == "model.roles" and problem.suggestion == "tp=1"

@@ -18,7 +18,7 @@ from parallelrun.plan.load import pipeline_schedule
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.strategies.tensor.megatron.plan import Megatron1D
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import narrow_config, tiny_plan
 
 SEQUENCE = {"strategy.tensor.sequence_parallel": True}
 
@@ -70,7 +70,7 @@ def test_every_degree_that_is_suggested_is_legal(tp, head_groups, kv_heads, ffn,
     overrides = {"model.heads": head_groups * kv_heads, "model.kv_heads": kv_heads, "model.ffn": ffn, "model.seq": 12}
     overrides |= {"model.hidden": head_groups * kv_heads * 2, "strategy.tensor.sequence_parallel": sequence_parallel}
     spec = tiny_plan({**overrides, "strategy.tensor.sequence_parallel": False}).spec
-    config = tiny_config(overrides)
+    config = narrow_config(overrides)
     for problem in Megatron1D.check(Request(config, spec, 1, 1, tp, 1, None)):
         for degree in map(int, re.findall(r"\btp=(\d+)", problem.suggestion)):
             assert degree != tp and not Megatron1D.check(Request(config, spec, 1, 1, degree, 1, None)), problem
@@ -87,7 +87,7 @@ def own_module(*roles: str) -> ModelSpec:
 
 
 def told_of(spec: ModelSpec) -> list[str]:
-    return [problem.what for problem in Megatron1D.check(Request(tiny_config(), spec, 1, 1, 2, 1, None))]
+    return [problem.what for problem in Megatron1D.check(Request(narrow_config(), spec, 1, 1, 2, 1, None))]
 
 
 def test_a_users_module_without_layer_roles_is_refused_by_the_name_of_its_layer():
@@ -102,7 +102,7 @@ def test_only_a_row_layer_may_read_what_a_column_layer_has_split():
 
 
 def test_the_widths_of_a_users_column_and_row_layers_must_divide_and_columns_alone_need_not():
-    request = Request(tiny_config(), own_module("column_parallel", "row_parallel"), 1, 1, 3, 1, None)
+    request = Request(narrow_config(), own_module("column_parallel", "row_parallel"), 1, 1, 3, 1, None)
     assert "layer net.0: 8 features do not divide by tp=3" in [problem.what for problem in Megatron1D.check(request)]
     assert Megatron1D.check(replace(request, spec=own_module("column_parallel"))) == []
 

@@ -1,0 +1,41 @@
+"""Configuration keys that several data strategies read; each mixes what it needs into its own config dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallelrun.config.schema import DataStrategyConfig, key
+
+
+@dataclass
+class BucketKeys(DataStrategyConfig):
+    """Of strategies that exchange gradients in buckets."""
+
+    bucket_mb: float = key(25.0, "size of gradient buckets in MB", least=0)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
+
+
+@dataclass
+class CompressionKeys(BucketKeys):
+    """Of strategies that can compress gradients."""
+
+    compression: str = key("none", "gradient compression", choices=("none", "fp16", "powersgd"))
+    powersgd_rank: int | None = key(None, "rank of PowerSGD's factors; null: 4", least=1)
+
+
+@dataclass
+class AlgorithmKeys(CompressionKeys):
+    """Of strategies that choose the algorithm of their all-reduce."""
+
+    algorithm: str | None = key(None, "native | ring | halving_doubling | hierarchical | tree; null: ring or native")
+    group_size: int | None = key(None, "hierarchical: dp ranks per inner group; null: those of one host", least=1)
+
+
+@dataclass
+class PeriodicKeys(BucketKeys):
+    """Of strategies whose replicas train by themselves between two synchronisations."""
+
+    sync_every: int | None = key(None, "local_sgd, diloco: local steps per averaging; null: 8, diloco 10", least=1)

@@ -1,0 +1,47 @@
+"""The keys of `strategy.tensor` that the grids read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallelrun.config.schema import TensorStrategyConfig, key
+
+
+@dataclass
+class GridConfig(TensorStrategyConfig):
+    """Of every grid, and all keys of kind=3d. A grid without a key has its neutral value as a property."""
+
+    kind: str = "3d"
+    save_gathered: bool = key(True, "2d, 2.5d, 3d: save gathered operands for backward, or gather again")
+
+    @property
+    def grid(self) -> str | None:
+        return None
+
+    @property
+    def depth(self) -> int | None:
+        return None
+
+    @property
+    def form(self) -> str:
+        return "auto"
+
+
+@dataclass
+class Grid2DConfig(GridConfig):
+    """Of kind=2d."""
+
+    kind: str = "2d"
+    grid: str | None = key(None, "2d, 2.5d: rows x columns, as 2x3; null: square", of_degrees=True)
+    form: str = key(
+        "auto", "2d, 2.5d: the operand that stays; auto: by volume",
+        choices=("auto", "stationary_x", "stationary_y", "stationary_w", "summa"),
+    )  # fmt: skip
+
+
+@dataclass
+class Grid25DConfig(Grid2DConfig):
+    """Of kind=2.5d."""
+
+    kind: str = "2.5d"
+    depth: int | None = key(None, "2.5d: number of grids; null: the largest legal one", least=1, of_degrees=True)
