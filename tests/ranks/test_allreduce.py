@@ -43,7 +43,7 @@ def world_group() -> Group:
 
 def all_reduce(tensor: Tensor, group: Group, algorithm: Algorithm, async_op: bool = False) -> Any:
     """The runtime's all-reduce by the rounds of an algorithm."""
-    rounds = None if algorithm.native else algorithm.rounds(group.size, group.index, tensor.numel())
+    rounds = algorithm.rounds(group.size, group.index, tensor.numel())
     return runtime.all_reduce(tensor, group, "gradients", rounds, async_op)
 
 

@@ -70,7 +70,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
-        """The rounds of a member."""
+        """The rounds of a member; none where the backend chooses them."""
 
     def counts(self, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
         """The messages of a member. limit: elements of a piece of a message; None: messages are sent whole."""
@@ -118,18 +118,12 @@ class NativeAllReduce(Algorithm):
     name: str = field(default="native", init=False)
 
     def rounds(self, size: int, index: int, numel: int) -> Rounds:
-        raise AssertionError("the backend chooses the rounds")
-
-    def longest_added(self, size: int, index: int, numel: int) -> int:
-        return 0
+        return ()
 
     def collectives(
         self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
     ) -> list[Collective]:
         return [Collective(axis, "all_reduce", "gradients", 1, numel * element_bytes)]
-
-    def links(self, size: int, numel: int) -> dict[tuple[int, int], int]:
-        return {}
 
 
 def num_pieces(numel: int, limit: int | None) -> int:

@@ -67,8 +67,8 @@ class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
         """(size, index) of a rank in the group that sums over `axis`."""
         return plan.mesh.size(axis), coordinate[axis]
 
-    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds | None:
-        return None if self.algorithm.native else self.algorithm.over(axis, plan).rounds(size, index, numel)
+    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
+        return self.algorithm.over(axis, plan).rounds(size, index, numel)
 
     def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         size, index = self.summing_group(message.axis, coordinate, plan)

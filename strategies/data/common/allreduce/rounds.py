@@ -53,10 +53,10 @@ class SumsByMessages(DataStrategy):
     """A data strategy that can choose who sends what to whom in a sum."""
 
     @abstractmethod
-    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds | None:
+    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
         """The rounds of member `index` of a group of `size` along `axis` for a tensor of `numel` elements.
 
-        None: the backend chooses.
+        There are none where the backend chooses them.
         """
 
 

@@ -27,19 +27,17 @@ from parallelrun.mesh import Group
 from .rounds import ALL_GATHER, SCATTER_REDUCE, PeerMessage, Rounds, piece_elements
 
 # A thread or a stream belongs to its process group and ends with it; callers know only the group.
-_lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
+_lanes: WeakKeyDictionary[dist.ProcessGroup, tuple[Queue, _Scratch]] = WeakKeyDictionary()
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
 
-def all_reduce(
-    tensor: Tensor, group: Group, purpose: str, rounds: Rounds | None, async_op: bool = False
-) -> Waitable | None:
+def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds, async_op: bool = False) -> Waitable | None:
     """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
 
-    rounds: this rank's; None: the backend's own all-reduce. async_op: return the started exchange (None on a group of
+    rounds: this rank's; empty: the backend's own all-reduce. async_op: return the started exchange (None on a group of
     one); the tensor may not be used before its end. Calls run in their order, which must be the same on all members.
     """
-    if rounds is None or group.size == 1:
+    if not rounds or group.size == 1:
         return comm.all_reduce(tensor, group, purpose, async_op=async_op)
     assert tensor.is_contiguous(), "its flat view is sent"
     rounds = tuple(one for one in rounds if one.send or one.receive)
@@ -101,10 +99,10 @@ def _carry_out_all(jobs: SimpleQueue[Any]) -> None:
 
 def _on_thread(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Waitable:
     assert group.process_group is not None
-    lane = _lanes.get(group.process_group)
-    if lane is None:
-        lane = _lanes[group.process_group] = _Lane(f"all-reduce over {group.axis}")
-    return lane.queue.put(_Pieces(flat, rounds, group, purpose, lane.scratch).run)
+    if group.process_group not in _lanes:
+        _lanes[group.process_group] = Queue(f"all-reduce over {group.axis}"), _Scratch()
+    queue, scratch = _lanes[group.process_group]
+    return queue.put(_Pieces(flat, rounds, group, purpose, scratch).run)
 
 
 class _Scratch:
@@ -119,13 +117,6 @@ class _Scratch:
         if self._held.numel() < wanted:
             self._held = torch.empty(wanted, dtype=torch.uint8)
         return self._held[:wanted].view(like.dtype).view(2, numel)
-
-
-class _Lane:
-    """The thread and the receive buffer of one process group on gloo."""
-
-    def __init__(self, name: str):
-        self.queue, self.scratch = Queue(name), _Scratch()
 
 
 class _Pieces:
@@ -199,15 +190,7 @@ def _on_stream(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Wait
     flat.record_stream(stream)
     with torch.cuda.stream(stream), torch.no_grad():
         run_in_batches(flat, rounds, group, purpose)
-    return _StreamWork(stream.record_event())
-
-
-class _StreamWork:
-    def __init__(self, event: torch.cuda.Event):
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+    return stream.record_event()
 
 
 def run_in_batches(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> None:

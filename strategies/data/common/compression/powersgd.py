@@ -50,8 +50,7 @@ class Stack:
         self.first = torch.stack(first).to(like)
         self.right = self.first
         self.error = like.new_zeros(len(parts), rows, columns)
-        self.left_shape, self.right_shape = (len(parts), rows, rank), (len(parts), columns, rank)
-        self.left = self.summed_right = like.new_empty(0)
+        self.left, self.summed_right = like.new_zeros(len(parts), rows, rank), like.new_zeros(len(parts), columns, rank)
 
     def project(self) -> None:
         """P = (gradient + error) Q."""
@@ -79,14 +78,13 @@ class FactoredSum:
     def __init__(self, whole: Sequence[Tensor], factored: Sequence[Part], rank: int, start_sum: Sum):
         self._start_sum = start_sum
         self._whole = list(whole)
-        like = factored[0][1]
-        self._flat = like.new_empty(sum(gradient.numel() for gradient in whole))
+        self._flat = factored[0][1].new_empty(sum(gradient.numel() for gradient in whole))
         by_shape: dict[tuple[int, int], list[Part]] = defaultdict(list)
         for held, gradient in factored:
             by_shape[matrix_shape(gradient.shape)].append((held, gradient))
         self.stacks = [Stack(parts, rank) for parts in by_shape.values()]
-        self._left = _places(self.stacks, "left", like)
-        self._right = _places(self.stacks, "summed_right", like)
+        self._left = _joined([stack.left for stack in self.stacks])
+        self._right = _joined([stack.summed_right for stack in self.stacks])
         self._works: list[Waitable] = []
 
     @torch.no_grad()
@@ -116,13 +114,11 @@ class FactoredSum:
             stack.finish()
 
 
-def _places(stacks: Sequence[Stack], name: str, like: Tensor) -> Tensor:
-    """One flat tensor; every stack's attribute `name` becomes its part of it."""
-    shapes = [stack.left_shape if name == "left" else stack.right_shape for stack in stacks]
-    sizes = [shape[0] * shape[1] * shape[2] for shape in shapes]
-    flat = like.new_zeros(sum(sizes))
-    for stack, part, shape in zip(stacks, flat.split(sizes), shapes):
-        setattr(stack, name, part.view(shape))
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat tensor, of which the tensors become views."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    for tensor, view in zip(tensors, _views(flat, tensors)):
+        tensor.set_(view)
     return flat
 
 
