@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,7 +206,7 @@ def _instead_of_the_ring(change: Callable[..., Any]) -> None:
     from parallelrun.strategies.data.ring import runtime
 
     right = runtime.all_reduce
-    runtime.all_reduce = lambda tensor, group, *rest: change(right, tensor, group, *rest)
+    runtime.all_reduce = lambda tensor, *rest, async_op: change(partial(right, async_op=async_op), tensor, *rest)
 
 
 def doubled_gradients_of_the_ring() -> None:
