@@ -190,7 +190,8 @@ def _on_stream(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Wait
     flat.record_stream(stream)
     with torch.cuda.stream(stream), torch.no_grad():
         run_in_batches(flat, rounds, group, purpose)
-    return stream.record_event()
+    done: Waitable = stream.record_event()
+    return done
 
 
 def run_in_batches(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> None:

@@ -118,7 +118,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """One flat tensor, of which the tensors become views."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     for tensor, view in zip(tensors, _views(flat, tensors)):
-        tensor.set_(view)
+        tensor.data = view
     return flat
 
 
