@@ -153,3 +153,12 @@ def test_memory_counts_what_compression_keeps():
     kept = exchange._flat.nbytes + exchange._left.nbytes + exchange._right.nbytes
     kept += sum(stack.error.nbytes + 2 * stack.first.nbytes for stack in exchange.stacks)
     assert weights(factored) - weights(plain) == kept
+
+
+def test_every_compression_has_a_module_that_sends_and_no_other_is_registered():
+    from parallelrun import registry
+    from parallelrun.strategies.data.common.compression.plan import KINDS
+
+    compressing = {kind for kind, one in KINDS.items() if one.compresses}
+    assert compressing == set(registry.COMPRESSIONS)
+    assert all(callable(registry.load("compressions", kind).sender) for kind in compressing)
