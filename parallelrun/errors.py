@@ -16,6 +16,8 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
+_LONGEST = 2000  # characters of a line of an error message
+
 
 def printable(text: str) -> str:
     """Return `text` with control characters and terminal escapes spelled out, so that a terminal does not obey them."""
@@ -46,8 +48,9 @@ class Problem:
 
     def lines(self) -> list[str]:
         """Return the lines of the error message: `error: ...`, `  where: ...`, `  did you mean: ...`, `  try: ...`."""
-        parts = (("  where", self.where), ("  did you mean", self.suggestion), ("  try", self.command))
-        return [f"error: {self.what}", *(f"{label}: {text}" for label, text in parts if text)]
+        labels = ("error", "  where", "  did you mean", "  try")
+        texts = (self.what, self.where, self.suggestion, self.command)
+        return [f"{label}: {' '.join(text.split())[:_LONGEST]}" for label, text in zip(labels, texts) if text]
 
 
 class ParallelrunError(Exception):

@@ -12,14 +12,14 @@ from types import ModuleType
 
 STRATEGIES = {
     "data.ddp": "parallelrun.strategies.data.ddp",
+    "data.zero1": "parallelrun.strategies.data.zero1",
+    "data.zero2": "parallelrun.strategies.data.zero2",
+    "data.fsdp": "parallelrun.strategies.data.fsdp",
     "data.ring": "parallelrun.strategies.data.ring",
     "data.horovod": "parallelrun.strategies.data.horovod",
-    "data.zero1": "parallelrun.strategies.data.zero1",
     "data.ps": "parallelrun.strategies.data.ps",
-    "data.zero2": "parallelrun.strategies.data.zero2",
     "data.local_sgd": "parallelrun.strategies.data.local_sgd",
     "data.diloco": "parallelrun.strategies.data.diloco",
-    "data.fsdp": "parallelrun.strategies.data.fsdp",
     "tensor.megatron": "parallelrun.strategies.tensor.megatron",
     "tensor.2d": "parallelrun.strategies.tensor.grid",
     "tensor.2.5d": "parallelrun.strategies.tensor.grid",

@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from parallelrun.cli.help import HYDRA_FLAGS, OUR_FLAGS, TOOLS, VERBS
+from parallelrun.cli.help import HYDRA_FLAGS, KEYS, KINDS, OUR_FLAGS, TOOLS, VERBS
 from parallelrun.config import presets, recipes
 from parallelrun.config.keys import GROUPS, MAPPINGS, known_keys
-
-LISTABLE = ("recipes", "models", "strategies", "datasets", "optimizers", "precisions", "clusters", "keys")
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -30,7 +28,8 @@ def answer(environment: Mapping[str, str]) -> list[str]:
     if not words:  # still in the program's own name
         return []
     if len(words) > 1 and words[1] in TOOLS:
-        return _starting(typed, _of_tool(words[1]))
+        of_tools = {"show": [*recipes.find()], "ls": [*KINDS, KEYS, "--json"], "doctor": ["--json"]}
+        return _starting(typed, of_tools.get(words[1], []))
     first = [*VERBS, *TOOLS] if len(words) == 1 else []
     flags = sorted({*HYDRA_FLAGS, *OUR_FLAGS}) if typed.startswith("-") else []
     return _starting(typed, [*first, *flags, *_keys(typed), *_pairs(typed)])
@@ -38,14 +37,6 @@ def answer(environment: Mapping[str, str]) -> list[str]:
 
 def _starting(typed: str, candidates: Iterable[str]) -> list[str]:
     return [candidate for candidate in candidates if candidate.startswith(typed)]
-
-
-def _of_tool(tool: str) -> list[str]:
-    if tool == "show":
-        return list(recipes.find())
-    if tool == "ls":
-        return [*LISTABLE, "--json"]
-    return ["--json"] if tool == "doctor" else []
 
 
 def _keys(typed: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""`doctor`: check whether this machine can run. Prints a table of checks; exit 3 if one failed."""
+"""`doctor`: check whether this machine can run. Prints a table of checks; exit 3 if one failed.
+
+The last checks start ranks as a run starts them, which sum a tensor over gloo, and over NCCL if there are GPUs.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,32 @@ import argparse
 import os
 import platform
 import resource
-import shutil
 import socket
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from parallelrun.cli import all_reduce
+from parallelrun.cli.verbs import print_json, screen_on_stderr
+from parallelrun.config.schema import Config
+from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_ENVIRONMENT, EXIT_OK
+from parallelrun.launch import directory, supervisor
+from parallelrun.launch.environment import num_cores
+from parallelrun.launch.preflight import available_bytes, free_bytes
+from parallelrun.launch.rank import Job
+from parallelrun.plan.freeze import freeze
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.structure import Plan
+from parallelrun.records import write_text
 
 _OLDEST_TORCH = (2, 11)
 _TESTED_TORCH = ("2.11", "2.13")
+NCCL, GLOO = "nccl", "gloo"
+NUM_ELEMENTS = 2**24  # of the sum on GPUs: 64 MiB of fp32, large enough for the time to show the bandwidth
+ALL_REDUCE_TIMEOUT_S = 90.0
 _COLORS = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -36,11 +52,10 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("parallelrun doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args(words)
-    checks = examine()
+    with screen_on_stderr():  # the ranks of the all-reduce may print to stdout (NCCL_DEBUG=INFO)
+        checks = examine()
     usable = all(check.state != "fail" for check in checks)
     if arguments.json:
-        from parallelrun.cli.verbs import print_json
-
         print_json({"usable": usable, "checks": [asdict(check) for check in checks]})
     else:
         _print(checks, usable)
@@ -105,15 +120,11 @@ def _gpus() -> DoctorCheck:
 
 
 def _cores() -> DoctorCheck:
-    from parallelrun.launch.environment import num_cores
-
     cores = num_cores()
     return DoctorCheck("cores", "pass" if cores > 1 else "warn", f"{cores}, load {os.getloadavg()[0]:.1f}")
 
 
 def _memory() -> DoctorCheck:
-    from parallelrun.launch.preflight import available_bytes
-
     available = available_bytes()
     if available is None:
         return DoctorCheck("memory", "warn", "unknown")
@@ -124,7 +135,7 @@ def _shared_memory() -> DoctorCheck:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return DoctorCheck("/dev/shm", "warn", "absent")
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     hint = "" if free > 2**26 else "; with docker: --ipc=host"
     return DoctorCheck("/dev/shm", "warn" if hint else "pass", f"{free / 2**20:.0f} MiB free{hint}")
 
@@ -138,7 +149,7 @@ def _limits() -> DoctorCheck:
 
 def _disk() -> DoctorCheck:
     folder = Path.cwd()
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if not os.access(folder, os.W_OK):
         return DoctorCheck("disk", "warn", f"{folder} is not writable; set runs=<a writable folder>")
     return DoctorCheck("disk", "warn" if free < 2**30 else "pass", f"{free / 2**30:.1f} GiB free in {folder}")
@@ -154,13 +165,13 @@ def _all_reduce() -> DoctorCheck:
     """Two processes add a number over gloo on the loopback interface."""
     began = time.monotonic()
     try:
-        all_reduce.run(2, all_reduce.GLOO, num_elements=1)
-    except all_reduce.AllReduceFailed as error:
+        all_reduce(2, GLOO)
+    except AllReduceFailed as error:
         return DoctorCheck("all-reduce", "fail", f"two gloo ranks: {error}")
     return DoctorCheck("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
 
 
-def _gpu_all_reduce(backend: str = all_reduce.NCCL) -> list[DoctorCheck]:
+def _gpu_all_reduce(backend: str = NCCL) -> list[DoctorCheck]:
     """One process per visible GPU adds a tensor over NCCL."""
     import torch
 
@@ -169,12 +180,52 @@ def _gpu_all_reduce(backend: str = all_reduce.NCCL) -> list[DoctorCheck]:
     num_gpus = torch.cuda.device_count()
     name, gpus = f"{backend} all-reduce", f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
     try:
-        seconds = all_reduce.run(num_gpus, backend)
-    except all_reduce.AllReduceFailed as error:
+        seconds = all_reduce(num_gpus, backend)
+    except AllReduceFailed as error:
         return [DoctorCheck(name, "fail", str(error))]
-    return [
-        DoctorCheck(name, "pass", f"{gpus}, {all_reduce.NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")
-    ]
+    return [DoctorCheck(name, "pass", f"{gpus}, {NUM_ELEMENTS * 4 / 2**20:.0f} MiB in {1000 * seconds:.1f} ms")]
+
+
+class AllReduceFailed(Exception):
+    """The sum failed; the message names the rank and its error."""
+
+
+def all_reduce(num_ranks: int, backend: str) -> float:
+    """Sum a tensor over `num_ranks` processes, with gloo on the CPU; the seconds of one sum. Raises AllReduceFailed."""
+    device = "cuda" if backend == NCCL else "cpu"
+    config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, timeout_s=ALL_REDUCE_TIMEOUT_S)
+    plan = resolve(config)
+    with tempfile.TemporaryDirectory(prefix="parallelrun-doctor-") as root:
+        folder = directory.create(Path(root), "doctor")
+        write_text(folder / "config.yaml", freeze(config, plan))
+        outcome = supervisor.supervise(Job(config, plan, folder, f"{__name__}:sum_twice"))
+        if outcome.cause is not None:
+            raise AllReduceFailed(f"rank {outcome.cause.rank} of {num_ranks}: {outcome.cause.what}")
+        if outcome.exit_code != EXIT_OK:
+            raise KeyboardInterrupt
+        return max(float(file.read_text()) for file in folder.glob("seconds_*"))
+
+
+def sum_twice(config: Config, plan: Plan, context: WorkerContext) -> int:
+    """The worker of a rank: sum twice (the first sum opens the connections), check every element, note the seconds."""
+    import torch
+    import torch.distributed as dist
+
+    num_ranks, on_gpu = context.world, context.device.type == "cuda"
+    if num_ranks == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(NCCL if on_gpu else GLOO, store=store, rank=0, world_size=1)
+    for _ in range(2):
+        values = torch.full((NUM_ELEMENTS if on_gpu else 1,), context.rank + 1.0, device=context.device)
+        began = time.monotonic()
+        dist.all_reduce(values)
+        smallest, largest = values.min().item(), values.max().item()  # waits for the sum
+        seconds = time.monotonic() - began
+    expected = num_ranks * (num_ranks + 1) / 2
+    if (smallest, largest) != (expected, expected):
+        raise ValueError(f"the sum has elements from {smallest:g} to {largest:g} instead of {expected:g}")
+    (context.directory / f"seconds_{context.rank}").write_text(str(seconds))
+    return EXIT_OK
 
 
 _CHECKS = (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from parallelrun import reserve
 from parallelrun.config.keys import GROUPS, nearest, nearest_keys
-from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem
+from parallelrun.errors import ConfigError, EnvironmentProblem, ParallelrunError, Problem, cause_chain
 
 _SHOWN = 20
 _PLUGINS = {  # the packages of Hydra's own plug-ins (https://hydra.cc/docs/plugins), by option
@@ -36,18 +36,9 @@ _DETAIL = re.compile(r"\s*(full_key|object_type|reference_type|See https?:|To ap
 
 def render(problems: Sequence[Problem], color: bool = False) -> str:
     """The text of all `problems`, without a trailing newline."""
-    red, plain = ("\x1b[1;31m", "\x1b[0m") if color else ("", "")
-    lines = []
-    for problem in problems[:_SHOWN]:
-        lines.append(f"{red}error:{plain} {_one_line(problem.what)}")
-        labelled = ("where", problem.where), ("did you mean", problem.suggestion), ("try", problem.command)
-        lines += [f"  {label}: {_one_line(text)}" for label, text in labelled if text]
+    lines = [line for problem in problems[:_SHOWN] for line in problem.lines()]
     lines += [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    return "\n".join(lines)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(str(text).split())[:2000]
+    return "\n".join(re.sub("^error:", "\x1b[1;31merror:\x1b[0m", line) if color else line for line in lines)
 
 
 def report(error: BaseException, verbose: bool) -> int:
@@ -70,9 +61,7 @@ def translate(error: Exception) -> ParallelrunError | None:
 
     Compares names and attributes instead of isinstance: importing Hydra takes a quarter of a second.
     """
-    if isinstance(error, ParallelrunError):
-        return error
-    chain = _chain(error)
+    chain = cause_chain(error)
     if isinstance(error, OSError) and error.errno in reserve.NO_ROOM:
         return EnvironmentProblem(Problem(f"no room to write: {error}", str(error.filename or "the disk")))
     for link in chain:
@@ -94,14 +83,6 @@ def translate(error: Exception) -> ParallelrunError | None:
     return _composition(chain, texts)
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
-
-
 def _is_hydra_module(module: str) -> bool:
     return module.split(".")[0] in ("hydra", "omegaconf", "antlr4")
 
@@ -110,10 +91,14 @@ def _is_of_hydra(link: BaseException) -> bool:
     return _is_hydra_module(type(link).__module__)
 
 
+def _modules(error: BaseException) -> list[str]:
+    """The modules whose code `error` has passed, innermost last."""
+    return [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
 def _passed_hydra(error: BaseException) -> bool:
     """Whether any of the innermost frames of `error` belong to Hydra or OmegaConf."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(map(_is_hydra_module, frames[-50:]))
+    return any(map(_is_hydra_module, _modules(error)[-50:]))
 
 
 def _missing_plugin(chain: list[BaseException]) -> EnvironmentProblem | None:
@@ -171,8 +156,7 @@ def _full_key(chain: list[BaseException]) -> str:
 
 def _raised_by_hydra(error: Exception) -> ConfigError | None:
     """The error for a plain ValueError or OSError that Hydra raised (`--resolve` alone, a missing config folder)."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if frames and frames[-1].split(".")[0] in ("hydra", "omegaconf") and isinstance(error, (ValueError, OSError)):
+    if any(map(_is_hydra_module, _modules(error)[-1:])) and isinstance(error, (ValueError, OSError)):
         return ConfigError(Problem(_first_lines(str(error)), "command line", command="parallelrun --hydra-help"))
     return None
 

@@ -23,6 +23,17 @@ TOOLS = {
     "doctor": "check this machine: torch, GPUs, memory, loopback, an all-reduce of two ranks and one of all GPUs",
     "tokenize": "write Megatron .bin/.idx token files from text",
 }
+# The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
+KINDS = {
+    "recipes": "recipe",
+    "models": "model",
+    "strategies": "strategy",
+    "datasets": "dataset",
+    "optimizers": "optimizer",
+    "precisions": "precision",
+    "clusters": "cluster",
+}
+KEYS = "keys"  # listed only on request: there are many
 OUR_FLAGS = (
     "--json", "-v", "--verbose", "--trust", "--version", "--help",
     "-np", "-H", "--ssh-port", "--ssh-identity-file", "--ssh-config",

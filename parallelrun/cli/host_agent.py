@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import queue
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from queue import SimpleQueue
 
 from parallelrun.errors import EXIT_OK, EXIT_RANK_DIED
-from parallelrun.launch import processes
+from parallelrun.launch import processes, rendezvous
 from parallelrun.launch.environment import LISTENER, without_launchers
-from parallelrun.launch.rank import leave_with_parent
+from parallelrun.launch.rank import STOP_SIGNALS, end
 
 GREETING = "parallelrun host agent: "  # a login shell may print other lines before it
 SERVE = "serve"  # argument: this host has rank 0, so open a listening socket
@@ -54,7 +57,7 @@ class Order:
     socket, if the launcher has opened it.
     """
 
-    words: tuple[str, ...]
+    words: list[str]
     first_rank: int
     num_ranks: int
     world: int
@@ -64,44 +67,38 @@ class Order:
     address: str = ""
     listener: int | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Order:
-        fields = json.loads(text)
-        return cls(**{**fields, "words": tuple(fields["words"])})
-
 
 def main(arguments: list[str]) -> int:
     """Run an agent: greet, read the order, start the ranks and watch them. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)  # the launcher forwards those that matter
-    lines = _Lines()
     listener = None
     if LOCAL not in arguments:
         launcher, address = addresses(os.environ)
-        listener = listen(address) if SERVE in arguments else None
+        listener = rendezvous.listen(address, 0) if SERVE in arguments else None
         port = listener.getsockname()[1] if listener else 0
         print(GREETING + json.dumps(asdict(Hello(os.uname().nodename, address, launcher, port))), flush=True)
-    text = lines.first()
-    if text is None:
+    text = sys.stdin.readline()
+    if not text.endswith("\n"):
         return EXIT_OK  # the launcher gave up before it sent an order
-    order = Order.from_json(text)
-    descriptor = order.listener if listener is None else listener.detach()
-    return Ranks(order, descriptor).watch(lines)
+    order = Order(**json.loads(text))
+    ranks = Ranks(order, order.listener if listener is None else listener.detach())
+    signals: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_receive, args=(signals,), daemon=True).start()
+    return ranks.watch(signals)
+
+
+def _receive(signals: SimpleQueue[str]) -> None:
+    """Take names of signals from the launcher. Its end, or that of the connection, means SIGKILL."""
+    for line in sys.stdin:
+        signals.put(line.strip())
+    signals.put("SIGKILL")
 
 
 def addresses(environ: Mapping[str, str]) -> tuple[str, str]:
     """(the launcher's address as this host sees it, this host's as the launcher sees it), from sshd's variables."""
     client, _, server, _ = environ.get("SSH_CONNECTION", f"- - {os.uname().nodename} -").split()
     return client.strip("-"), server
-
-
-def listen(address: str) -> socket.socket:
-    """A socket for rank 0's rendezvous, on exactly this address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=4096)
 
 
 def interface_of(address: str) -> str | None:
@@ -119,53 +116,41 @@ def interface_of(address: str) -> str | None:
 
 
 class Ranks:
-    """The ranks of this host, started by the constructor."""
+    """The ranks of this host, started by the constructor. torch is not loaded yet, so a fork is safe."""
 
     def __init__(self, order: Order, listener: int | None):
-        self._pids: dict[int, int] = {}  # rank -> process, while it lives
+        start = [partial(_run, order, local_rank, listener) for local_rank in range(order.num_ranks)]
+        self._pids = {order.first_rank + i: processes.fork(run) for i, run in enumerate(start)}  # while they live
         self._codes: dict[int, int] = {}  # rank -> exit code, in the order in which they ended
         self._ended_by_us = False
-        for local_rank in range(order.num_ranks):
-            self._pids[order.first_rank + local_rank] = _fork(order, local_rank, listener)
         if listener is not None:
             os.close(listener)
 
-    def watch(self, lines: _Lines) -> int:
+    def watch(self, signals: SimpleQueue[str]) -> int:
         """Wait for all ranks and forward the launcher's signals. Returns the exit code of this host."""
         deadline = float("inf")
         while self._pids:
-            for word in lines.read(_TICK_S):
-                if word is None:
-                    self._end_all()
-                else:
-                    self._send(signal.Signals[word])
+            with contextlib.suppress(queue.Empty):
+                self._send(signal.Signals[signals.get(timeout=_TICK_S)])
             self._reap()
-            if deadline == float("inf") and self._failed():
+            if deadline == float("inf") and any(code != EXIT_OK for code in self._codes.values()):
                 deadline = time.monotonic() + GRACE_S
             if time.monotonic() > deadline:
-                self._end_all()
+                self._send(signal.SIGKILL)
         return self._exit_code()
 
     def _send(self, number: int) -> None:
+        self._ended_by_us |= number == signal.SIGKILL
         for pid in self._pids.values():
             processes.kill(pid, number)
 
-    def _end_all(self) -> None:
-        self._ended_by_us = True
-        self._send(signal.SIGKILL)
-
     def _reap(self) -> None:
         for rank, pid in list(self._pids.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            processes.kill_group(pid)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            del self._pids[rank]
-            if not (self._ended_by_us and code == -signal.SIGKILL):
+            code = processes.reap(pid)
+            if code is not None:
+                del self._pids[rank]
+            if code is not None and not (self._ended_by_us and code == -signal.SIGKILL):
                 self._codes[rank] = code
-
-    def _failed(self) -> bool:
-        return any(code != EXIT_OK for code in self._codes.values())
 
     def _exit_code(self) -> int:
         """The code of rank 0, which knows the cause; else that of the rank that failed first."""
@@ -175,39 +160,24 @@ class Ranks:
         return codes[0] if codes[0] > 0 else EXIT_RANK_DIED
 
 
-def _fork(order: Order, local_rank: int, listener: int | None) -> int:
-    """Start one rank by fork, so that it ends with its agent; torch is not loaded yet, so a fork is safe."""
-    agent = os.getpid()
-    pid = os.fork()
-    if pid:
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        return pid
-    code = 1
-    try:
-        leave_with_parent(agent)
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        if listener is not None and order.first_rank + local_rank != 0:
-            os.close(listener)
-            listener = None
-        environ = variables(order, local_rank, os.environ, listener)
-        os.environ.clear()
-        os.environ.update(environ)
-        sys.argv = ["parallelrun", *order.words]
-        from parallelrun.cli.main import main as program
+def _run(order: Order, local_rank: int, listener: int | None) -> int:
+    """As the process of one rank: run the program with torchrun's variables."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.unblock_signals()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if listener is not None and order.first_rank + local_rank != 0:
+        os.close(listener)
+        listener = None
+    environ = variables(order, local_rank, os.environ, listener)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["parallelrun", *order.words]
+    from parallelrun.cli.main import main as program
 
-        code = program(list(order.words))
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+    return program(order.words)
 
 
 def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: int | None) -> dict[str, str]:
@@ -230,36 +200,5 @@ def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: 
     return found
 
 
-class _Lines:
-    """Reads lines from stdin without buffering, so that `select` sees everything."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._ended = False
-
-    def first(self) -> str | None:
-        """Wait for a complete line; None if stdin ends first."""
-        while b"\n" not in self._rest:
-            chunk = os.read(0, 65536)
-            if not chunk:
-                return None
-            self._rest += chunk
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
-
-    def read(self, patience_s: float) -> Iterator[str | None]:
-        """Yield the lines that arrive within `patience_s`, and None once when stdin ends."""
-        if self._ended:
-            time.sleep(patience_s)
-        elif select.select([0], [], [], patience_s)[0]:
-            chunk = os.read(0, 65536)
-            self._rest += chunk
-            *lines, self._rest = self._rest.split(b"\n")
-            yield from (line.decode() for line in lines)
-            if not chunk:
-                self._ended = True
-                yield None
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))  # a thread still reads stdin

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import shlex
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import IO
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TextIO
 
-from parallelrun.cli import host_agent, host_connection
-from parallelrun.cli.host_agent import GREETING, Hello, Order
-from parallelrun.cli.host_connection import CONNECT_S, SSH_FAILED, HostConnection
+from parallelrun.cli.host_agent import GRACE_S as AGENT_GRACE_S
+from parallelrun.cli.host_agent import GREETING, LOCAL, SERVE, Hello, Order
 from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.errors import (
     EXIT_INTERRUPTED,
@@ -31,13 +33,19 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
+from parallelrun.launch import rendezvous
 from parallelrun.launch.environment import for_other_hosts
+from parallelrun.launch.rank import STOP_SIGNALS
+from parallelrun.launch.supervisor import signal_handlers
 
-GRACE_S = host_agent.GRACE_S + 5.0  # after a host has failed: time for the others to notice and to end
+CONNECT_S = 60.0  # for ssh to connect and the agent to greet
+GRACE_S = AGENT_GRACE_S + 5.0  # after a host has failed: time for the others to notice and to end
 INTERRUPT_S = 5.0  # after Ctrl-C: time to unwind
 END_S = 5.0  # after the stdin of the agents was closed
-_TICK_S = 0.2
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the ranks finish their step, save and exit
+SSH_FAILED = 255
+_TICK_S = 0.1
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15")
+_AGENT = "parallelrun.cli.host_agent"
 
 
 def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> int:
@@ -46,7 +54,7 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> in
     Raises EnvironmentProblem when a host cannot be reached or has no parallelrun.
     """
     launcher = HostLauncher(hosts, words, ssh)
-    with launcher.signals():
+    with signal_handlers((signal.SIGINT, *STOP_SIGNALS), lambda number, _: launcher.signals.append(number)):
         try:
             launcher.start()
             return launcher.watch()
@@ -54,58 +62,148 @@ def run(hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions) -> in
             launcher.end_all()
 
 
+class HostConnection:
+    """The launcher's connection to one host's agent, over ssh or to a process of this host.
+
+    hello: the greeting of a remote agent, once it has come; complaints: stderr of ssh and the login shell before that.
+    """
+
+    def __init__(self, ranks: HostRanks, ssh: SshOptions, serves: bool, listener: socket.socket | None = None):
+        """Start the agent. serves: rank 0 runs there; listener: its socket, which an agent of this host inherits."""
+        self.ranks, self.name = ranks, ranks.name
+        self.hello: Hello | None = None
+        self.complaints: list[str] = []
+        output = None if ranks.is_here else subprocess.PIPE  # the ranks of this host share our terminal
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", _AGENT, LOCAL] if ranks.is_here else remote_command(ranks.name, ssh, serves),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[listener.fileno()] if listener else [],
+                start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
+            )
+        except FileNotFoundError as error:
+            problem = Problem("ssh is not installed on this host", f"-H {self.name}", command="install openssh-client")
+            raise EnvironmentProblem(problem) from error
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._relays = [threading.Thread(target=self._relay, args=pair, daemon=True) for pair in streams if pair[0]]
+        for thread in self._relays:
+            thread.start()
+
+    def _relay(self, source: IO[bytes], target: TextIO) -> None:
+        """Show the host's output, each line with its host. A login shell may print lines before the greeting."""
+        for raw in source:
+            line = raw.decode(errors="replace").removesuffix("\n")
+            if self.hello is not None:
+                with contextlib.suppress(OSError, ValueError):  # a closed terminal does not end the run
+                    target.write(f"[{self.name}] {line}\n")
+                    target.flush()
+            elif line.startswith(GREETING):
+                self.hello = Hello(**json.loads(line.removeprefix(GREETING)))
+            elif source is self.process.stderr and line.strip():
+                self.complaints.append(line.strip())
+
+    def send(self, line: str) -> None:
+        """Write a line to the agent, unless it has ended."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def hang_up(self) -> None:
+        """Close the agent's stdin, which makes it end its ranks and itself."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def show_rest(self) -> None:
+        """Wait until the output of an agent that has ended is shown."""
+        for thread in self._relays:
+            thread.join(END_S)
+
+    def unreachable(self, ssh: SshOptions) -> Problem:
+        """The reason why this host's agent did not greet."""
+        code = self.process.poll()
+        if code is not None:
+            self.show_rest()
+        ended = f"no answer in {CONNECT_S:g} s" if code is None else f"exit code {code}"
+        why = "; ".join(self.complaints[-3:]) or ended
+        how = "cannot be reached by ssh" if code in (None, SSH_FAILED) else "cannot start parallelrun"
+        doctor = shlex.join([sys.executable, "-m", "parallelrun", "doctor"])
+        test = shlex.join(["ssh", *ssh.words(), self.name.strip("[]"), doctor])
+        return Problem(f"{self.name} {how}: {why}", "-H", command=test)
+
+
+def remote_command(name: str, ssh: SshOptions, serves: bool) -> list[str]:
+    """The command that starts an agent on another host: this Python in this directory, with its search paths."""
+    needed = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if os.environ.get(name)]
+    agent = ["env", *needed, sys.executable, "-m", _AGENT, *([SERVE] if serves else [])]
+    for_login_shell = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
+    return [*_SSH, *ssh.words(), name.strip("[]"), for_login_shell]
+
+
 class HostLauncher:
     """The state of one start over several hosts."""
 
     def __init__(self, hosts: Sequence[HostRanks], words: Sequence[str], ssh: SshOptions):
         self._hosts = hosts
-        self._words = tuple(words)
+        self._words = list(words)
         self._ssh = ssh
-        self._world = sum(one.num_ranks for one in hosts)
         self._agents: list[HostConnection] = []
-        self._signals: list[int] = []
+        self.signals: list[int] = []
         self._forwarded = 0
         self._deadline = float("inf")
         self._codes: dict[str, int] = {}  # by host, in the order in which they ended
         self._ended_by_us: set[str] = set()  # hosts whose exit codes do not tell the cause
-        self._selector = selectors.DefaultSelector()
-        self._unfinished: dict[int, bytes] = {}  # by descriptor: output without a newline so far
 
     def start(self) -> None:
         """Connect to all hosts, decide where rank 0 listens, and order every agent to start its ranks."""
         first = self._hosts[0]
         for one in self._hosts:
-            if not one.host.is_this_one:
-                self._agents.append(self._watched(host_connection.connect(one, self._ssh, serves=one is first)))
+            if not one.is_here:
+                self._agents.append(HostConnection(one, self._ssh, serves=one is first))
         self._await_hellos()
-        listener = None
-        if first.host.is_this_one:
-            listener, address = self._listen_here()
-            port = listener.getsockname()[1]
-        else:
-            hello = self._agents[0].hello
-            assert hello is not None
-            address, port = hello.address, hello.port
-        self._check_address(address)
-        self._agents += [host_connection.start_here(one, listener) for one in self._hosts if one.host.is_this_one]
+        hellos = {agent.name: agent.hello for agent in self._agents if agent.hello}
+        own_address = next((hello.launcher for hello in hellos.values() if hello.launcher), os.uname().nodename)
+        listener = _listen_here(own_address) if first.is_here else None
+        address = own_address if listener else hellos[first.name].address
+        port = listener.getsockname()[1] if listener else hellos[first.name].port
+        names = {hello.host for hello in hellos.values()}
+        names |= {os.uname().nodename for one in self._hosts if one.is_here}
+        if len(names) > 1 and (address.startswith("127.") or address == "::1"):
+            what = f"rank 0 would listen on {address}, which the other hosts cannot reach"
+            raise EnvironmentProblem(Problem(what, "-H", "name the first host as the network knows it"))
+        self._agents += [HostConnection(one, self._ssh, False, listener) for one in self._hosts if one.is_here]
         where = ", ".join(f"{agent.ranks.ranks} on {agent.name}" for agent in self._agents)
         print(f"starting {where}", file=sys.stderr, flush=True)
         for agent in self._agents:
-            agent.send(self._order(agent, address, port, listener).to_json())
+            order = Order(
+                words=self._words,
+                first_rank=agent.ranks.first_rank,
+                num_ranks=agent.ranks.num_ranks,
+                world=sum(one.num_ranks for one in self._hosts),
+                master_addr=address,
+                master_port=port,
+                environ=for_other_hosts(os.environ),
+                address=agent.hello.address if agent.hello else own_address,
+                listener=listener.fileno() if listener and not agent.hello else None,
+            )
+            agent.send(json.dumps(asdict(order)))
         if listener is not None:
             listener.close()
 
     def watch(self) -> int:
-        """Forward output and signals until all hosts have ended. Returns the run's exit code."""
+        """Forward signals until all hosts have ended. Returns the run's exit code."""
         while len(self._codes) < len(self._agents):
-            self._relay(_TICK_S)
+            time.sleep(_TICK_S)
             self._pass_signals()
             for agent in self._agents:
                 self._look_at(agent)
             if time.monotonic() > self._deadline:
                 self.end_all()
-        while self._selector.get_map():
-            self._relay(0)
+        for agent in self._agents:
+            agent.show_rest()
         return self._exit_code()
 
     def end_all(self) -> None:
@@ -116,105 +214,23 @@ class HostLauncher:
         deadline = time.monotonic() + END_S
         for agent in self._agents:
             while agent.process.poll() is None and time.monotonic() < deadline:
-                self._relay(0.05)
+                time.sleep(_TICK_S)
             agent.process.kill()
             agent.process.wait()
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Collect signals; ignored signals (nohup) stay ignored."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        numbers = [n for n in (signal.SIGINT, *_FORWARDED) if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _watched(self, agent: HostConnection) -> HostConnection:
-        for stream in (agent.process.stdout, agent.process.stderr):
-            assert stream is not None
-            self._selector.register(stream, selectors.EVENT_READ, agent)
-        return agent
-
-    def _order(self, agent: HostConnection, address: str, port: int, listener: socket.socket | None) -> Order:
-        return Order(
-            words=self._words,
-            first_rank=agent.ranks.first_rank,
-            num_ranks=agent.ranks.num_ranks,
-            world=self._world,
-            master_addr=address,
-            master_port=port,
-            environ=for_other_hosts(os.environ),
-            address=agent.hello.address if agent.hello else self._own_address(),
-            listener=listener.fileno() if listener and not agent.hello else None,
-        )
-
-    def _own_address(self) -> str:
-        """This host's address as the other hosts see it."""
-        seen = (agent.hello.launcher for agent in self._agents if agent.hello)
-        return next(filter(None, seen), os.uname().nodename)
-
-    def _listen_here(self) -> tuple[socket.socket, str]:
-        address = self._own_address()
-        try:
-            return host_agent.listen(address), address
-        except OSError as error:
-            what = f"rank 0 cannot listen on {address}, this host's address for the others: {error.strerror}"
-            fix = "start from a host in the same network, or name another host first in -H"
-            raise EnvironmentProblem(Problem(what, "-H", command=fix)) from error
-
-    def _check_address(self, address: str) -> None:
-        """Refuse an address of rank 0 that means another host elsewhere."""
-        hosts = {agent.hello.host for agent in self._agents if agent.hello}
-        hosts |= {os.uname().nodename for one in self._hosts if one.host.is_this_one}
-        if len(hosts) > 1 and (address.startswith("127.") or address == "::1"):
-            what = f"rank 0 would listen on {address}, which the other hosts cannot reach"
-            raise EnvironmentProblem(Problem(what, "-H", "name the first host as the network knows it"))
 
     def _await_hellos(self) -> None:
         """Wait until all agents have greeted. Raises EnvironmentProblem naming every host that has not."""
         deadline = time.monotonic() + CONNECT_S
         while waiting := [agent for agent in self._agents if agent.hello is None]:
-            ended = all(agent.process.poll() is not None for agent in waiting)
-            self._relay(0 if ended else _TICK_S)
-            if self._signals:
+            if self.signals:
                 raise KeyboardInterrupt
-            if ended or time.monotonic() > deadline:
+            if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in waiting):
                 raise EnvironmentProblem(*(agent.unreachable(self._ssh) for agent in waiting))
-
-    def _relay(self, patience_s: float) -> None:
-        """Show the hosts' output, each line with its host."""
-        for key, _ in self._selector.select(patience_s):
-            chunk = os.read(key.fd, 65536)
-            *lines, rest = (self._unfinished.pop(key.fd, b"") + chunk).split(b"\n")
-            if chunk:
-                self._unfinished[key.fd] = rest
-            else:
-                self._selector.unregister(key.fileobj)
-                lines += [rest] if rest else []
-            for line in lines:
-                self._show(key.data, key.fileobj is key.data.process.stderr, line.decode(errors="replace"))
-
-    def _show(self, agent: HostConnection, is_error: bool, line: str) -> None:
-        if agent.hello is None and line.startswith(GREETING):
-            agent.hello = Hello(**json.loads(line.removeprefix(GREETING)))
-            return
-        if agent.hello is None:  # from the login shell, or the reason why the agent cannot start
-            agent.complaints += [line.strip()] if is_error and line.strip() else []
-            return
-        stream: IO[str] = sys.stderr if is_error else sys.stdout
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal does not end the run
-            stream.write(f"[{agent.name}] {line}\n")
-            stream.flush()
+            time.sleep(_TICK_S)
 
     def _pass_signals(self) -> None:
         """Forward signals. The first Ctrl-C unwinds; the first SIGTERM ends after a step and a save; a second kills."""
-        for number in self._signals[self._forwarded :]:
+        for number in self.signals[self._forwarded :]:
             self._forwarded += 1
             if self._forwarded > 1:
                 self._deadline = 0.0
@@ -237,10 +253,19 @@ class HostLauncher:
 
     def _exit_code(self) -> int:
         """The signal's code, else that of the first host (rank 0 knows the cause), else of the first failed host."""
-        if self._signals and (signal.SIGINT in self._signals or len(self._signals) > 1):
-            return EXIT_INTERRUPTED if signal.SIGINT in self._signals else EXIT_TERMINATED
+        if self.signals and (signal.SIGINT in self.signals or len(self.signals) > 1):
+            return EXIT_INTERRUPTED if signal.SIGINT in self.signals else EXIT_TERMINATED
         own = {name: code for name, code in self._codes.items() if name not in self._ended_by_us} or self._codes
-        ordered = [own[name] for name in (self._hosts[0].host.name, *own) if name in own]
+        ordered = [own[name] for name in (self._hosts[0].name, *own) if name in own]
         failed = [code for code in ordered if code not in (EXIT_OK, EXIT_PREEMPTED)]
         code = failed[0] if failed else max(ordered)
         return code if code >= 0 else EXIT_RANK_DIED
+
+
+def _listen_here(address: str) -> socket.socket:
+    try:
+        return rendezvous.listen(address, 0)
+    except OSError as error:
+        what = f"rank 0 cannot listen on {address}, this host's address for the others: {error.strerror}"
+        fix = "start from a host in the same network, or name another host first in -H"
+        raise EnvironmentProblem(Problem(what, "-H", command=fix)) from error

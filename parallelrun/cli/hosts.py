@@ -19,20 +19,6 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,6}")
 
 
 @dataclass(frozen=True)
-class Host:
-    """A host with its slots; None (not given) means as many as needed."""
-
-    name: str
-    slots: int | None
-
-    @property
-    def is_this_one(self) -> bool:
-        """Whether this process runs on the host."""
-        here = socket.gethostname()
-        return self.name in ("localhost", "127.0.0.1", "[::1]", here, here.partition(".")[0])
-
-
-@dataclass(frozen=True)
 class SshOptions:
     """Options of ssh for reaching the other hosts: its -p, -i and -F."""
 
@@ -60,11 +46,17 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of one host: `num_ranks` ranks from `first_rank` on."""
+    """The ranks of the host `name`: `num_ranks` ranks from `first_rank` on."""
 
-    host: Host
+    name: str
     first_rank: int
     num_ranks: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process runs on the host."""
+        here = socket.gethostname()
+        return self.name in ("localhost", "127.0.0.1", "[::1]", here, here.partition(".")[0])
 
     @property
     def ranks(self) -> str:
@@ -76,47 +68,40 @@ class HostRanks:
 def read(ranks: str | None, hosts: str | None) -> tuple[HostRanks, ...]:
     """The ranks of `-np ranks -H hosts`, () if neither is given. Raises ConfigError with horovodrun's message.
 
-    Without -np all slots are used; without -H all ranks run on this host.
+    Without -np all slots are used; without -H all ranks run on this host. Hosts that get no rank are left out.
     """
     if ranks is None and hosts is None:
         return ()
     if ranks is not None and not _NUMBER.fullmatch(ranks):
         raise ConfigError(Problem(f"-np {ranks}: must be a number of ranks, at least 1", COMMAND_LINE, "-np 2"))
-    listed = _listed(hosts) if hosts is not None else [Host("localhost", None)]
-    asked = int(ranks) if ranks is not None else sum(host.slots or 1 for host in listed)
-    if all(host.slots is not None for host in listed) and asked > sum(host.slots or 0 for host in listed):
-        available = sum(host.slots or 0 for host in listed)
+    slots = _slots(hosts) if hosts is not None else {"localhost": None}
+    asked = int(ranks) if ranks is not None else sum(count or 1 for count in slots.values())
+    available = sum(asked if count is None else count for count in slots.values())
+    if asked > available:
         what = f"Requested more processes ({asked}) than there are available slots ({available})"
         raise ConfigError(Problem(what, f"-H {hosts}", f"-np {available}"))
-    return fill(listed, asked)
-
-
-def fill(hosts: Sequence[Host], num_ranks: int) -> tuple[HostRanks, ...]:
-    """Ranks on hosts in the given order; hosts that get no rank are left out."""
     out, first = [], 0
-    for host in hosts:
-        here = min(num_ranks - first, num_ranks if host.slots is None else host.slots)
+    for name, count in slots.items():
+        here = min(asked - first, asked if count is None else count)
         if here > 0:
-            out.append(HostRanks(host, first, here))
+            out.append(HostRanks(name, first, here))
             first += here
     return tuple(out)
 
 
-def _listed(text: str) -> list[Host]:
-    found = [(_ENTRY.fullmatch(entry), entry) for entry in text.split(",")]
-    wrong = [entry for match, entry in found if match is None]
-    if wrong:
-        what = f"-H {text}: {wrong[0]!r} is not a host with slots, as in h1:4,h2:4"
-        raise ConfigError(Problem(what, COMMAND_LINE, "-H localhost:2"))
+def _slots(text: str) -> dict[str, int | None]:
+    """The slots of each host; None (not given) means as many as needed."""
     slots: dict[str, int | None] = {}
-    for match, _ in found:
-        if match is not None:
-            given = int(match["slots"]) if match["slots"] else None
-            before = slots.get(match["name"], 0)
-            slots[match["name"]] = None if given is None or before is None else before + given
-    return [Host(name, count) for name, count in slots.items()]
+    for entry in text.split(","):
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            what = f"-H {text}: {entry!r} is not a host with slots, as in h1:4,h2:4"
+            raise ConfigError(Problem(what, COMMAND_LINE, "-H localhost:2"))
+        given, before = match["slots"], slots.get(match["name"], 0)
+        slots[match["name"]] = None if given is None or before is None else before + int(given)
+    return slots
 
 
 def has_others(hosts: Sequence[HostRanks]) -> bool:
     """Whether some ranks run on other hosts."""
-    return any(not one.host.is_this_one for one in hosts)
+    return any(not one.is_here for one in hosts)

@@ -8,22 +8,11 @@ from dataclasses import asdict
 
 from parallelrun import registry
 from parallelrun.cli.argv import read
+from parallelrun.cli.help import KEYS, KINDS
+from parallelrun.cli.verbs import print_json
 from parallelrun.config import presets
 from parallelrun.config.keys import known_keys, nearest
-from parallelrun.config.schema import Config
 from parallelrun.errors import EXIT_OK, ConfigError, Problem
-
-# The kinds that `ls` lists -> their configuration groups; the group's name is understood too.
-KINDS = {
-    "recipes": "recipe",
-    "models": "model",
-    "strategies": "strategy",
-    "datasets": "dataset",
-    "optimizers": "optimizer",
-    "precisions": "precision",
-    "clusters": "cluster",
-}
-KEYS = "keys"  # listed only on request: there are many
 
 
 def ls(words: list[str]) -> int:
@@ -35,8 +24,6 @@ def ls(words: list[str]) -> int:
     kinds = list(KINDS) if arguments.kind is None else [_kind(arguments.kind)]
     found = {kind: _keys() if kind == KEYS else _options(kind) for kind in kinds}
     if arguments.json:
-        from parallelrun.cli.verbs import print_json
-
         print_json(found)
     else:
         _print_tables(found)
@@ -102,15 +89,11 @@ def show(words: list[str]) -> int:
     line = read([*(f"recipe={name}" for name in names), *(word for word in words if word not in names)])
     from parallelrun.config import compose
 
-    found: list[Config] = []
-    prepared = compose.prepare(line.overrides, (), "run", line.trust)
-    compose.run_hydra(prepared, lambda config: found.append(compose.composed(config, prepared).config))
+    composed, _ = compose.compose_once(compose.prepare(line.overrides, (), "run", line.trust))
     if line.json:
-        from parallelrun.cli.verbs import print_json
-
-        print_json(asdict(found[0]))
+        print_json(asdict(composed.config))
     else:
         from parallelrun.plan.freeze import freeze
 
-        sys.stdout.write(freeze(found[0]))
+        sys.stdout.write(freeze(composed.config))
     return EXIT_OK

@@ -43,9 +43,9 @@ def _main(words: list[str], taken: list[str]) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, and the run goes on
     try:
-        from parallelrun.cli import stdout
+        from parallelrun.launch import output
 
-        with stdout.guarded():
+        with output.guarded():
             return _route(words)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1

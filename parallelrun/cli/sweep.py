@@ -7,7 +7,6 @@ that are not done, and a point that repeats an earlier one of the same sweep is 
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 
 from parallelrun.cli import errors
 from parallelrun.cli.argv import CommandLine
-from parallelrun.cli.gpus import visible_gpus
 from parallelrun.cli.objective import objective
 from parallelrun.config import compose
 from parallelrun.config.compose import Composed, Prepared
@@ -36,8 +34,10 @@ from parallelrun.errors import (
     EnvironmentProblem,
     Problem,
 )
+from parallelrun.launch.environment import visible_gpus
 from parallelrun.plan.freeze import identity
-from parallelrun.records import append_jsonl, document
+from parallelrun.plan.structure import Plan
+from parallelrun.records import append_jsonl
 from parallelrun.report import chart, comparison, scaling
 from parallelrun.report import sweep as report
 
@@ -53,19 +53,8 @@ class _Stopped(BaseException):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """The settings that all points share; plain data, because Hydra's launchers may send it to other processes."""
-
-    line: CommandLine
-    words: tuple[str, ...]
-    prepared: Prepared
-    directory: Path
-    invocation: int  # number of the command that runs in this directory, from 1
-
-
-def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: list[dict[str, Any]] | None = None) -> int:
-    """Run every point; 0 if all are done, 1 if one failed, 2 if none was legal. Their rows are added to `points`."""
+def run(line: CommandLine, words: Sequence[str], prepared: Prepared) -> tuple[int, list[dict[str, Any]]]:
+    """Run every point; (0 if all are done, 1 if one failed, 2 if none was legal; the points' rows)."""
     with tempfile.TemporaryDirectory(prefix="parallelrun-sweep-") as scratch:
         planned = line.verb == "plan"
         directory = Path(scratch) if planned else _directory(line)
@@ -74,7 +63,7 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: lis
         hydra_argv = (*prepared.argv, *_hydra_overrides(line, directory, scratch))
         stopped, failure = EXIT_OK, None
         try:
-            compose.run_hydra(replace(prepared, argv=hydra_argv), lambda c: _point(c, sweep))
+            compose.run_hydra(replace(prepared, argv=hydra_argv), sweep.point)
         except (KeyboardInterrupt, _Stopped) as error:
             stopped = error.exit_code if isinstance(error, _Stopped) else EXIT_INTERRUPTED
         except Exception as error:
@@ -82,10 +71,8 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: lis
         rows = report.read(directory)
         if failure is not None and not any(row.get("invocation") == invocation for row in rows):
             raise failure
-        if points is not None:
-            points += rows
         if planned:
-            _show_plans(rows, line.json)
+            rows = _show_plans(rows, line.json)
         elif rows:
             report.write_csv(directory)
             report.show(directory)
@@ -95,13 +82,13 @@ def run(line: CommandLine, words: Sequence[str], prepared: Prepared, points: lis
                 print("note: pictures need matplotlib: pip install 'parallelrun[plots]'", flush=True)
     if stopped:
         print(f"parallelrun: stopped; continue with sweep.resume={directory}", file=sys.stderr)
-        return stopped
+        return stopped, rows
     states = {row["state"] for row in rows if "same_as" not in row}
     if failure is not None and states & set(report.FINISHED):  # otherwise the sweeper only got no number from any point
         raise failure
     if "failed" in states:
-        return EXIT_RUN_FAILED
-    return EXIT_OK if states - {"skipped"} else EXIT_CONFIG
+        return EXIT_RUN_FAILED, rows
+    return EXIT_OK if states - {"skipped"} else EXIT_CONFIG, rows
 
 
 def _given(line: CommandLine, key: str) -> str | None:
@@ -146,129 +133,130 @@ def _hydra_overrides(line: CommandLine, directory: Path, scratch: str) -> list[s
     return found
 
 
-def _point(task_config: Any, sweep: _Sweep) -> float | None:
-    """Skip, plan or run one point, and append its row.
+@dataclass(frozen=True)
+class _Sweep:
+    """The settings that all points share; plain data, because Hydra's launchers may send it to other processes."""
 
-    Returns the objective, or raises Pruned if there is none, if the sweeper optimizes; otherwise returns None.
-    """
-    number = compose.point_number()
-    overrides = compose.point_overrides(sweep.prepared)
-    row: dict[str, Any] = {"point": number, "invocation": sweep.invocation, "overrides": overrides}
-    key = None
-    try:
-        composed = compose.composed(task_config, sweep.prepared)
-        key = composed.config.sweep.objective
-        row["config_sha256"] = identity(composed.config)
-        row |= _resolve_and_run(composed, row, sweep)
-    except ConfigError as error:
-        names = ("what", "where", "suggestion", "kind")
-        problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
-        row |= {"state": "skipped", "exit_code": error.exit_code, "reason": str(error), "problems": problems}
-        _say(sweep, f"point {number}: skipped: {error.problems[0].what}")
-    except Exception as error:
-        known = errors.translate(error) or error
-        code = errors.report(known, sweep.line.verbose)
-        row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
-    sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    append_jsonl(sweep.directory / report.RESULTS, row)
-    if row.get("exit_code") in _STOPPING:
-        raise _Stopped(row["exit_code"])
-    return None if _sweeper(sweep.line) == _BASIC else _objective(row, key, sweep)
+    line: CommandLine
+    words: tuple[str, ...]
+    prepared: Prepared
+    directory: Path
+    invocation: int  # number of the command that runs in this directory, from 1
 
+    def point(self, task_config: Any) -> float | None:
+        """Skip, plan or run one point, and append its row.
 
-def _objective(row: dict[str, Any], key: str | None, sweep: _Sweep) -> float:
-    """The objective of the point, or of the point that it repeats. An unknown sweep.objective stops the sweep."""
-    rows = report.read(sweep.directory)
-    row = next((old for old in rows if old["point"] == row.get("same_as") and old["state"] != "skipped"), row)
-    try:
-        return objective(row, key, sweep.line.verb)
-    except ConfigError as error:
-        raise _Stopped(errors.report(error, sweep.line.verbose)) from error
+        Returns the objective, or raises Pruned if there is none, if the sweeper optimizes; otherwise returns None.
+        """
+        number = compose.point_number()
+        row: dict[str, Any] = {"point": number, "invocation": self.invocation}
+        row["overrides"] = compose.point_overrides(self.prepared)
+        key = None
+        try:
+            composed = compose.composed(task_config, self.prepared)
+            key = composed.config.sweep.objective
+            row["config_sha256"] = identity(composed.config)
+            row |= self._resolve_and_run(composed, row)
+        except ConfigError as error:
+            names = ("what", "where", "suggestion", "kind")
+            problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
+            row |= {"state": "skipped", "exit_code": error.exit_code, "reason": str(error), "problems": problems}
+            self._say(f"point {number}: skipped: {error.problems[0].what}")
+        except Exception as error:
+            known = errors.translate(error) or error
+            code = errors.report(known, self.line.verbose)
+            row |= {"state": "failed", "exit_code": code, "reason": str(known) or type(known).__name__}
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        append_jsonl(self.directory / report.RESULTS, row)
+        if row.get("exit_code") in _STOPPING:
+            raise _Stopped(row["exit_code"])
+        return None if _sweeper(self.line) == _BASIC else self._objective(row, key)
 
+    def _objective(self, row: dict[str, Any], key: str | None) -> float:
+        """The objective of the point, or of the point that it repeats. An unknown sweep.objective stops the sweep."""
+        rows = report.read(self.directory)
+        row = next((old for old in rows if old["point"] == row.get("same_as") and old["state"] != "skipped"), row)
+        try:
+            return objective(row, key, self.line.verb)
+        except ConfigError as error:
+            raise _Stopped(errors.report(error, self.line.verbose)) from error
 
-def _resolve_and_run(composed: Composed, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
-    from parallelrun.plan.resolve import resolve
+    def _resolve_and_run(self, composed: Composed, row: dict[str, Any]) -> dict[str, Any]:
+        from parallelrun.plan.resolve import resolve
 
-    rows = report.read(sweep.directory)
-    now = [old for old in rows if old.get("invocation") == sweep.invocation]
-    found = _known(row, "config_sha256", rows, sweep)
-    if found is not None:
-        return found
-    if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
-        return {
-            "state": "skipped",
-            "exit_code": EXIT_OK,
-            "reason": "an earlier point failed, and sweep.fail_fast is set",
-        }
-    plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
-    row["run_sha256"] = identity(composed.config, plan)
-    row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
-    found = _known(row, "run_sha256", rows, sweep, plan.warnings)
-    if found is not None:
-        return found
-    if sweep.line.verb == "plan":
-        return _plan(composed, plan, row, sweep)
-    return _run(composed, plan, row, sweep)
+        rows = report.read(self.directory)
+        now = [old for old in rows if old.get("invocation") == self.invocation]
+        if (found := self._known(row, "config_sha256", rows)) is not None:
+            return found
+        if composed.config.sweep.fail_fast and any(old["state"] == "failed" for old in now):
+            reason = "an earlier point failed, and sweep.fail_fast is set"
+            return {"state": "skipped", "exit_code": EXIT_OK, "reason": reason}
+        plan = resolve(composed.config, given=composed.given, gpus=visible_gpus(), sweep=True)
+        row["run_sha256"] = identity(composed.config, plan)
+        row |= {"world": plan.world, **plan.degrees, "servers": plan.servers}
+        if (found := self._known(row, "run_sha256", rows, plan.warnings)) is not None:
+            return found
+        return self._plan(composed, plan, row) if self.line.verb == "plan" else self._run(composed, plan, row)
 
+    def _known(
+        self, row: dict[str, Any], key: str, rows: list[dict[str, Any]], warnings: Sequence[str] = ()
+    ) -> dict[str, Any] | None:
+        """The row of a point that need not run: it repeats a point of this command, or an earlier command ran it."""
+        alike = [old for old in rows if old.get(key) == row[key]]
+        first = next((old for old in alike if old["invocation"] == self.invocation), None)
+        if first is not None:
+            same = first.get("same_as", first["point"])
+            reason = "; ".join((f"the same run as point {same}", *warnings))
+            self._say(f"point {row['point']}: skipped: {reason}")
+            shape = {name: first[name] for name in report.DEGREES if name in first}
+            return {**shape, "state": "skipped", "exit_code": EXIT_OK, "same_as": same, "reason": reason}
+        done = next((old for old in alike if old["state"] == "done"), None)
+        if done is None:
+            return None
+        self._say(f"point {row['point']}: already done")
+        return {**done, **row}
 
-def _known(
-    row: dict[str, Any], key: str, rows: list[dict[str, Any]], sweep: _Sweep, warnings: Sequence[str] = ()
-) -> dict[str, Any] | None:
-    """The row of a point that need not run: it repeats a point of this command, or an earlier command ran it."""
-    alike = [old for old in rows if old.get(key) == row[key]]
-    first = next((old for old in alike if old["invocation"] == sweep.invocation), None)
-    if first is not None:
-        same = first.get("same_as", first["point"])
-        reason = "; ".join((f"the same run as point {same}", *warnings))
-        _say(sweep, f"point {row['point']}: skipped: {reason}")
-        shape = {name: first[name] for name in report.DEGREES if name in first}
-        return {**shape, "state": "skipped", "exit_code": EXIT_OK, "same_as": same, "reason": reason}
-    done = next((old for old in alike if old["state"] == "done"), None)
-    if done is None:
-        return None
-    _say(sweep, f"point {row['point']}: already done")
-    return {**done, **row}
+    def _plan(self, composed: Composed, plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
+        from parallelrun.cli.verbs import show_plan, write_plot
+        from parallelrun.plan.document import document
+        from parallelrun.plan.facts import facts, figures
+        from parallelrun.report import layouts
 
+        found = facts(plan, composed.config)
+        planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
+        if self.line.json:
+            write_plot(plan, composed.config, found, row["point"])
+            return {**planned, "plan": document(plan, composed.config, found)}
+        self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
+        show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
+        return {**planned, "layouts": layouts.sweep_row(found.layouts)}
 
-def _plan(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
-    from parallelrun.cli.verbs import show_plan, write_plot
-    from parallelrun.plan.document import document as plan_document
-    from parallelrun.plan.facts import facts, figures
-    from parallelrun.report import layouts
+    def _run(self, composed: Composed, plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
+        from parallelrun.launch.start import start
 
-    found = facts(plan, composed.config)
-    planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
-    if sweep.line.json:
-        write_plot(plan, composed.config, found, row["point"])
-        return {**planned, "plan": plan_document(plan, composed.config, found)}
-    _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-    show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
-    return {**planned, "layouts": layouts.sweep_row(found.layouts)}
+        self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
+        degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.directory / report.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
+        directory = _fresh(self.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
+        config = composed.config
+        if config.checkpoint.last is None:  # points are not resumed, and their checkpoints fill the disk
+            config = replace(config, checkpoint=replace(config.checkpoint, last=False))
+        try:
+            code = start(config, plan, list(self.words), composed.overrides, directory)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
+        found: dict[str, Any] = {"state": state, "exit_code": code, "directory": directory.name}
+        if state == "failed":
+            found["reason"] = report.read_json(directory / "status.json").get("error") or f"exit code {code}"
+        if plan.warnings:
+            found["notes"] = list(plan.warnings)
+        return {**report.summary(directory, self.line.verb), **found}
 
-
-def _run(composed: Composed, plan: Any, row: dict[str, Any], sweep: _Sweep) -> dict[str, Any]:
-    from parallelrun.launch.start import start
-
-    _say(sweep, f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-    degrees = "".join(f"{axis}{size}" for axis, size in plan.degrees.items() if size > 1)
-    sweep.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (sweep.directory / report.RESULTS).touch(mode=0o600)  # a sweep killed in its first point can be resumed
-    directory = _fresh(sweep.directory, f"{row['point']:03d}-{plan.preset}-{degrees or 'one'}")
-    if composed.config.checkpoint.last is None:  # points are not resumed, and their checkpoints fill the disk
-        checkpoint = replace(composed.config.checkpoint, last=False)
-        composed = replace(composed, config=replace(composed.config, checkpoint=checkpoint))
-    try:
-        code = start(composed.config, plan, list(sweep.words), composed.overrides, directory)
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    state = "done" if code == EXIT_OK else "stopped" if code in _STOPPING else "failed"
-    found: dict[str, Any] = {"state": state, "exit_code": code, "directory": directory.name}
-    if state == "failed":
-        found["reason"] = report.read_json(directory / "status.json").get("error") or f"exit code {code}"
-    if plan.warnings:
-        found["notes"] = list(plan.warnings)
-    summary = report.summary(directory, sweep.line.verb)
-    return {**summary, **found}
+    def _say(self, text: str) -> None:
+        if not self.line.json:
+            print(text, flush=True)
 
 
 def _fresh(directory: Path, name: str) -> Path:
@@ -279,27 +267,18 @@ def _fresh(directory: Path, name: str) -> Path:
     return path
 
 
-def _say(sweep: _Sweep, text: str) -> None:
-    if not sweep.line.json:
-        print(text, flush=True)
+def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+    """Print the tables of a sweep of plans, unless the caller prints their documents. Returns the rows for it."""
+    if as_json:
+        hidden = ("schema", "invocation", "plan")
+        return [{**{k: v for k, v in row.items() if k not in hidden}, **row.get("plan", {})} for row in rows]
+    from parallelrun.report.layouts import sweep_table
+    from parallelrun.report.screen import open_console
 
-
-def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if not as_json:
-        from parallelrun.report.layouts import sweep_table
-        from parallelrun.report.screen import open_console
-
-        console = open_console()
-        sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], console)
-        print()
-        report.show_table(rows, console)
-        illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
-        print(f"{len(rows) - illegal} of {len(rows)} points are legal")
-        return
-    points = []
-    for row in rows:
-        plan = row.pop("plan", {})
-        kept = {key: value for key, value in row.items() if key not in ("schema", "invocation")}
-        points.append({**kept, **plan})
-    json.dump(document({"points": points}), sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    console = open_console()
+    sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], console)
+    print()
+    report.show_table(rows, console)
+    illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
+    print(f"{len(rows) - illegal} of {len(rows)} points are legal")
+    return rows

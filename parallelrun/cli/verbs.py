@@ -8,16 +8,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import completion, hosts
 from parallelrun.cli.argv import CommandLine
-from parallelrun.cli.gpus import visible_gpus
 from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
-from parallelrun.launch.environment import Attached, detect
+from parallelrun.launch.environment import Attached, detect, visible_gpus
 
 if TYPE_CHECKING:
     from parallelrun.config.compose import Composed
@@ -26,15 +25,6 @@ if TYPE_CHECKING:
 
 _INDENTED = 2**16  # characters; longer JSON is not indented: Python does it ten times slower, and nobody reads it
 _RESULTS = {"run": "summary", "verify": "verify", "bench": "bench"}  # verb -> the file with its result
-
-
-@dataclass(frozen=True)
-class _Resolved:
-    """The composed configuration, its Plan, and the run directory that was asked for."""
-
-    composed: Composed
-    plan: Plan
-    run_root: Path | None
 
 
 def run(words: list[str]) -> int:
@@ -60,22 +50,23 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         return _sweep(line, words, attached)
     with _collector_paused():
         resolved = _composed_and_resolved(line, attached)
-        if resolved is not None and line.verb in _SHOWN:
-            _SHOWN[line.verb](resolved.plan, resolved.composed.config, line.json)
-    if resolved is None or line.verb in _SHOWN:
-        return EXIT_OK
+        if resolved is None:
+            return EXIT_OK
+        composed, plan, run_root = resolved
+        if line.verb in _SHOWN:
+            _SHOWN[line.verb](plan, composed.config, line.json)
+            return EXIT_OK
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.cli import host_launcher
 
         return host_launcher.run(line.host_ranks, words, line.ssh)
     from parallelrun.launch.start import start
 
-    config, overrides = resolved.composed.config, resolved.composed.overrides
     if not line.json:
-        return start(config, resolved.plan, words, overrides, resolved.run_root)
+        return start(composed.config, plan, words, composed.overrides, run_root)
     created: list[Path] = []
-    with _screen_on_stderr():
-        code = start(config, resolved.plan, words, overrides, resolved.run_root, created=created.append)
+    with screen_on_stderr():
+        code = start(composed.config, plan, words, composed.overrides, run_root, created=created.append)
     print_json(_run_document(line.verb, code, created[0] if created else None))
     return code
 
@@ -91,12 +82,11 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
     from parallelrun.config import compose
 
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
-    if not line.json or line.verb == "plan":
-        return sweep.run(line, words, prepared)
-    points: list[dict[str, Any]] = []
-    with _screen_on_stderr():
-        code = sweep.run(line, words, prepared, points)
-    print_json({"verb": line.verb, "exit_code": code, "points": points})
+    if not line.json:
+        return sweep.run(line, words, prepared)[0]
+    with screen_on_stderr():
+        code, points = sweep.run(line, words, prepared)
+    print_json({"points": points} if line.verb == "plan" else {"verb": line.verb, "exit_code": code, "points": points})
     return code
 
 
@@ -112,8 +102,11 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Resolved | None:
-    """The configuration and plan of a command line; None if Hydra has answered one of its own flags."""
+def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> tuple[Composed, Plan, Path | None] | None:
+    """The configuration and plan of a command line, and the run directory that was asked for.
+
+    None if Hydra has answered one of its own flags.
+    """
     from parallelrun.config import compose
 
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
@@ -136,7 +129,7 @@ def _composed_and_resolved(line: CommandLine, attached: Attached | None) -> _Res
 
         composed = with_saved_configuration(composed, world)
     plan = resolve(composed.config, given=composed.given, world=world, gpus=visible_gpus())
-    return _Resolved(composed, plan, run_root)
+    return composed, plan, run_root
 
 
 def _through_hydra(prepared: Any) -> tuple[Composed, Path | None] | None:
@@ -227,7 +220,7 @@ def print_json(fields: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _screen_on_stderr() -> Iterator[None]:
+def screen_on_stderr() -> Iterator[None]:
     """Let this process and its children print to stderr, so that stdout holds the JSON document only."""
     sys.stdout.flush()
     kept = None
@@ -246,12 +239,10 @@ def _screen_on_stderr() -> Iterator[None]:
 
 def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str, Any]:
     """The JSON document of a run: exit code, directory, `status.json` and the verb's result (null if missing)."""
-    name = _RESULTS[verb]
-    found: dict[str, Any] = dict.fromkeys(("status", name))
-    if directory is not None:
-        for file in found:
-            with suppress(OSError, ValueError):
-                found[file] = json.loads((directory / f"{file}.json").read_text())
+    from parallelrun.report.sweep import read_json
+
+    names = ("status", _RESULTS[verb])
+    found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
     return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **found}
 
 

@@ -7,6 +7,7 @@ same worker. If rank 0 cannot compose, it calls `abandon`, and all ranks exit wi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -21,21 +22,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 from parallelrun.errors import (
     EXIT_HANG,
     EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    EXIT_RANK_DIED,
     EnvironmentProblem,
     ParallelrunError,
     Problem,
 )
-from parallelrun.launch import environment, failure, failure_detection, output, preflight, rank, rendezvous
+from parallelrun.launch import environment, failure, output, preflight, rank, rendezvous
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
-from parallelrun.launch.failure import GRACE_S, LOST_PEER, TIMED_OUT, ConsoleOptions, Failure
-from parallelrun.launch.failure_detection import Peers, Watchdog
+from parallelrun.launch.failure import GRACE_S, TIMED_OUT, ConsoleOptions, Failure
+from parallelrun.launch.failure_detection import Peers, Watchdog, is_recorded
 from parallelrun.launch.heartbeat import HeartbeatFile
+from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.processes import start_time
-from parallelrun.launch.rank import Job
+from parallelrun.launch.rank import STOP_SIGNALS, Job
 from parallelrun.launch.rendezvous import Member
 from parallelrun.plan.freeze import digest, load_frozen
 from parallelrun.plan.resolve import resolve
@@ -60,7 +59,7 @@ def abandon(attached: Attached, exit_code: int) -> None:
         return  # the launcher will end the other ranks
 
 
-def lead(attached: Attached, job: Job, argv: Sequence[str], options: ConsoleOptions) -> int:
+def lead(attached: Attached, job: Job, argv: Sequence[str]) -> int:
     """As rank 0: publish the run, check that all ranks have joined and agree, run the worker. Return the exit code.
 
     argv: this process's command line, which must be that of the other ranks, too. Missing or disagreeing ranks are
@@ -75,7 +74,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str], options: ConsoleOpti
         "worker": job.worker,
         "source": job.config.model.source,
         "num_gpus": job.plan.num_workers if job.plan.device == "cuda" else 0,  # the first ranks use one each
-        "options": asdict(options),  # any rank may print how to resume
+        "options": asdict(job.options),  # any rank may print how to resume
     }
     rendezvous.put(store, "run", run)
     rendezvous.put(store, "joined/0", _member(attached, run, argv))
@@ -99,7 +98,7 @@ def lead(attached: Attached, job: Job, argv: Sequence[str], options: ConsoleOpti
     write_json(path, {**json.loads(path.read_text()), "hosts": sorted({member.host for member in members})})
     members = [replace(member, words={}, code={}) for member in members]  # already compared
     rendezvous.put(store, "go", {"members": [asdict(member) for member in members]})
-    return _serve(attached, job, store, members, options)
+    return _serve(attached, job, store, members)
 
 
 def follow(argv: Sequence[str]) -> int:
@@ -121,11 +120,12 @@ def follow(argv: Sequence[str]) -> int:
     rendezvous.put(store, f"joined/{attached.rank}", _member(attached, run, argv))
     go = rendezvous.get(store, "go", rendezvous.JOIN_S + 30)
     if go is None or "failed" in go:
-        return int(go["failed"]) if go else failure_detection.leader_left_early(directory)
+        if go is None and not is_recorded(directory):
+            Status(directory).ended(EXIT_HANG, "rank 0 exited before the run began", 0)
+        return int(go["failed"]) if go else EXIT_HANG
     config = load_frozen(run["config"])
-    job = Job(config, resolve(config), directory, run["worker"])
-    members = [Member(**fields) for fields in go["members"]]
-    return _serve(attached, job, store, members, ConsoleOptions(**run["options"]))
+    job = Job(config, resolve(config), directory, run["worker"], ConsoleOptions(**run["options"]))
+    return _serve(attached, job, store, [Member(**fields) for fields in go["members"]])
 
 
 def _member(attached: Attached, run: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _member(attached: Attached, run: dict[str, Any], argv: Sequence[str]) -> dic
     return asdict(member)
 
 
-def _serve(attached: Attached, job: Job, store: Store, members: list[Member], options: ConsoleOptions) -> int:
+def _serve(attached: Attached, job: Job, store: Store, members: list[Member]) -> int:
     """Run this rank's worker under a watchdog. The rank that causes a failure reports it on the terminal."""
     hosts = [member.host for member in members]
     if len(set(hosts)) == 1:
@@ -158,73 +158,49 @@ def _serve(attached: Attached, job: Job, store: Store, members: list[Member], op
     threads = environment.threads_per_rank(os.environ, sharing)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     output.redirect(job.directory, attached.rank)
-    heartbeats = HeartbeatFile(1)
-    _take_signals(heartbeats)
-    peers = Peers.of(attached.rank, members)
-    report = _reporter(attached, job, options, terminal, peers)
+    heartbeats = HeartbeatFile(1, first_rank=attached.rank)
+    faulthandler.unregister(signal.SIGUSR1)  # Slurm may send it to every rank; a closed terminal sends SIGHUP
+    rank.take_signals(heartbeats, [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN])
+    peers = Peers.of(attached.rank, job.directory, members)
+    report = _reporter(attached, job, terminal, peers)
     status = Status(job.directory) if attached.rank == 0 else None
     if attached.rank:
-        what = "blocked: rank 0 has exited"
-
-        def blocked() -> int:
-            found = Failure(attached.rank, what, EXIT_RANK_DIED, order=LOST_PEER)
-            return report(found.at(heartbeats.read(0), os.getpid()))
-
-        failure_detection.watch_leader(attached.rank, job.directory, peers, blocked)
+        peers.watch_leader(heartbeats, report)
     settings = rank.RankSettings(attached.rank, attached.local_rank, threads=threads)
     with Watchdog(heartbeats, attached.rank, job.config.timeout_s, sys.stderr, report, status):
         code = rank.serve(job, settings, heartbeats, lambda: store)
-    if code in (EXIT_OK, EXIT_PREEMPTED) or heartbeats.returned(0) == code:
-        if status is not None:
-            status.step, status.failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
-            status.ended(code)
-            if code == EXIT_PREEMPTED:
-                print("\n".join(["preempted", *failure.how_to_resume(job.directory, options)]), file=terminal)
-        return code
-    if code == EXIT_INTERRUPTED:
-        if status is not None:
-            status.ended(code, "interrupted")
-    elif (cause := failure.read(job.directory, attached.rank)) is not None:
+    cause = failure.recorded(job.directory, heartbeats, attached.rank, os.getpid())
+    if cause is not None:
         code = report(cause)
+    elif attached.rank == 0:
+        note = "interrupted" if code == EXIT_INTERRUPTED else ""
+        step, failed_save_step = heartbeats.read(0).step, heartbeats.failed_save()
+        conclude(Outcome(code, None, note, step, failed_save_step), job, terminal)
+    if heartbeats.returned(attached.rank) == code:
+        return code
     terminal.flush()
     rank.end(code)
 
 
-def _reporter(
-    attached: Attached, job: Job, options: ConsoleOptions, terminal: TextIO, peers: Peers
-) -> Callable[[Failure], int]:
+def _reporter(attached: Attached, job: Job, terminal: TextIO, peers: Peers) -> Callable[[Failure], int]:
     """Return the function that a failing rank calls with its own failure; it returns the exit code.
 
     The rank that is the cause tells the user. Rank 0, or the lowest remaining rank, waits for the failures of the
     others and then writes the status.
     """
 
-    def show(found: Failure) -> None:
-        print("\n".join(failure.message(found, job.plan, job.directory, options)), file=terminal, flush=True)
-
     def report(own: Failure) -> int:
         if attached.rank:
             if own.order < TIMED_OUT:
-                show(own)
-            failure.write(job.directory, own)
-            if not failure_detection.must_report(own, job.directory, peers):
+                print("\n".join(failure.message(own, job.plan, job.directory, job.options)), file=terminal, flush=True)
+            with contextlib.suppress(OSError):  # a full disk
+                failure.write(job.directory, own)
+            if not peers.must_report(own):
                 return own.exit_code
         elif own.order:
             time.sleep(2 * GRACE_S if own.exit_code == EXIT_HANG else GRACE_S)
-        cause = failure.explained(failure_detection.cause(own, job.directory, peers), job.directory)
-        Status(job.directory, cause.step).ended(cause.exit_code, cause.what, cause.rank)
-        show(cause)
+        cause = failure.explained(peers.cause(own), job.directory)
+        conclude(Outcome(cause.exit_code, cause), job, terminal)
         return own.exit_code if attached.rank else cause.exit_code
 
     return report
-
-
-def _take_signals(heartbeats: HeartbeatFile) -> None:
-    """Take signals as under our own launcher. Slurm may send SIGUSR1 to every rank, a closed terminal SIGHUP."""
-    stops = [signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        stops.append(signal.SIGHUP)
-    rank.take_signals(heartbeats)
-    faulthandler.unregister(signal.SIGUSR1)
-    for number in stops:
-        signal.signal(number, lambda *_: heartbeats.request_stop())

@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallelrun import reserve, sequences, user_code
 from parallelrun.errors import EXIT_HANG, EXIT_RANK_DIED, EnvironmentProblem, ParallelrunError, Problem, cause_chain
-from parallelrun.launch.heartbeat import Heartbeat
+from parallelrun.launch.heartbeat import Heartbeat, HeartbeatFile
 from parallelrun.plan.structure import Plan
 from parallelrun.records import write_json
 
@@ -142,6 +143,23 @@ def read(directory: Path, rank: int) -> Failure | None:
     fields = {name: fields[name] for name in Failure.__dataclass_fields__}
     problems = tuple(Problem(**problem) for problem in fields["problems"])
     return Failure(**{**fields, "problems": problems, "frames": tuple(fields["frames"])})
+
+
+def record(directory: Path, heartbeats: HeartbeatFile, failure: Failure) -> None:
+    """Write a rank's failure to its file, or to memory that the launcher sees if the disk is full."""
+    try:
+        reserve.insist(directory, reserve.ERRORS, partial(write, directory, failure))
+    except OSError:
+        heartbeats.report_failure(failure.rank, failure.exit_code, failure.order, failure.what)
+
+
+def recorded(directory: Path, heartbeats: HeartbeatFile, rank: int, pid: int) -> Failure | None:
+    """Return the failure that a rank of this host has recorded, in its file or in memory; None if there is none."""
+    found, reported = read(directory, rank), heartbeats.reported_failure(rank)
+    if found is None and reported is not None:
+        exit_code, order, what = reported
+        found = Failure(rank, what, exit_code, order=order).at(heartbeats.read(rank), pid)
+    return found
 
 
 def message(failure: Failure, plan: Plan, directory: Path, options: ConsoleOptions = ConsoleOptions()) -> list[str]:

@@ -116,7 +116,7 @@ class Watchdog:
     def watch(self) -> None:
         """Look at the heartbeat every _WATCH_S seconds until `done` is set or the rank hangs."""
         while not self.done.wait(_WATCH_S):
-            heartbeat = self.heartbeats.read(0)
+            heartbeat = self.heartbeats.read(self.rank)
             if self.status is not None:
                 self.status.update(heartbeat.step, self.heartbeats.failed_save())
             if heartbeat.age_s > self.timeout_s:
@@ -143,94 +143,88 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes of all ranks. visible: the ranks whose processes this rank can see."""
+    """The processes of all ranks, as this rank sees them. folder: the run directory; visible: the ranks whose processes
+    this rank can see."""
 
+    rank: int
+    folder: Path
     members: Sequence[Member]
     visible: frozenset[int]
 
     @classmethod
-    def of(cls, rank: int, members: Sequence[Member]) -> Peers:
+    def of(cls, rank: int, folder: Path, members: Sequence[Member]) -> Peers:
         """Return the view of `rank` at the start: it sees the ranks on its host, unless containers hide them."""
         here = [m for m in members if m.host == members[rank].host and m.born]
-        return cls(members, frozenset(m.rank for m in here if start_time(m.pid) == m.born))
+        return cls(rank, folder, members, frozenset(m.rank for m in here if start_time(m.pid) == m.born))
 
     def has_exited(self, rank: int) -> bool:
         """Return whether the process of `rank` is known to have exited."""
         return rank in self.visible and start_time(self.members[rank].pid) != self.members[rank].born
 
+    def cause(self, own: Failure) -> Failure:
+        """Return the root cause, from the failures that ranks have written and the ranks that exited without one."""
+        written = {m.rank: found for m in self.members if (found := failure.read(self.folder, m.rank))}
+        first = failure.root_cause([own, *written.values()])
+        silent = [m.rank for m in self.members if m.rank not in written and m.rank != own.rank]
+        exited = [rank for rank in silent if self.has_exited(rank)]
+        died = exited[:1] if first.order > CAUSE else []
+        if not died and first.order == LOST_PEER and len(silent) == 1:
+            died = silent
+        if died:
+            what = "died: it exited without a message (killed, out of memory, or a crash in native code: see its log)"
+            pid = self.members[died[0]].pid if exited else 0
+            return Failure(died[0], what, EXIT_RANK_DIED, pid=pid, step=own.step, phase=own.phase)
+        if first.order == TIMED_OUT and silent:
+            what = "hangs: all other ranks wait for it, and it does not answer"
+            return replace(first, rank=silent[0], pid=0, what=what)
+        return first
 
-def leader_left_early(folder: Path) -> int:
-    """Record that rank 0 exited before the run began. Return the exit code, the same on every rank."""
-    if not _is_recorded(folder):
-        Status(folder).ended(EXIT_HANG, "rank 0 exited before the run began", LEADER)
-    return EXIT_HANG
+    def must_report(self, own: Failure) -> bool:
+        """Return whether this rank, which is not rank 0, must record how the run ended. It waits until that is known.
 
+        True on the lowest remaining rank if rank 0 has exited and status.json still says `running`. A rank that is
+        itself the cause does not wait for rank 0, because the others only fail after it has exited.
+        """
+        is_victim = own.order > SUSPECT
+        deadline = time.monotonic() + (LEADER_S if is_victim else 0.0)
+        while not is_recorded(self.folder):
+            if self.has_exited(LEADER):
+                time.sleep(REPORT_S)
+                break
+            if time.monotonic() >= deadline:
+                unseen = LEADER not in self.visible and failure.read(self.folder, LEADER) is None
+                return is_victim and unseen and self._is_lowest_remaining()
+            time.sleep(_TICK_S)
+        deadline = time.monotonic() + LEADER_S
+        while not is_recorded(self.folder) and time.monotonic() < deadline:
+            if self._is_lowest_remaining():
+                return True
+            time.sleep(_TICK_S)
+        return False
 
-def cause(own: Failure, folder: Path, peers: Peers) -> Failure:
-    """Return the root cause, from the failures that ranks have written and the ranks that exited without one."""
-    written = {m.rank: found for m in peers.members if (found := failure.read(folder, m.rank))}
-    first = failure.root_cause([own, *written.values()])
-    silent = [m.rank for m in peers.members if m.rank not in written and m.rank != own.rank]
-    exited = [rank for rank in silent if peers.has_exited(rank)]
-    died = exited[:1] if first.order > CAUSE else []
-    if not died and first.order == LOST_PEER and len(silent) == 1:
-        died = silent
-    if died:
-        what = "died: it exited without a message (killed, out of memory, or a crash in native code: see its log)"
-        pid = peers.members[died[0]].pid if exited else 0
-        return Failure(died[0], what, EXIT_RANK_DIED, pid=pid, step=own.step, phase=own.phase)
-    if first.order == TIMED_OUT and silent:
-        return replace(first, rank=silent[0], pid=0, what="hangs: all other ranks wait for it, and it does not answer")
-    return first
+    def watch_leader(self, heartbeats: HeartbeatFile, report: Callable[[Failure], object]) -> None:
+        """Start a thread that calls `report` if rank 0 exits, this rank must report it, and its worker is blocked."""
 
+        def watch() -> None:
+            while not self.has_exited(LEADER):
+                time.sleep(10 * _TICK_S)
+            time.sleep(BLOCKED_S)
+            if not is_recorded(self.folder) and self._is_lowest_remaining():
+                found = Failure(self.rank, "blocked: rank 0 has exited", EXIT_RANK_DIED, order=LOST_PEER)
+                report(found.at(heartbeats.read(self.rank), os.getpid()))
 
-def must_report(own: Failure, folder: Path, peers: Peers) -> bool:
-    """Return whether this rank, which is not rank 0, must record how the run ended. It waits until that is known.
+        if LEADER in self.visible:
+            threading.Thread(target=watch, daemon=True, name="parallelrun-watch-leader").start()
 
-    True on the lowest remaining rank if rank 0 has exited and status.json still says `running`. A rank that is itself
-    the cause does not wait for rank 0, because the others only fail after it has exited.
-    """
-    is_victim = own.order > SUSPECT
-    deadline = time.monotonic() + (LEADER_S if is_victim else 0.0)
-    while not _is_recorded(folder):
-        if peers.has_exited(LEADER):
-            time.sleep(REPORT_S)
-            break
-        if time.monotonic() >= deadline:
-            unseen = LEADER not in peers.visible and failure.read(folder, LEADER) is None
-            return is_victim and unseen and _is_lowest_remaining(own.rank, folder, peers)
-        time.sleep(_TICK_S)
-    deadline = time.monotonic() + LEADER_S
-    while not _is_recorded(folder) and time.monotonic() < deadline:
-        if _is_lowest_remaining(own.rank, folder, peers):
-            return True
-        time.sleep(_TICK_S)
-    return False
-
-
-def watch_leader(rank: int, folder: Path, peers: Peers, report: Callable[[], object]) -> None:
-    """Start a thread that calls `report` if rank 0 exits, this rank must report it, and its worker is blocked."""
-
-    def watch() -> None:
-        while not peers.has_exited(LEADER):
-            time.sleep(10 * _TICK_S)
-        time.sleep(BLOCKED_S)
-        if not _is_recorded(folder) and _is_lowest_remaining(rank, folder, peers):
-            report()
-
-    if LEADER in peers.visible:
-        threading.Thread(target=watch, daemon=True, name="parallelrun-watch-leader").start()
-
-
-def _is_lowest_remaining(rank: int, folder: Path, peers: Peers) -> bool:
-    """Return whether no rank between rank 0 and this one remains. Ranks on other hosts count if they have written."""
-    return all(
-        peers.has_exited(other) if other in peers.visible else failure.read(folder, other) is None
-        for other in range(LEADER + 1, rank)
-    )
+    def _is_lowest_remaining(self) -> bool:
+        """Return whether no rank between rank 0 and this one remains. Those on other hosts remain until they write."""
+        return all(
+            self.has_exited(other) if other in self.visible else failure.read(self.folder, other) is None
+            for other in range(LEADER + 1, self.rank)
+        )
 
 
-def _is_recorded(folder: Path) -> bool:
+def is_recorded(folder: Path) -> bool:
     """Return whether status.json says how the run ended."""
     try:
         return bool(json.loads((folder / "status.json").read_text())["state"] != "running")

@@ -44,15 +44,19 @@ class _Header(ctypes.Structure):
 class HeartbeatFile:
     """A header and one slot per rank. No lock is needed: a rank writes only its own slot, and `stop` is only set."""
 
-    def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """Map the file behind the inherited `descriptor`, or a new file in which every rank starts now."""
+    def __init__(self, num_ranks: int, descriptor: int | None = None, first_rank: int = 0):
+        """Map the file behind the inherited `descriptor`, or a new file in which every rank starts now.
+
+        The ranks are `first_rank` and the following.
+        """
         size = ctypes.sizeof(_Header) + num_ranks * ctypes.sizeof(_Slot)
         self.descriptor = _anonymous_file(size) if descriptor is None else descriptor
         memory = mmap.mmap(self.descriptor, size)
         self._header = _Header.from_buffer(memory)
-        self._slots = (_Slot * num_ranks).from_buffer(memory, ctypes.sizeof(_Header))
+        slots = (_Slot * num_ranks).from_buffer(memory, ctypes.sizeof(_Header))
+        self._slots = dict(enumerate(slots, first_rank))
         if descriptor is None:
-            for rank in range(num_ranks):
+            for rank in self._slots:
                 self._slots[rank].returned = NOT_RETURNED
                 self.beat(rank, 0, "start")
 

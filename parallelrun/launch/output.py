@@ -1,4 +1,7 @@
-"""Output of ranks: every rank writes to `logs/rank_<n>.log`; rank 0's stdout goes to the terminal as well."""
+"""Output of ranks: every rank writes to `logs/rank_<n>.log`; rank 0's stdout goes to the terminal as well.
+
+No stream ends the program: a full, closed or unread one drops what is written to it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+from parallelrun.errors import EnvironmentProblem, Problem
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r(?=\n)")
 
@@ -49,29 +54,68 @@ class Log:
             self._file.flush()
 
 
-class Screen(Log):
+class Output:
+    """A stream that records the first error of writing to it, and drops everything that is written afterwards."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """Act, unless an earlier error is recorded. After an error, send the stream's buffer, which Python flushes at
+        exit, to /dev/null."""
+        try:
+            if self.error is None:
+                action()
+        except OSError as error:
+            self.error = error
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Make `sys.stdout` an Output. At the end, raise EnvironmentProblem if writing failed, except to a closed pipe."""
+    before = sys.stdout
+    # if the shell closed it (`>&-`), this file takes the lowest free number, so that nothing else becomes stdout
+    stream = before if before is not None else open(os.devnull, "w")  # noqa: SIM115
+    output = Output(stream)
+    sys.stdout = cast(TextIO, output)
+    try:
+        yield
+        output.flush()
+    finally:
+        sys.stdout = before
+    if output.error is not None and not isinstance(output.error, (BrokenPipeError, ConnectionResetError)):
+        what = f"standard output cannot be written to: {output.error.strerror or output.error}"
+        raise EnvironmentProblem(Problem(what, "standard output"))
+
+
+class Screen(Output):
     """The terminal, with a plain copy in the log. A closed terminal (`| head`) does not end the run."""
 
     def __init__(self, terminal: TextIO, log: TextIO):
         terminal.fileno()  # raises if there is no terminal
         super().__init__(terminal)
-        self._log, self._is_closed = log, False
+        self._log = log
 
     def write(self, text: str) -> int:
         self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
-        self._try(lambda: self._file.write(text))
-        return len(text)
+        return super().write(text)
 
     def flush(self) -> None:
         self._log.flush()
-        self._try(self._file.flush)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        try:
-            if not self._is_closed:
-                action()
-        except OSError:
-            self._is_closed = True
+        super().flush()
 
 
 def redirect(directory: Path, rank: int) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +35,7 @@ def preload(job: Job) -> None:
     A failing import is ignored: it fails again in the ranks, which log it.
     """
     plan = job.plan
-    if job.method == EXEC or not _may_fork(plan):
+    if not _may_fork(plan):
         return
     with contextlib.suppress(Exception):
         ranks.find_worker(job.worker)
@@ -74,7 +74,7 @@ def num_threads() -> int:
 
 def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
     """Start every rank and yield its pid. The store's socket is bound to 127.0.0.1 before the first rank starts."""
-    start_rank = _fork if (job.method or method_for(job.plan)) == FORK else _exec
+    start_rank = _fork if method_for(job.plan) == FORK else _exec
     threads = threads_per_rank(os.environ, job.plan.world)
     with socket.create_server((ranks.LOOPBACK, 0), backlog=_BACKLOG) as listener:
         for stream in (sys.stdout, sys.stderr):
@@ -83,14 +83,18 @@ def start(job: Job, heartbeats: HeartbeatFile) -> Iterator[int]:
         gc.freeze()
         try:
             for rank in range(job.plan.world):
-                yield start_rank(job, RankSettings(rank, rank, rank, threads), heartbeats, listener)
+                yield start_rank(job, RankSettings(rank, rank, threads), heartbeats, listener)
         finally:
             gc.unfreeze()
 
 
-def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
-    parent, rank, world = os.getpid(), settings.rank, job.plan.world
-    # until the child has installed its own handlers, a signal would run the launcher's
+def fork(run: Callable[[], int]) -> int:
+    """Start a process that exits with the code of `run`, has its own process group and ends with this process. Return
+    its pid.
+
+    Until `run` has set its signal handlers and calls `unblock_signals`, a signal would run those of this process.
+    """
+    parent = os.getpid()
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -100,13 +104,27 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
     code = 1
     try:
         ranks.leave_with_parent(parent)
-        os.setpgid(0, 0)
+        own_group(0)
         signal.set_wakeup_fd(-1)
+        code = run()
+    finally:
+        ranks.end(code)
+
+
+def unblock_signals() -> None:
+    """Accept signals again, in a process that `fork` has started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
+def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
+    rank, world = settings.rank, job.plan.world
+
+    def run() -> int:
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         redirect(job.directory, rank)
         ranks.take_signals(heartbeats)
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        unblock_signals()
         environment = for_rank(os.environ, rank, world, settings.threads)
         os.environ.clear()
         os.environ.update(environment)
@@ -115,9 +133,9 @@ def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
         if descriptor is None:
             listener.close()
         connect = partial(ranks.tcp_store, ranks.LOOPBACK, port, world, descriptor) if world > 1 else None
-        code = ranks.serve(job, settings, heartbeats, connect)
-    finally:
-        ranks.end(code)
+        return ranks.serve(job, settings, heartbeats, connect)
+
+    return fork(run)
 
 
 def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
@@ -152,7 +170,7 @@ def _exec(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener:
 
 
 def own_group(pid: int) -> None:
-    """Give a rank its own process group: Ctrl-C then reaches only the launcher, and `kill_group` ends its children."""
+    """Give a rank its own process group: Ctrl-C then reaches only the launcher, and `reap` ends its children."""
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
@@ -163,10 +181,16 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_group(pid: int) -> None:
-    """Kill all processes that a rank has started. Call this before the rank is reaped, while its pid is reserved."""
+def reap(pid: int, wait: bool = False) -> int | None:
+    """Return the exit code of a rank, or minus the number of the signal that ended it; None if it still runs.
+
+    All processes that it has started are killed before it is reaped, while its pid is reserved.
+    """
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)) is None:
+        return None
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def is_stopped(pid: int) -> bool:

@@ -15,19 +15,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallelrun import reserve
 from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import EXIT_INTERRUPTED, EnvironmentProblem, Problem
 from parallelrun.launch import failure, preflight
+from parallelrun.launch.failure import ConsoleOptions
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import redirect
 from parallelrun.plan.structure import Plan
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 WORKER = "parallelrun.launch.worker:run"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; method: fork |
-    exec, or empty to choose the one that is possible."""
+    """A run to launch. directory: the run directory, with config.yaml in it; worker: `module:function`; options: how to
+    talk to the user."""
 
     config: Config
     plan: Plan
     directory: Path
     worker: str = WORKER
-    method: str = ""
+    options: ConsoleOptions = field(default_factory=ConsoleOptions)
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What differs between ranks. slot: in the heartbeat file; threads: compute threads, 0 for OMP_NUM_THREADS."""
+    """What differs between ranks. threads: compute threads, 0 for OMP_NUM_THREADS."""
 
     rank: int
     local_rank: int
-    slot: int = 0
     threads: int = 0
 
 
@@ -70,10 +70,9 @@ def serve(
     Never raises: a failure is written to `errors/`, its traceback to stderr. connect: returns the store; None in a run
     of one rank, which has no process group.
     """
-    slot = settings.slot
     try:
         code = _work(job, settings, heartbeats, connect)
-        heartbeats.set_returned(slot, code)
+        heartbeats.set_returned(settings.rank, code)
         return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -84,11 +83,7 @@ def serve(
         with contextlib.suppress(OSError, ValueError):  # the disk of the log may be full
             traceback.print_exception(error)
         found = failure.of_exception(error, settings.rank, now, single_rank=connect is None)
-        found = found.at(heartbeats.read(slot), os.getpid())
-        try:
-            reserve.insist(job.directory, reserve.ERRORS, partial(failure.write, job.directory, found))
-        except OSError:
-            heartbeats.report_failure(slot, found.exit_code, found.order, found.what)
+        failure.record(job.directory, heartbeats, found.at(heartbeats.read(settings.rank), os.getpid()))
         return found.exit_code
 
 
@@ -98,7 +93,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    rank, world, slot = settings.rank, job.plan.world, settings.slot
+    rank, world = settings.rank, job.plan.world
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):  # forked ranks have the launcher's generators
         seed((job.config.seed * 1_000_003 + rank) % 2**32)
     device = _device(job.plan, settings)
@@ -111,7 +106,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
         local_rank=settings.local_rank,
         device=device,
         directory=job.directory,
-        heartbeat=partial(heartbeats.beat, slot),
+        heartbeat=partial(heartbeats.beat, rank),
         stop_requested=heartbeats.stop_requested,
         save_failed=heartbeats.set_failed_save,
         console_owner=rank == 0,
@@ -119,7 +114,7 @@ def _work(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, connect: 
     )
     code: int = find_worker(job.worker)(job.config, job.plan, context)
     if store is not None:
-        heartbeats.beat(slot, heartbeats.read(slot).step, "finish")
+        heartbeats.beat(rank, heartbeats.read(rank).step, "finish")
         _leave(store, rank, world)
     return code
 
@@ -197,12 +192,13 @@ def tcp_store(host: str, port: int, world: int, listener: int | None, timeout_s:
     return store
 
 
-def take_signals(heartbeats: HeartbeatFile) -> None:
-    """Let SIGTERM ask all ranks of the host to stop after their step, and SIGINT interrupt at once."""
-    signal.signal(signal.SIGTERM, lambda *_: heartbeats.request_stop())
+def take_signals(heartbeats: HeartbeatFile, stops: Sequence[int] = (signal.SIGTERM,)) -> None:
+    """Let the signals `stops` ask all ranks of the host to stop after their step, and SIGINT interrupt at once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to the terminal from its own process group
+    for number in stops:
+        signal.signal(number, lambda *_: heartbeats.request_stop())
 
 
 def end(code: int) -> NoReturn:
@@ -249,7 +245,7 @@ def main(
         what = f"config.yaml describes {job.plan.world} ranks, but the launcher started {world}"
         raise EnvironmentProblem(Problem(what, "config.yaml"))
     connect = partial(tcp_store, LOOPBACK, port, world, listener) if world > 1 else None
-    end(serve(job, RankSettings(rank, rank, rank), heartbeat_file, connect))
+    end(serve(job, RankSettings(rank, rank), heartbeat_file, connect))
 
 
 if __name__ == "__main__":

@@ -129,13 +129,18 @@ def forget_port(attached: Attached) -> None:
             _port_file(attached).unlink()
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on exactly this address. Port 0: on a free port."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((str(address[0]), int(address[1])), family=family, backlog=4096)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Return the socket that our launcher has opened on this host, else one on exactly this address."""
     if descriptor := os.environ.pop(LISTENER, ""):  # removed, so that child processes do not use it
         return socket.socket(fileno=int(descriptor))
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), int(address[1])), family=family, backlog=4096)
+        return listen(host, port)
     except OSError as error:
         what = f"rank 0 cannot listen on {host}:{port}: {error.strerror or error}"
         command = "MASTER_PORT=<a free port>; on one host, unset MASTER_ADDR and MASTER_PORT"

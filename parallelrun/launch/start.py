@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +13,16 @@ from parallelrun import definitions
 from parallelrun.checkpoint.resume import AUTO, Chosen, choose, hold, resumed_from
 from parallelrun.config.schema import Config
 from parallelrun.data import open_dataset
-from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_RUN_FAILED, EXIT_TERMINATED
+from parallelrun.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_TERMINATED
 from parallelrun.launch import attach, directory, environment, failure, output, preflight, rank, supervisor, tf_config
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached
 from parallelrun.launch.failure import ConsoleOptions, Failure
 from parallelrun.launch.failure_detection import Watchdog
 from parallelrun.launch.heartbeat import HeartbeatFile
-from parallelrun.launch.rank import Job, RankSettings
-from parallelrun.launch.supervisor import STOP_SIGNALS, Outcome, signal_handlers
+from parallelrun.launch.outcome import Outcome, conclude
+from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
+from parallelrun.launch.supervisor import signal_handlers
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
 from parallelrun.wording import counted
@@ -36,19 +35,17 @@ def start(
     overrides: Sequence[str],
     run_root: Path | None = None,
     worker: str = rank.WORKER,
-    method: str = "",
     created: Callable[[Path], None] | None = None,
 ) -> int:
     """Create the run directory and run `plan` to its end. Return the exit code.
 
     argv: for the manifest. overrides: for the command that resumes the run. run_root: use exactly this directory
-    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. method: fork | exec, empty for the one that is
-    possible. created: is called with the run directory. Raises ConfigError and EnvironmentProblem before any process
-    is started.
+    (`hydra.run.dir`, a point of a sweep). worker: `module:function`. created: is called with the run directory. Raises
+    ConfigError and EnvironmentProblem before any process is started.
     """
-    options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
     attached = environment.detect(os.environ)
-    job = _prepare(Job(config, plan, Path(), worker, method), argv, overrides, attached, run_root)
+    options = ConsoleOptions(tuple(overrides), "-v" in argv or "--verbose" in argv)
+    job = _prepare(Job(config, plan, Path(), worker, options), argv, attached, run_root)
     if job is None:
         if attached:
             attach.abandon(attached, EXIT_OK)
@@ -56,18 +53,18 @@ def start(
     if created:
         created(job.directory)
     if attached:
-        return attach.lead(attached, job, argv, options)
+        return attach.lead(attached, job, argv)
     status = Status(job.directory)
     status.running()
     try:
         # a point of a sweep is never inline: its crash must not end the sweep, and its threads would forbid later forks
-        outcome = _inline(job, options) if plan.world == 1 and run_root is None else supervisor.supervise(job)
+        outcome = _inline(job) if plan.world == 1 and run_root is None else supervisor.supervise(job)
     except KeyboardInterrupt:
         outcome = Outcome(EXIT_INTERRUPTED, note="interrupted")
     except BaseException as error:
         status.ended(EXIT_RUN_FAILED, f"{type(error).__name__}: {error}")
         raise
-    _conclude(outcome, job, options)
+    conclude(outcome, job)
     return outcome.exit_code
 
 
@@ -76,9 +73,7 @@ def starting(world: int, dataset: str | None) -> str:
     return f"starting {counted(world, 'rank')}" + (f", loading data ({dataset})" if dataset else "")
 
 
-def _prepare(
-    job: Job, argv: Sequence[str], overrides: Sequence[str], attached: Attached | None, run_root: Path | None
-) -> Job | None:
+def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root: Path | None) -> Job | None:
     """Make all checks, then create the run directory and write what is known before the first step. Return `job` with
     the directory and the resolved `resume`; None, after a message, if the run to resume has already finished."""
     config, plan = job.config, job.plan
@@ -108,7 +103,7 @@ def _prepare(
         resumed, warning = resumed_from(found, config.dataset.name, dataset.fingerprint)
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
-    directory.describe(folder, config, plan, argv, overrides, resumed)
+    directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
     return replace(job, config=config, directory=folder)
 
 
@@ -133,49 +128,12 @@ def _held(config: Config, plan: Plan, found: Chosen, folder: Path) -> tuple[Conf
     return replace(config, resume=str(held)), found
 
 
-def _conclude(outcome: Outcome, job: Job, options: ConsoleOptions) -> None:
-    """Write the final status; print the error, the interruption, or how to resume a preempted run."""
-    status, cause = Status(job.directory, failed_save_step=outcome.failed_save_step), outcome.cause
-    status.step = max(outcome.step, cause.step if cause else 0)
-    status.ended(outcome.exit_code, cause.what if cause else outcome.note or None, cause.rank if cause else None)
-    lines = []
-    if cause:
-        lines = failure.message(cause, job.plan, job.directory, options)
-    elif outcome.note:
-        saved = failure.last_checkpoint(job.directory)
-        lines = [f"{outcome.note}; last good checkpoint: {f'step {saved[0]}' if saved else 'none'}; {job.directory}"]
-    elif outcome.exit_code == EXIT_PREEMPTED:
-        lines = ["preempted", *failure.how_to_resume(job.directory, options)]
-    if lines:
-        before = "\n" if sys.stderr.isatty() else ""  # leave a progress line as it is
-        with contextlib.suppress(OSError):  # a closed terminal, or a file on a full disk
-            print(before + "\n".join(lines), file=sys.stderr, flush=True)
+def _inline(job: Job) -> Outcome:
+    """Run the worker of a single rank in this process, watched by a thread.
 
-
-def _inline(job: Job, options: ConsoleOptions) -> Outcome:
-    """Run the worker of a single rank in this process, watched by a thread."""
+    A stop signal asks the worker to stop after its step; a second one interrupts it.
+    """
     heartbeats, terminal = HeartbeatFile(1), sys.stderr
-    with _stopping(heartbeats), output.copied(job.directory, 0) as log:
-
-        def on_hang(cause: Failure) -> None:
-            sys.stderr = terminal
-            _conclude(Outcome(cause.exit_code, cause, step=cause.step), job, options)
-
-        with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
-            code = rank.serve(job, RankSettings(0, 0), heartbeats)
-    outcome = Outcome(code, step=heartbeats.read(0).step, failed_save_step=heartbeats.failed_save())
-    if code == EXIT_INTERRUPTED:
-        terminated = heartbeats.stop_requested()
-        note = f"{'terminated' if terminated else 'interrupted'} at step {outcome.step}"
-        return replace(outcome, exit_code=EXIT_TERMINATED if terminated else code, note=note)
-    cause, reported = failure.read(job.directory, 0), heartbeats.reported_failure(0)
-    if cause is None and reported is not None:
-        cause = Failure(0, reported[2], reported[0], pid=os.getpid(), step=outcome.step)
-    return replace(outcome, cause=cause)
-
-
-def _stopping(heartbeats: HeartbeatFile) -> AbstractContextManager[None]:
-    """Let stop signals ask the inline worker to stop after its step; a second one interrupts it."""
 
     def stop(number: int, _frame: object) -> None:
         if heartbeats.stop_requested():
@@ -183,4 +141,15 @@ def _stopping(heartbeats: HeartbeatFile) -> AbstractContextManager[None]:
             raise KeyboardInterrupt(signal.Signals(number).name)
         heartbeats.request_stop()
 
-    return signal_handlers(STOP_SIGNALS, stop)
+    def on_hang(cause: Failure) -> None:
+        conclude(Outcome(cause.exit_code, cause), job, terminal)
+
+    with signal_handlers(STOP_SIGNALS, stop), output.copied(job.directory, 0) as log:
+        with Watchdog(heartbeats, 0, job.config.timeout_s, log, on_hang, Status(job.directory)):
+            code = rank.serve(job, RankSettings(0, 0), heartbeats)
+    outcome = Outcome(code, None, "", heartbeats.read(0).step, heartbeats.failed_save())
+    if code == EXIT_INTERRUPTED:
+        terminated = heartbeats.stop_requested()
+        note = f"{'terminated' if terminated else 'interrupted'} at step {outcome.step}"
+        return replace(outcome, exit_code=EXIT_TERMINATED if terminated else code, note=note)
+    return replace(outcome, cause=failure.recorded(job.directory, heartbeats, 0, os.getpid()))

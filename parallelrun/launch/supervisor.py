@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import connection
 
 from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, EXIT_TERMINATED
@@ -22,26 +22,15 @@ from parallelrun.launch import failure, failure_detection, processes
 from parallelrun.launch.directory import Status
 from parallelrun.launch.failure import GRACE_S, Failure
 from parallelrun.launch.heartbeat import NOT_RETURNED, HeartbeatFile
+from parallelrun.launch.outcome import Outcome
 from parallelrun.launch.output import log_path
-from parallelrun.launch.rank import Job
+from parallelrun.launch.rank import STOP_SIGNALS, Job
 
 INTERRUPT_S = 3.0  # after Ctrl-C: time to unwind
 TICK_S = 0.1
 LOOK_S = 2.0  # of silence, after which the ranks' first collectives are compared
 DUMP_S = 0.5  # time for faulthandler to write
 SYNCHRONOUS = ("start", "build", "finish")  # phases in which every rank waits for every other
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # Slurm announces preemption by SIGTERM or SIGUSR1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the ranks ended. cause: the root cause, if a rank failed; note: how the user ended the run."""
-
-    exit_code: int
-    cause: Failure | None = None
-    note: str = ""
-    step: int = 0
-    failed_save_step: int = 0
 
 
 def supervise(job: Job) -> Outcome:
@@ -110,8 +99,8 @@ class Supervisor:
         while self._alive:
             self._handle_signals()
             for rank, pid in list(self._alive.items()):
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    self._reap(rank)
+                if (code := processes.reap(pid)) is not None:
+                    self._on_exit(rank, code)
             self._tick()
             if self._alive:
                 connection.wait(self._pidfds.values(), TICK_S)  # sleeps until a rank exits
@@ -121,9 +110,8 @@ class Supervisor:
         """Kill and reap the remaining ranks."""
         self._kill_all()
         for pid in self._alive.values():
-            processes.kill_group(pid)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                processes.reap(pid, wait=True)
         for descriptor in (*self._pidfds.values(), self._heartbeats.descriptor):
             os.close(descriptor)
         self._alive.clear()
@@ -134,12 +122,11 @@ class Supervisor:
             self._ended_by_us.add(rank)
             processes.kill(pid, signal.SIGKILL)
 
-    def _reap(self, rank: int) -> None:
-        now, pid = time.monotonic_ns(), self._alive.pop(rank)
+    def _on_exit(self, rank: int, code: int) -> None:
+        now = time.monotonic_ns()
+        del self._alive[rank]
         if rank in self._pidfds:
             os.close(self._pidfds.pop(rank))
-        processes.kill_group(pid)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         failed = code != self._heartbeats.returned(rank) and rank not in self._ended_by_us
         if failed and self._is_spare(rank, code):
             self._lost.add(rank)
@@ -165,13 +152,9 @@ class Supervisor:
     def _fail(self, rank: int, code: int, now: int) -> None:
         if code == EXIT_INTERRUPTED and self._signals:
             return
-        found = failure.read(self._job.directory, rank) if code >= 0 else None
-        if found is None:
-            found = self._of_exit(rank, code, now)
-            if code >= 0 and (reported := self._heartbeats.reported_failure(rank)) is not None:
-                found = replace(found, exit_code=reported[0], order=reported[1], what=reported[2])
-            found = found.at(self._heartbeats.read(rank), self._pids[rank])
-        self._failures.append(found)
+        pid = self._pids[rank]
+        found = failure.recorded(self._job.directory, self._heartbeats, rank, pid) if code >= 0 else None
+        self._failures.append(found or self._of_exit(rank, code, now).at(self._heartbeats.read(rank), pid))
         self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _handle_signals(self) -> None:

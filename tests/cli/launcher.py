@@ -258,15 +258,17 @@ def program_in(call: dict[str, Any]) -> int:
 def launch(wanted: dict[str, Any]) -> int:
     """What a launcher does: `start`, its errors said as the command line says them."""
     from parallelrun.cli import errors
+    from parallelrun.launch import processes
     from parallelrun.launch.start import start
     from tests.plans import tiny_config, tiny_plan
 
+    processes.method_for = lambda plan: wanted["method"]
     overrides = wanted["overrides"]
     config = replace(tiny_config(overrides), runs=wanted["runs"], timeout_s=wanted["timeout_s"])
     words = [f"{key}={value}" for key, value in overrides.items()]
     root = Path(wanted["run_root"]) if wanted["run_root"] else None
     try:
-        return start(config, tiny_plan(overrides), words, words, root, wanted["worker"], wanted["method"])
+        return start(config, tiny_plan(overrides), words, words, root, wanted["worker"])
     except Exception as error:
         return errors.report(error, False)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from parallelrun.cli import all_reduce, doctor
+from parallelrun.cli import doctor
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def two_gpus(monkeypatch):
 
 def test_every_gpu_takes_part_in_the_sum(monkeypatch, two_gpus):
     asked = []
-    monkeypatch.setattr(all_reduce, "run", lambda *words: asked.append(words) or 0.0012)
+    monkeypatch.setattr(doctor, "all_reduce", lambda *words: asked.append(words) or 0.0012)
     (check,) = doctor._gpu_all_reduce()
     assert asked == [(2, "nccl")]
     assert (check.name, check.state, check.detail) == ("nccl all-reduce", "pass", "2 GPUs, 64 MiB in 1.2 ms")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from parallelrun.cli import errors
-from parallelrun.cli.gpus import visible_gpus
 from parallelrun.cli.main import main
 from parallelrun.errors import ConfigError, EnvironmentProblem, Problem
 
@@ -72,16 +71,3 @@ def test_an_error_that_is_not_hydras_is_not_called_a_configuration_error():
 def test_what_hydra_cannot_find_is_named(word, said, capsys):
     assert main(["plan", word]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallelrun.cli.gpus._torch_is_cpu_only", lambda: False)
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "null"):
-        (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == 3
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 2
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, tmp_path) == 1
-    assert visible_gpus({}, tmp_path / "absent") == 0
-    monkeypatch.setattr("parallelrun.cli.gpus._torch_is_cpu_only", lambda: True)
-    assert visible_gpus({}, tmp_path) == 0

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.launch.environment import Attached, detect, first_host, for_rank, threads_per_rank
+from parallelrun.launch.environment import Attached, detect, first_host, for_rank, threads_per_rank, visible_gpus
 
 TORCHRUN = {
     "RANK": "3",
@@ -133,3 +133,16 @@ def test_ranks_share_the_cores_and_the_user_s_wish_wins(monkeypatch):
     assert [threads_per_rank({}, ranks) for ranks in (1, 2, 3, 8, 32)] == [8, 4, 2, 1, 1]
     assert threads_per_rank({"OMP_NUM_THREADS": "5"}, 8) == 5
     assert threads_per_rank({"OMP_NUM_THREADS": "0"}, 8) == 1
+
+
+def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr("parallelrun.launch.environment._torch_is_cpu_only", lambda: False)
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == 3
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, tmp_path) == 1
+    assert visible_gpus({}, tmp_path / "absent") == 0
+    monkeypatch.setattr("parallelrun.launch.environment._torch_is_cpu_only", lambda: True)
+    assert visible_gpus({}, tmp_path) == 0

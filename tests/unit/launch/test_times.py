@@ -7,6 +7,7 @@ the code, because a wrong constant is what these tests look for.
 from __future__ import annotations
 
 import io
+import queue
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,18 +221,18 @@ def members(*hosts: str) -> list[Member]:
 
 
 def test_a_leader_on_another_host_is_given_three_seconds_to_speak(monkeypatch, clock, tmp_path):
-    peers = Peers(members("a", "b"), frozenset())
+    peers = Peers(1, tmp_path, members("a", "b"), frozenset())
     began = clock.now
-    assert failure_detection.must_report(Failure(1, "lost", 6, 0, order=3), tmp_path, peers)
+    assert peers.must_report(Failure(1, "lost", 6, 0, order=3))
     assert clock.now - began == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_blocked_survivor_speaks_two_seconds_after_the_leader_is_gone(monkeypatch, clock, tmp_path):
     spoken, gone_at = [], clock.now + 4.0
-    peers = Peers(members("a", "a"), frozenset({0, 1}))
+    peers = Peers(1, tmp_path, members("a", "a"), frozenset({0, 1}))
     monkeypatch.setattr(Peers, "has_exited", lambda self, one: one == 0 and clock.now >= gone_at)
     monkeypatch.setattr(failure_detection.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
-    failure_detection.watch_leader(1, tmp_path, peers, lambda: spoken.append(clock.now - gone_at))
+    peers.watch_leader(heartbeat.HeartbeatFile(1, first_rank=1), lambda found: spoken.append(clock.now - gone_at))
     assert spoken == pytest.approx([2.0], abs=0.51)  # it looks every half second
 
 
@@ -263,6 +264,9 @@ class Agent:
     def send(self, line: str) -> None:
         self.sent.append(line)
 
+    def show_rest(self) -> None:
+        pass
+
     def hang_up(self) -> None:
         self.hung_up_at.append(self._clock.now)
         self.code = -9 if self.code is None else self.code
@@ -274,12 +278,6 @@ def launcher(monkeypatch, clock) -> host_launcher.HostLauncher:
     found = host_launcher.HostLauncher(hosts.read("2", "a:1,b:1"), [], hosts.SshOptions())
     found._agents = [Agent(name, clock) for name in "ab"]
     monkeypatch.setattr(host_launcher, "time", clock)
-    monkeypatch.setattr(host_agent, "time", clock)
-
-    def relay(patience_s: float) -> None:
-        clock.now += patience_s
-
-    monkeypatch.setattr(found, "_relay", relay)
     return found
 
 
@@ -291,7 +289,7 @@ def test_after_a_host_has_failed_the_others_have_fifteen_seconds_and_the_run_has
 
 
 def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(launcher, clock):
-    launcher._signals.append(signal.SIGINT)
+    launcher.signals.append(signal.SIGINT)
     began = clock.now
     assert launcher.watch() == 130
     assert [agent.sent for agent in launcher._agents] == [["SIGINT"], ["SIGINT"]]
@@ -299,7 +297,7 @@ def test_ctrl_c_reaches_every_host_at_once_and_ends_them_after_five_seconds(laun
 
 
 def test_a_second_signal_ends_all_hosts_at_once(launcher, clock):
-    launcher._signals += [signal.SIGTERM, signal.SIGTERM]
+    launcher.signals += [signal.SIGTERM, signal.SIGTERM]
     began = clock.now
     assert launcher.watch() == 143
     assert launcher._agents[1].hung_up_at[0] - began < 0.5
@@ -321,12 +319,12 @@ def test_an_agent_ends_the_other_ranks_of_its_host_ten_seconds_after_one_has_fai
     found._pids, found._codes, found._ended_by_us = {0: 11}, {1: 6}, False
     monkeypatch.setattr(found, "_reap", lambda: found._pids.clear() if killed else None)
 
-    def read(patience_s: float) -> list[str]:
-        clock.now += patience_s
-        return []
+    def get(timeout: float) -> str:
+        clock.now += timeout
+        raise queue.Empty
 
     began = clock.now
-    assert found.watch(SimpleNamespace(read=read)) == 6
+    assert found.watch(SimpleNamespace(get=get)) == 6
     ((pid, number, when),) = killed
     assert (pid, number) == (11, signal.SIGKILL)
     assert when - began == pytest.approx(10, abs=0.5)

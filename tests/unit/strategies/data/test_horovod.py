@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from parallelrun.cli import argv, host_agent, host_connection, host_launcher, hosts
+from parallelrun.cli import argv, host_agent, host_launcher, hosts
 from parallelrun.errors import ConfigError
 from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import prediction
@@ -119,7 +119,7 @@ def test_the_kept_parts_of_all_members_make_up_the_vector(size, numel):
 
 
 def places(ranks, listed):
-    return [(one.host.name, one.first_rank, one.num_ranks) for one in hosts.read(ranks, listed)]
+    return [(one.name, one.first_rank, one.num_ranks) for one in hosts.read(ranks, listed)]
 
 
 def test_slots_are_filled_in_the_order_given_and_the_tail_stays_idle():
@@ -174,7 +174,9 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", "/a b:$(c)")
-    first, second = host_connection.remote_command(serves=True).split(" && ")
+    *words, host, command = host_launcher.remote_command("[fe80::1]", hosts.SshOptions(port="2222"), serves=True)
+    assert words[0] == "ssh" and words[-2:] == ["-p", "2222"] and host == "fe80::1"
+    first, second = command.split(" && ")
     assert shlex.split(first) == ["cd", str(folder)]
     agent = [sys.executable, "-m", "parallelrun.cli.host_agent", "serve"]
     assert shlex.split(second) == ["exec", "env", "PYTHONPATH=/a b:$(c)", *agent]
@@ -182,9 +184,9 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
 
 def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
     launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
-    order = host_agent.Order(("steps=1",), 4, 2, 8, "10.0.0.1", 29500, for_other_hosts({**launcher, "SECRET": "x"}))
+    order = host_agent.Order(["steps=1"], 4, 2, 8, "10.0.0.1", 29500, for_other_hosts({**launcher, "SECRET": "x"}))
     host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
-    assert host_agent.variables(host_agent.Order.from_json(order.to_json()), 1, host, None) == {
+    assert host_agent.variables(order, 1, host, None) == {
         "PATH": "/venv/bin:/bin:/opt/bin",
         "OMP_NUM_THREADS": "2",
         "HOME": "/home/b",
@@ -198,7 +200,7 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
 
 
 def test_gloo_uses_the_interface_by_which_the_host_was_reached():
-    order = host_agent.Order((), 0, 1, 1, "127.0.0.1", 29500, {}, address="127.0.0.1")
+    order = host_agent.Order([], 0, 1, 1, "127.0.0.1", 29500, {}, address="127.0.0.1")
     assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
     assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
     assert host_agent.interface_of("203.0.113.9") is None
@@ -219,7 +221,7 @@ def test_gloo_uses_the_interface_by_which_the_host_was_reached():
 )
 def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expected):
     launcher = host_launcher.HostLauncher(hosts.read("4", "a:2,b:2"), [], hosts.SshOptions())
-    launcher._codes, launcher._signals = codes, signals
+    launcher._codes, launcher.signals = codes, signals
     assert launcher._exit_code() == expected
 
 

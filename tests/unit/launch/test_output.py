@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from parallelrun.cli import main as program
-from parallelrun.cli import stdout
+from parallelrun.launch import output
 
 
 class Broken(io.StringIO):
@@ -55,7 +55,7 @@ def test_an_error_of_the_command_itself_is_not_hidden(monkeypatch, capsys):
 
 
 def test_what_is_written_after_the_first_failure_is_dropped():
-    output = stdout.Output(Broken(errno.ENOSPC, False))
-    assert output.write("a") == 1 and output.write("bc") == 2
-    output.flush()
-    assert output.error is not None and output.error.errno == errno.ENOSPC
+    stream = output.Output(Broken(errno.ENOSPC, False))
+    assert stream.write("a") == 1 and stream.write("bc") == 2
+    stream.flush()
+    assert stream.error is not None and stream.error.errno == errno.ENOSPC
