@@ -91,11 +91,15 @@ class RankBuckets:
         self.axes = [bucket.axis for bucket in found]
         self.parts = [[(self._trained[i], self._shapes[i]) for i in bucket.indices] for bucket in found]
         self._bucket_of = {index: number for number, one in enumerate(found) for index in one.indices}
+        self._sent: dict[tuple[int, bool], int] = {}
+        self._waiting: dict[int, list[tuple[int, list[int]]]] = {}
 
     def sent_bytes(self, number: int, padded: bool = True) -> int:
         """Bytes of bucket `number`, padded as ZeRO sends it or without padding."""
-        numel = sum(exchanged_numel(held, shape, self._plan, padded) for held, shape in self.parts[number])
-        return reduce_bytes(self._plan) * numel
+        if (number, padded) not in self._sent:
+            numel = sum(exchanged_numel(held, shape, self._plan, padded) for held, shape in self.parts[number])
+            self._sent[number, padded] = reduce_bytes(self._plan) * numel
+        return self._sent[number, padded]
 
     def waiting(self, stage: int) -> list[tuple[int, list[int]]]:
         """Per block of a stage, in forward order, before its backward: (bytes outside the buckets, the full buckets).
@@ -104,28 +108,39 @@ class RankBuckets:
         its bucket until the bucket's last gradient is there. The later stages of the rank have already run and left the
         gradients that fill no bucket.
         """
-        plan, each = self._plan, BYTES[self._plan.precision.stored]
+        if stage not in self._waiting:
+            self._waiting[stage] = self._walk_to(stage)
+        return self._waiting[stage]
+
+    def _walk_to(self, stage: int) -> list[tuple[int, list[int]]]:
+        plan = self._plan
         reader_of = {layer.tied: block.name for block in plan.spec.blocks for layer in block.layers if layer.tied}
-        missing = [len(parts) for parts in self.parts]
-        beside = [0] * len(self.parts)
+        sizes = [BYTES[plan.precision.stored] * prod(shape) for shape in self._shapes]
+        held: dict[tuple[int, str], list[int]] = {}  # indices by stage and block
+        read: dict[str, list[int]] = {}  # indices of tied weights by the block that reads them
+        for index, parameter in enumerate(self._trained):
+            held.setdefault((parameter.stage, parameter.block), []).append(index)
+            read.setdefault(reader_of.get(parameter.name, ""), []).append(index)
+        missing, beside = [len(parts) for parts in self.parts], [0] * len(self.parts)
         full: list[int] = []
-        early = 0  # of tied weights, from the block that reads them to the one that holds them
+        outside = (
+            0  # bytes in no full bucket, and of tied weights from the block that reads them to their own
+        )
         found: dict[str, tuple[int, list[int]]] = {}
         for own in sorted(plan.stages_of(self._pp_rank), key=lambda one: -one.index):
             for block in reversed(own.blocks):
                 if own.index == stage:
-                    found[block] = sum(beside) + early, [*full]
-                for index, held in enumerate(self._trained):
-                    size, reader = each * prod(self._shapes[index]), reader_of.get(held.name)
-                    if reader == block and reader in own.blocks:
-                        early += size
-                    if held.stage != own.index or held.block != block or index not in self._bucket_of:
+                    found[block] = outside, [*full]
+                outside += sum(sizes[index] for index in read.get(block, ()))
+                for index in held.get((own.index, block), ()):
+                    if index not in self._bucket_of:
                         continue
-                    early -= size if reader in own.blocks else 0
+                    is_early = reader_of.get(self._trained[index].name) in own.blocks
+                    outside += 0 if is_early else sizes[index]
                     bucket = self._bucket_of[index]
-                    beside[bucket] += size
+                    beside[bucket] += sizes[index]
                     missing[bucket] -= 1
                     if not missing[bucket]:
-                        beside[bucket] = 0
+                        outside -= beside[bucket]
                         full.append(bucket)
         return [found[block] for block in plan.stages[stage].blocks]
