@@ -123,9 +123,7 @@ class RankBuckets:
             read.setdefault(reader_of.get(parameter.name, ""), []).append(index)
         missing, beside = [len(parts) for parts in self.parts], [0] * len(self.parts)
         full: list[int] = []
-        outside = (
-            0  # bytes in no full bucket, and of tied weights from the block that reads them to their own
-        )
+        outside = 0  # bytes in no full bucket, and of tied weights from the block that reads them to their own
         found: dict[str, tuple[int, list[int]]] = {}
         for own in sorted(plan.stages_of(self._pp_rank), key=lambda one: -one.index):
             for block in reversed(own.blocks):
