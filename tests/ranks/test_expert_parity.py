@@ -54,7 +54,7 @@ CELLS = {
 }
 # What the full matrix adds: the same with the other dispatcher, or schedule.
 FULL_MATRIX = (
-    "dropless, experts on two replicas", "capacity, two levels", "capacity, tp", "dropless, zero bubble, tp",
+    "dropless, experts on two replicas", "capacity, two levels", "dropless, zero bubble, tp",
     "capacity, expert choice", "dropless, interleaved",
 )  # fmt: skip
 
