@@ -1,7 +1,7 @@
-"""Draws docs/run.svg: the README's picture, the screen of the main job, from the files of a real run.
+"""Draws docs/run.svg, the picture in the README: the screen of an example run, drawn from the files of a real one.
 
-python docs/picture.py            # draws it again from docs/run/
-python docs/picture.py --run      # runs the main job first, and keeps its files in docs/run/
+python docs/picture.py            # draw it from the files in docs/run/
+python docs/picture.py --run      # first run the example and store its files in docs/run/
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from parallelrun.report.run import FILES, show
 COMMAND = ["parallelrun", "model=gpt", "strategy=ptdp", "tp=2", "pp=2"]
 WIDTH = 80
 HERE = Path(__file__).resolve().parent
-KEPT = HERE / "run"
+STORED = HERE / "run"
 FILES_READ = ("metrics.jsonl", "summary.json", "comm.json")
 PICTURE = HERE / "run.svg"
 
 
 def run() -> None:
-    """Run the main job, and keep the files that its screen is drawn from."""
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run([*COMMAND, f"hydra.run.dir={place}/run"], check=True)
-        KEPT.mkdir(exist_ok=True)
+    """Run the example, and store the files from which its screen is drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*COMMAND, f"hydra.run.dir={folder}/run"], check=True)
+        STORED.mkdir(exist_ok=True)
         for name in FILES_READ:
-            shutil.copyfile(Path(place) / "run" / name, KEPT / name)
+            shutil.copyfile(Path(folder) / "run" / name, STORED / name)
 
 
 def draw() -> str:
-    """The screen as SVG: what is said at the start, the last progress line, the panel."""
-    with open(os.devnull, "w") as nowhere:
+    """Return the screen as SVG: the lines at the start, the last progress line and the final panel."""
+    with open(os.devnull, "w") as null:
         console = Console(width=WIDTH, record=True, force_terminal=True, color_system="truecolor", highlight=False,
-                          file=nowhere)  # fmt: skip
-        summary = json.loads((KEPT / "summary.json").read_text())
-        rows = [json.loads(line) for line in (KEPT / "metrics.jsonl").read_text().splitlines()]
+                          file=null)  # fmt: skip
+        summary = json.loads((STORED / "summary.json").read_text())
+        rows = [json.loads(line) for line in (STORED / "metrics.jsonl").read_text().splitlines()]
         console.print(f"[bold]$ {' '.join(COMMAND)}[/]")
         console.print(starting(summary["world"], summary["dataset"]))
         for note in crowding(summary["world"], round(summary["world"] / summary["ranks_per_core"])):
             console.print(f"note: {note}")
         console.print(ProgressLine(summary["steps"], enabled=False).line(rows[-1], WIDTH))
-        with _as_a_run() as directory:
+        with _run_directory() as directory:
             show(directory, console)
         return console.export_svg(title="parallelrun", unique_id="run")
 
 
 @contextlib.contextmanager
-def _as_a_run():
-    """The kept files under the name that a run directory has, relative to where the command was typed."""
+def _run_directory():
+    """Copy the stored files to a temporary run directory, and yield its path relative to the working directory."""
     before = Path.cwd()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         directory = Path("runs/gpt-ptdp-tp2pp2/20261122T024500Z-3f1c52")
-        (place / directory).mkdir(parents=True)
+        (folder / directory).mkdir(parents=True)
         for name in FILES:
-            if (KEPT / name).exists():
-                shutil.copyfile(KEPT / name, place / directory / name)
+            if (STORED / name).exists():
+                shutil.copyfile(STORED / name, folder / directory / name)
             elif not name.startswith(("routing", "servers")):
-                (place / directory / name).touch()
-        os.chdir(place)
+                (folder / directory / name).touch()
+        os.chdir(folder)
         try:
             yield directory
         finally:

@@ -9,7 +9,6 @@ points of `parallelrun.registry`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,18 +23,19 @@ if TYPE_CHECKING:
 class ModelDefinition(ABC):
     """A model before it is built. Subclasses override `make` and, where needed, attributes.
 
-    sizes: the keys of `model` that must be whole numbers, each with its least legal value. is_lesson: `run(config,
-    plan, device, show)` of the package's `network.py` replaces training; a lesson reads no dataset, and its matrices
-    may be cut unevenly.
+    reads_layers, reads_experts: whether it reads `model.layers` and `model.experts`, so that messages may suggest them.
+    is_lesson: `run(config, plan, device, show)` of the package's `network.py` replaces training; a lesson reads no
+    dataset, and its matrices may be cut unevenly.
     """
 
-    sizes: ClassVar[Mapping[str, int]] = {}
+    reads_layers: ClassVar[bool] = False
+    reads_experts: ClassVar[bool] = False
     is_lesson: ClassVar[bool] = False
 
     @abstractmethod
     def make(self, config: Config, vocab: int) -> ModelSpec:
         """The spec of the model that `config.model` describes, over `vocab` token ids or classes. Raises ConfigError
-        with every violation."""
+        with every violation that the bounds in the schema do not exclude."""
 
 
 class Split(ABC):

@@ -12,15 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, prod
 
-from parallelrun.errors import Problem
-
 SAMPLE_SET_ROLE = "batch_norm"  # role of the layers that take statistics over a set of samples
-
-
-def too_small(sizes: dict[str, int]) -> list[Problem]:
-    """A problem for each of the model's sizes (by key of `model`) that is below 1."""
-    wrong = {f"model.{key}": size for key, size in sizes.items() if size < 1}
-    return [Problem(f"{key}={size} must be at least 1", key, f"{key}=1") for key, size in wrong.items()]
 
 
 @dataclass(frozen=True)

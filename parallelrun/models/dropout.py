@@ -36,6 +36,15 @@ def current_sample_ids() -> Tensor | None:
     return getattr(_scope, "sample_ids", None)
 
 
+def sample_ids_at(site: str, count: int) -> Tensor:
+    """The sample ids of the innermost open `scope`, `count` of them. Raises ValueError naming the site."""
+    ids = current_sample_ids()
+    if ids is None:
+        raise ValueError(f"{site} needs sample ids: call the network with sample_ids=...")
+    assert ids.numel() == count, f"{ids.numel()} ids, {count} samples at {site}"
+    return ids
+
+
 def site_key(seed: int, site: str) -> int:
     """A signed 64-bit key of one dropout site of one run."""
     digest = hashlib.sha256(f"dropout/{seed}/{site}".encode()).digest()

@@ -15,13 +15,13 @@ from math import prod
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.model_spec import Initialiser, ParameterSpec
-from parallelrun.models.network import Network
+from parallelrun.models.network import Network, allocate
 from parallelrun.plan.parameters import module_layout
 from parallelrun.plan.structure import Plan
 
@@ -40,7 +40,8 @@ def materialise(parts: Sequence[Network], plan: Plan, mesh: Mesh, seed: int) -> 
     own: dict[str, Tensor] = {}
     filled: set[int] = set()
     for part in parts:
-        _allocate(part, mesh.device)
+        allocate(part, mesh.device)
+        _move_buffers(part, mesh.device)
         if part.own_values is not None and not own:
             own = part.own_values(seed)
         for name, parameter in part.named_parameters():
@@ -105,16 +106,8 @@ def _draw(initialiser: Initialiser, shape: tuple[int, ...], key: str) -> np.ndar
     return np.asarray((2 * generator.random(shape, dtype=np.float32) - 1) * scale)
 
 
-def _allocate(part: Network, device: torch.device) -> None:
-    """Give parameters, and buffers that have values, storage on `device`.
-
-    Parameters are swapped in place, which keeps their identity: ties between modules and stages, and FSDP2's own
-    references, stay valid (`Module.to_empty` would create a new Parameter for every name).
-    """
-    for parameter in part.parameters():
-        if parameter.device != device:
-            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, empty)
+def _move_buffers(part: Network, device: torch.device) -> None:
+    """Move buffers that have values to `device`."""
     for module in part.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device and not buffer.is_meta:

@@ -74,7 +74,7 @@ class ColumnLinear(RoleLayer):
             self.weight, self.bias = part.weight, part.bias
 
     def returned(self, results: tuple[Tensor, ...]) -> Any:
-        """What forward returns: one result per output in their order; a single output without a name by itself."""
+        """The result of forward: a tensor per output in order, or only the tensor of a single output without a name."""
         return results[0] if "" in self.outputs else results
 
     def forward(self, x: Tensor) -> Any:
@@ -222,11 +222,8 @@ class _HashMasked(RoleLayer):
         return self.rate > 0.0 and self.training
 
     def sample_ids(self, num_samples: int) -> Tensor:
-        ids = masks.current_sample_ids()
-        if ids is None:
-            raise ValueError(f"dropout at {self.site} needs sample ids: call the network with sample_ids=...")
         index, count = self.sample_part
-        assert ids.numel() == num_samples * count, f"{ids.numel()} ids, {count} x {num_samples} samples at {self.site}"
+        ids = masks.sample_ids_at(f"dropout at {self.site}", num_samples * count)
         return ids[index * num_samples : (index + 1) * num_samples]
 
 

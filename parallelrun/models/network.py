@@ -13,8 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import dropout, recompute, rounding
+from parallelrun.models.layers import TokenLoss
+from parallelrun.precision import Precision
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -22,13 +25,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class Network(nn.Module):
     """Chains its blocks, each of which maps x to x. `loss(logits, targets)` is the SUM over valid targets.
 
-    block_names: the blocks held, in order, each a path for `get_submodule`; a subclass adds them as `spec` lists them.
+    block_names: the blocks held, in order, each a path for `get_submodule`. blocks: those that `spec` lists, in order;
+    none if a subclass adds them itself, or if `split` does.
     recomputed: those whose activations `recompute.apply` may drop. rounds_weights: False if the compute dtype is the
     stored one, so that there are no rounded copies. own_values: from the run's seed to the initial values, by name, of
     the parameters whose initialiser is `own` (a user's module).
     """
 
-    def __init__(self, spec: ModelSpec, loss: nn.Module):
+    def __init__(self, spec: ModelSpec, loss: nn.Module, blocks: Sequence[nn.Module] = ()):
         super().__init__()
         self.spec = spec
         self.block_names: tuple[str, ...] = tuple(block.name for block in spec.blocks)
@@ -37,6 +41,8 @@ class Network(nn.Module):
         self.loss = loss
         self.own_values: Callable[[int], dict[str, Tensor]] | None = None
         self.rounds_weights = True
+        for name, block in zip(self.block_names, blocks, strict=bool(blocks)):
+            mount(self, name, block)
 
     def block(self, name: str) -> nn.Module:
         """The block of that name."""
@@ -110,9 +116,29 @@ def compile_blocks(network: Network, backend: str = "inductor") -> None:
         network.block(name).compile(backend=backend)
 
 
+def assemble(config: Config, spec: ModelSpec, precision: Precision, blocks: Sequence[nn.Module]) -> Network:
+    """The network of `blocks`, in the order of the spec, with the loss over tokens or classes.
+
+    Call it under `torch.device("meta")` and keep the blocks of the rank: parameters are uninitialised.
+    """
+    return store(Network(spec, TokenLoss(config.model.label_smoothing), blocks), precision.stored)
+
+
 def store(network: ModuleT, dtype: str) -> ModuleT:
     """Give every parameter the stored dtype of the precision table, named as in torch; returns the network."""
     return network.to(getattr(torch, dtype))
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter uninitialised storage on `device`, unless it is there.
+
+    Parameters are swapped in place, which keeps their identity: ties between modules and stages, and FSDP2's own
+    references, stay valid (`Module.to_empty` would create a new Parameter for every name).
+    """
+    for parameter in module.parameters():
+        if parameter.device != device:
+            empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, empty)
 
 
 def mount(root: nn.Module, path: str, module: nn.Module) -> None:

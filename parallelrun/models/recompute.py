@@ -6,14 +6,13 @@ of matrix products and of attention are saved, outputs of norms and activations 
 
 Selective uses saved-tensor hooks instead of torch's `create_selective_checkpoint_contexts`. That caches a product's
 result by reference, so that a collective which then reduces it in place is applied twice in the second run, and its
-dispatch mode slows every operation of the forward. A compiled block chooses itself what it saves.
+dispatch mode slows every operation of the forward. A compiled block chooses which tensors it saves.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +59,8 @@ def run(block: nn.Module, x: Tensor, sample_ids: Tensor | None, mode: str) -> Te
         kept = _KeptForward(block, x, sample_ids)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             return _run(block, x, sample_ids)
-    with rounding.remembered() as copies:
-        outputs = _CheapOutputs(copies)
-        token = _current.set(outputs)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(outputs.pack, _unpack):
-                return _run(block, x, sample_ids)
-        finally:
-            _current.reset(token)
+    with rounding.not_kept():  # nor outputs of cheap modules, see `_remember`
+        return _run(block, x, sample_ids)
 
 
 def _run(block: nn.Module, x: Tensor, sample_ids: Tensor | None) -> Tensor:
@@ -91,7 +84,7 @@ class _KeptForward:
         self._block, self._x, self._sample_ids = block, x.detach(), sample_ids
         self._needs_gradient = x.requires_grad
         self._num_saved = 0
-        self._saved: list[Tensor | rounding.Rounded] = []
+        self._saved: list[Tensor | rounding.Packed] = []
 
     def pack(self, saved: Tensor) -> int:
         """The number that autograd keeps in place of `saved`."""
@@ -116,57 +109,7 @@ class _KeptForward:
         assert len(self._saved) == self._num_saved, "the second forward saved other tensors than the first"
 
 
-class _CheapOutput:
-    """How to compute one cheap output again: the module and its inputs, which their own backward keeps anyway."""
-
-    def __init__(self, module: nn.Module, inputs: tuple[Tensor, ...]):
-        self.module, self.inputs = module, tuple(tensor.detach() for tensor in inputs)
-        self.num_waiting = 0
-        self.result: Tensor | None = None
-
-    def compute(self) -> Tensor:
-        """The output. It is kept for the other nodes that saved it (q, k and v share one norm), then freed."""
-        result = self.result
-        if result is None:
-            with torch.no_grad():
-                result = self.module.forward(*self.inputs)
-        assert result is not None
-        self.num_waiting -= 1
-        self.result = result if self.num_waiting > 0 else None
-        return result
-
-
-class _CheapOutputs(rounding.ByStorage[_CheapOutput]):
-    """The storages that hold outputs of cheap modules during one block's forward. copies: of rounded weights."""
-
-    def __init__(self, copies: rounding.RoundedCopies) -> None:
-        super().__init__()
-        self._copies = copies
-
-    def pack(self, saved: Tensor) -> Any:
-        """The object that autograd keeps in place of `saved`: a tensor, or how to compute it and its geometry."""
-        output = self.find(saved)
-        if output is None:
-            return self._copies.pack(saved)
-        output.num_waiting += 1
-        return output, saved.size(), saved.stride(), saved.storage_offset()
-
-
-_current: ContextVar[_CheapOutputs | None] = ContextVar("parallelrun_cheap_outputs", default=None)
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, (Tensor, rounding.Rounded)):
-        return rounding.unpack(packed)
-    output, size, stride, offset = packed
-    result: Tensor = output.compute().as_strided(size, stride, offset)
-    return result
-
-
 def _remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """Forward hook of a cheap module."""
-    if torch.compiler.is_compiling():
-        return
-    outputs = _current.get()
-    if outputs is not None and output.requires_grad:
-        outputs.remember(output, _CheapOutput(module, inputs))
+    if output.requires_grad:
+        rounding.remember(output, module.forward, *inputs)

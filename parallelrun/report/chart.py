@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from parallelrun.errors import EnvironmentProblem, Problem
+from parallelrun.records import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +47,17 @@ def require(wanted: str) -> None:
         raise EnvironmentProblem(Problem(what, "plot", command="pip install 'parallelrun[plots]'"))
 
 
+def write(name: str, texts: Mapping[Path, str]) -> list[Path]:
+    """Write the files that `plot=name` asks for; existing ones are replaced. Raises EnvironmentProblem."""
+    for path, text in texts.items():
+        try:
+            write_text(path, text)
+        except OSError as error:
+            what = f"plot={name}: {error.strerror or error}"
+            raise EnvironmentProblem(Problem(what, "plot", "a name in a writable folder")) from error
+    return list(texts)
+
+
 def figure(width: float, height: float, title: str) -> Figure:
     """Return an empty figure, in inches."""
     import matplotlib
@@ -68,14 +81,18 @@ def panels(title: str, names: Sequence[str], columns: int = 2) -> tuple[Figure, 
     return drawn, axes
 
 
+def _style(number: int) -> dict[str, Any]:
+    """Return colour, marker and dash of a style: the same in every panel and in the legend."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4,
+            "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}  # fmt: skip
+
+
 def line(axes: Axes, style: int, points: Sequence[tuple[float, float]], thick: bool = False) -> None:
-    """Draw one series. style: which colour, dash and marker; the same number in every panel and in the legend."""
+    """Draw one series. style: its number, see `_style`."""
     every = max(1, -(-len(points) // MOST_MARKERS))
     x, y = [x for x, _ in points], [y for _, y in points]
     width, on_top = (3.0, 3) if thick else (1.6, 2)
-    axes.plot(x, y, MARKERS[style % len(MARKERS)], color=COLOURS[style % len(COLOURS)], markersize=4, markevery=every,
-              linestyle=DASHES[style // len(COLOURS) % len(DASHES)], linewidth=width, zorder=on_top,
-              gid=f"style-{style}")  # fmt: skip
+    axes.plot(x, y, **_style(style), markevery=every, linewidth=width, zorder=on_top, gid=f"style-{style}")
 
 
 def scale(
@@ -140,11 +157,7 @@ def svg(figure: Figure, legend: Sequence[str] = (), notes: Sequence[str] = ()) -
         width = figure.get_figwidth()
         lines = [part for note in notes for part in wrap(note, int(width * CHARACTERS))]
         if legend or lines:
-            styles = [
-                Line2D([], [], marker=MARKERS[n % len(MARKERS)], color=COLOURS[n % len(COLOURS)], markersize=4,
-                       linestyle=DASHES[n // len(COLOURS) % len(DASHES)])
-                for n in range(len(legend))
-            ]  # fmt: skip
+            styles = [Line2D([], [], **_style(number)) for number in range(len(legend))]
             columns = max(1, int(width / (0.6 + 0.07 * max(map(len, legend), default=1))))
             figure.legend(
                 styles, list(legend), loc="outside lower left", ncols=columns, frameon=False, alignment="left",

@@ -6,8 +6,6 @@ numbers. Torch-free.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,16 +125,6 @@ def to_csv(found: list[Series]) -> str:
         for at in one.measured
     ]  # fmt: skip
     return csv_text([("point", "label", "crowded", "step", "time_s", "sent_bytes", *MEASURES), *rows])
-
-
-def from_csv(text: str) -> list[Series]:
-    """Return the points of a CSV that `to_csv` wrote, so that a picture can be drawn again from its numbers."""
-    found: dict[tuple[int, str, bool], list[Measured]] = {}
-    for row in csv.DictReader(io.StringIO(text)):
-        measures = {key: float(row[key]) for key in MEASURES if row[key]}
-        at = Measured(int(row["step"]), float(row["time_s"]), float(row["sent_bytes"]), measures)
-        found.setdefault((int(row["point"]), row["label"], row["crowded"] == "1"), []).append(at)
-    return [Series(*key, tuple(steps)) for key, steps in found.items()]
 
 
 def to_svg(found: list[Series]) -> str:

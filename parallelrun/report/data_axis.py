@@ -10,12 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from parallelrun.config.schema import Config
-from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.plan import data_cost as kinds
 from parallelrun.plan.data_axis import DataAxis, Point, StrategyCost
 from parallelrun.plan.data_candidates import RELATIVE, SECONDS
 from parallelrun.plan.structure import Plan
-from parallelrun.records import write_text
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
 from parallelrun.report.screen import table
@@ -197,16 +195,10 @@ def title(plan: Plan, config: Config) -> str:
 def write(found: DataAxis, title: str, name: str, point: int | None = None) -> list[Path]:
     """Write NAME.svg and NAME.csv (an ending .svg or .csv of `name` is ignored), or NAME-3.* for point 3 of a sweep.
 
-    Existing files are replaced. Raises EnvironmentProblem."""
+    Raises EnvironmentProblem."""
     chart.require(f"plot={name}")
     path = Path(name).expanduser()
     stem = path.stem if path.suffix in (".svg", ".csv") else path.name
     stem += "" if point is None else f"-{point}"
-    picture, numbers = path.with_name(f"{stem}.svg"), path.with_name(f"{stem}.csv")
-    try:
-        write_text(picture, to_svg(found, title))
-        write_text(numbers, to_csv(found))
-    except OSError as error:
-        what = f"plot={name}: {error.strerror or error}"
-        raise EnvironmentProblem(Problem(what, "plot", "a name in a writable folder")) from error
-    return [picture, numbers]
+    texts = {path.with_name(f"{stem}.svg"): to_svg(found, title), path.with_name(f"{stem}.csv"): to_csv(found)}
+    return chart.write(name, texts)

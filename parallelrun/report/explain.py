@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelrun.errors import EnvironmentProblem, Problem
 from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text
@@ -82,15 +81,7 @@ def document(explanations: tuple[Explanation, ...]) -> dict[str, Any]:
 def write(explanations: tuple[Explanation, ...], name: str) -> list[Path]:
     """Write a picture per strategy: NAME-data.svg, NAME-tensor.svg, ... Raises EnvironmentProblem."""
     chart.require(f"plot={name}")
-    written = []
-    for one in explanations:
-        path = Path(f"{name}-{one.axis}.svg")
-        try:
-            path.write_text(picture(one), encoding="utf-8")
-        except OSError as error:
-            raise EnvironmentProblem(Problem(f"cannot write {path}: {error.strerror}", "plot")) from error
-        written.append(path)
-    return written
+    return chart.write(name, {Path(f"{name}-{one.axis}.svg").expanduser(): picture(one) for one in explanations})
 
 
 def picture(one: Explanation) -> str:

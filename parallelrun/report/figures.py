@@ -31,6 +31,11 @@ def count_text(count: float) -> str:
     return f"{digits(count)} T"
 
 
+def evenly(count: int, most: int) -> list[int]:
+    """Return at most `most` of `count` indices, the first and the last included."""
+    return list(range(count)) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

@@ -89,15 +89,9 @@ def sweep_table(points: Sequence[tuple[int, Mapping[str, Any]]], console: Consol
 def _cells(row: Mapping[str, Any]) -> list[str]:
     figures, break_even = row["figures"], row["break_even"]
     moved = figures["moved_weight_bytes"]
-    above = (
-        "-"
-        if tensor_strategy(row["kind"]).is_one_dimensional
-        else "never"
-        if break_even is None
-        else digits(break_even)
-        if break_even
-        else "always"
-    )
+    above = "never" if break_even is None else digits(break_even) if break_even else "always"
+    if tensor_strategy(row["kind"]).is_one_dimensional:
+        above = "-"
     return [
         bytes_text(figures["received_bytes"]),
         bytes_text(moved) if moved else "none",

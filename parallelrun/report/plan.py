@@ -187,7 +187,7 @@ def _schedule(plan: Plan, found: Facts) -> str:
 
 
 def _traffic(plan: Plan, found: Facts, most: int) -> Table | Text:
-    """Return a row per axis: what it carries, and the mean bytes of a step."""
+    """Return a row per axis: the purposes of its traffic, and the mean bytes of a step."""
     by_axis: dict[tuple[str, int], list[TrafficRow]] = {}
     for row in found.traffic:
         if row.purpose != prediction.CONTROL and row.operation != "recv":

@@ -15,7 +15,7 @@ from parallelrun.plan.expert_axes import axis_views
 from parallelrun.plan.facts import Facts
 from parallelrun.plan.structure import Plan
 from parallelrun.report import data_axis, layouts, timeline
-from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits
+from parallelrun.report.figures import byte_unit, bytes_text, count_text, digits, evenly
 from parallelrun.report.screen import FRAME, WIDEST, show_section, table
 
 MOST_RANKS, MOST_SERVERS = 200, 16  # rows
@@ -47,7 +47,7 @@ def _layouts(found: Facts) -> RenderableType:
 
 
 def _ranks(plan: Plan, config: Config) -> Group:
-    """The axes, then the ranks: above MOST_RANKS the first and the last of them."""
+    """Return the axes, then the ranks; of more than MOST_RANKS, the first and the last of them."""
     views = axis_views(plan)
     axes = table("axis", ">degree", ">groups", "first group", *(["of"] if views else []))
     for row in axis_rows(plan):
@@ -79,12 +79,12 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def _stages(plan: Plan, found: Facts) -> Group:
-    """Per pp rank: its blocks, its parameters and the bytes of its rank that holds most; then the servers."""
+    """Return blocks, parameters and memory of the heaviest rank for each pp rank, then the servers."""
     kinds = ("weights", "gradients", "optimizer", "activations", "temporary", "total")
     drawn = table("pp", "blocks", ">params", ">weights", ">grads", ">optim.", ">activ.", ">temp.", ">total")
     stages, heaviest = stage_rows(plan), found.heaviest_pp_rank
     unit, size = byte_unit(found.memories[heaviest].total)
-    shown = sorted({*timeline.shown_ranks(plan.mesh.size("pp")), heaviest})
+    shown = sorted({*evenly(plan.mesh.size("pp"), timeline.MOST_ROWS), heaviest})
     for pp_rank in shown:
         mine, memory = [stage for stage in stages if stage["position"] == pp_rank], found.memories[pp_rank]
         marked = pp_rank == heaviest and len(found.memories) > 1
@@ -108,7 +108,7 @@ def _block_range(blocks: list[str]) -> str:
 
 
 def _servers(plan: Plan) -> list[RenderableType]:
-    """What each server owns and holds; above MOST_SERVERS, the largest ones."""
+    """Return the shards and memory of each server; of more than MOST_SERVERS, the largest ones."""
     rows = server_rows(plan)
     if not rows:
         return []
@@ -135,7 +135,7 @@ def _schedule(plan: Plan, found: Facts, width: int) -> Text:
 
 
 def _traffic(plan: Plan, found: Facts) -> RenderableType:
-    """Every collective of the busiest rank, and the bytes that all ranks send."""
+    """Return every collective of the busiest rank, and the bytes that all ranks send."""
     if not found.traffic:
         return Text("none: one rank")
     drawn = table("axis", "operation", "purpose", ">calls", ">payload", ">rank sends", ">all send")
@@ -181,7 +181,7 @@ def _traffic_notes(plan: Plan, found: Facts, sending: list[prediction.TrafficRow
 
 
 def _links(plan: Plan) -> list[str]:
-    """The links of the data axis, where the data-parallel strategy itself decides which rank sends to which."""
+    """Return the links of the data axis, if the data-parallel strategy chooses them."""
     rows = link_rows(plan)
     if not rows:
         return []

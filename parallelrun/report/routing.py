@@ -13,14 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.color_triplet import ColorTriplet
+from rich.color import blend_rgb, parse_rgb_hex
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from parallelrun.records import write_text
 from parallelrun.report import chart
-from parallelrun.report.figures import digits
+from parallelrun.report.figures import digits, evenly
 from parallelrun.report.screen import LABEL, WIDEST
 from parallelrun.routing_log import FILE
 
@@ -109,11 +109,6 @@ def read(directory: Path, columns: int) -> Maps | None:
     return Maps(tuple(maps), len(layers), first, last)
 
 
-def evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` of `count` indices, the first and the last included."""
-    return list(range(count)) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
-
-
 def _lines(directory: Path) -> Iterator[str]:
     """The complete lines: the last one of a run that was killed may be torn."""
     try:
@@ -181,12 +176,8 @@ def heat_colour(load: float) -> str:
     """Return `#rrggbb` of a load over the mean load, in 16 shades below and above 1."""
     share = 1.0 - load if load < 1.0 else (load - 1.0) / (MOST_LOAD - 1.0)
     share = round(min(max(share, 0.0), 1.0) * 16) / 16
-    pairs = zip(_rgb(chart.EVEN), _rgb(chart.COLD if load < 1.0 else chart.HOT))
-    return ColorTriplet(*(round(even + share * (far - even)) for even, far in pairs)).hex
-
-
-def _rgb(colour: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(colour[1:]))
+    even, far = (parse_rgb_hex(colour[1:]) for colour in (chart.EVEN, chart.COLD if load < 1.0 else chart.HOT))
+    return blend_rgb(even, far, share).hex
 
 
 def _key(in_colour: bool) -> Text:

@@ -1,7 +1,8 @@
-"""Scaling over ranks in a sweep: points that differ only in world and degrees, against the ideal line. Torch-free.
+"""Scaling over ranks in a sweep, compared with ideal scaling. Torch-free.
 
-Strong scaling keeps the global batch, weak scaling the batch of a data replica (`local_batch`). In the ideal, every
-rank adds as many samples/s as one rank of the smallest point has.
+Points whose overrides differ only in world and degrees form a group. Strong scaling keeps the global batch; weak
+scaling keeps the batch of each data replica (`local_batch`). Under ideal scaling, every rank processes as many
+samples/s as a rank of the smallest point.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from parallelrun.report.sweep import DEGREES, FINISHED, read, varied
 
 PICTURE = "scaling.svg"
 RATE = "samples_per_s"
-_SHAPING = {*DEGREES, "grid", "depth"}  # keys in which the points of one group may differ
+_SHAPING = {*DEGREES, "grid", "depth"}  # keys that may differ within a group
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """One point of a group. efficiency: its samples/s over the ideal."""
+    """One point of a group. rate: samples/s; efficiency: the rate divided by that of ideal scaling."""
 
     point: int
     world: int
@@ -33,7 +34,10 @@ class Scaled:
 
 @dataclass(frozen=True)
 class ScalingGroup:
-    """Points that differ only in world and degrees, by world. kind: strong | weak; crowded: ranks shared cores."""
+    """Points that differ only in world and degrees, sorted by world.
+
+    kind: strong | weak. crowded: several ranks shared a core.
+    """
 
     label: str
     kind: str
@@ -42,7 +46,7 @@ class ScalingGroup:
 
 
 def groups(rows: Sequence[dict[str, Any]]) -> list[ScalingGroup]:
-    """Return the groups among a sweep's rows that have points of at least two worlds."""
+    """Return the groups of a sweep's rows. Each has points of at least two world sizes."""
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     labels: dict[tuple[str, ...], str] = {}
     for row, names in zip(rows, varied(rows), strict=True):
@@ -64,12 +68,12 @@ def _group(label: str, rows: list[dict[str, Any]]) -> ScalingGroup:
 
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[str, float]]:
-    """Return (strong | weak, efficiency) of every point that is in a group, by its number."""
+    """Return (strong | weak, efficiency) of every point that belongs to a group, by the point's number."""
     return {one.point: (group.kind, one.efficiency) for group in groups(rows) for one in group.points}
 
 
 def write(directory: Path) -> list[Path]:
-    """Write scaling.svg in a sweep directory where points differ only in world and degrees, and matplotlib is there."""
+    """Write scaling.svg in a sweep directory, if the sweep has groups and matplotlib is installed."""
     found = groups(read(directory))
     if not found or not chart.available():
         return []
@@ -78,12 +82,13 @@ def write(directory: Path) -> list[Path]:
 
 
 def to_svg(found: Sequence[ScalingGroup]) -> str:
-    """Draw samples/s and efficiency over the number of ranks, with the ideal line of every group."""
+    """Draw samples/s and efficiency over the number of ranks, with a line of ideal scaling for every group."""
     worlds = sorted({one.world for group in found for one in group.points})
     drawn, (rates, shares) = chart.panels("scaling of the sweep's points", ["samples/s", "efficiency"])
-    ideal = len(found)  # the style of the last text of the legend
+    ideal = len(found)  # its style: the last one of the legend
     for style, group in enumerate(found):
-        best = list({one.world: one for one in reversed(group.points)}.values())[::-1]  # per world the fastest, first
+        fastest = {one.world: one for one in reversed(group.points)}
+        best = [fastest[world] for world in sorted(fastest)]
         first, last = best[0], best[-1]
         chart.line(rates, style, [(one.world, one.rate) for one in best])
         chart.line(rates, ideal, [(first.world, first.rate), (last.world, first.rate * last.world / first.world)])

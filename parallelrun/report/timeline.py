@@ -7,6 +7,7 @@ from itertools import groupby
 from rich.text import Text
 
 from parallelrun.plan.simulate import Event, Simulation
+from parallelrun.report.figures import evenly
 
 # Per kind of action: its name, the character that fills its cells, its ink, and its background for even and odd chunks.
 KINDS = {
@@ -25,7 +26,7 @@ def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
     Where an action is shorter than a column, columns show the busy share of their time instead. chunk_of_stage: every
     other chunk of a rank has the darker background.
     """
-    ranks = shown_ranks(len(simulation.orders))
+    ranks = evenly(len(simulation.orders), MOST_ROWS)
     label_width = len(f"pp {ranks[-1]} ")
     columns = max(20, width - label_width)
     kinds = sorted({action.kind for order in simulation.orders for action in order}, key=[*KINDS].index)
@@ -48,13 +49,6 @@ def draw(simulation: Simulation, width: int, chunk_of_stage: list[int]) -> Text:
         name, fill, _, styles = KINDS[kind]
         text.append(fill * 2, styles[0]).append(f" {name}, ")
     return text.append("blank idle")
-
-
-def shown_ranks(count: int) -> list[int]:
-    """Return the pp ranks that get a row: all of them, or MOST_ROWS from the first to the last."""
-    if count <= MOST_ROWS:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)})
 
 
 def _cells(events: list[Event], columns: int, end: float, chunk_of_stage: list[int]) -> Text:

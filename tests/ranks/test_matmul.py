@@ -55,8 +55,8 @@ def test_numbers_shown_are_those_of_the_product() -> None:
     told = run_ranks(2, lines, {"tp": 2})[0]
     summed = next(i for i, line in enumerate(told) if "Y summed" in line)
     first_row = [float(number) for number in told[summed + 1].split()]
-    x, w = lesson.matrix_x(4, 5), lesson.matrix_w(5, 8)
-    assert first_row == [sum(x[0][j] * w[j][k] for j in range(5)) for k in range(8)]
+    x, w = ([j % 5 - 1 for j in range(5)], [[(2 * j + k) % 7 - 3 for k in range(8)] for j in range(5)])
+    assert first_row == [sum(x[j] * w[j][k] for j in range(5)) for k in range(8)]
 
 
 @pytest.mark.parametrize("overrides", [{"dp": 2, "tp": 2}, {"dp": 8, "model.rows": 4}, {"tp": 4, "model.inner": 3}])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.layers import Activation, TensorModule, TokenEmbedding, TokenLoss
-from parallelrun.models.network import Network, store
+from parallelrun.models.layers import Activation, TensorModule, TokenEmbedding, UnsplitLinear
+from parallelrun.models.network import Network, assemble
 from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, SelfAttention
 from parallelrun.models.transformer.spec import ffn_size
 from parallelrun.precision import Precision
@@ -44,7 +44,8 @@ class MaskedTokenHead(TensorModule):
 
     def __init__(self, make: LayerFactory, tied: TokenEmbedding):
         super().__init__()
-        self.transform = make.linear(make.model.hidden)
+        hidden = make.model.hidden
+        self.transform = UnsplitLinear(hidden, hidden, make.model.bias, make.dtype)
         self.activation = Activation(make.model.activation)
         self.norm = make.norm()
         self.head = make.head(tied)
@@ -53,16 +54,9 @@ class MaskedTokenHead(TensorModule):
         return self.head(self.norm(self.activation(self.transform(x))))
 
 
-class BertNetwork(Network):
-    """Blocks `embedding`, `layers.0` ..., `head`."""
-
-    def __init__(self, make: LayerFactory, spec: ModelSpec):
-        super().__init__(spec, TokenLoss(make.model.label_smoothing))
-        self.embedding = BertEmbedding(make)
-        self.layers = nn.ModuleDict({str(i): BertBlock(f"layers.{i}", make) for i in range(make.model.layers)})
-        self.head = MaskedTokenHead(make, self.embedding.tokens)
-
-
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """The full network, its parameters uninitialised: call it under `torch.device("meta")`, then keep your blocks."""
-    return store(BertNetwork(LayerFactory(config, spec.vocab, precision), spec), precision.stored)
+    """The full network, on the current device and uninitialised."""
+    make = LayerFactory(config, spec.vocab, precision)
+    embedding = BertEmbedding(make)
+    layers = (BertBlock(f"layers.{index}", make) for index in range(config.model.layers))
+    return assemble(config, spec, precision, (embedding, *layers, MaskedTokenHead(make, embedding.tokens)))

@@ -15,7 +15,7 @@ FIXED = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied
 class BertDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"), 1)
+    reads_layers = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         """vocab: the dataset's, to which one id is added for [MASK]; a given `model.vocab` includes that id."""
@@ -47,10 +47,8 @@ def _room_for_mask(config: Config) -> list[Problem]:
 
 
 def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
-    norm, dropout = (
-        transformer.norm_layer("embedding.norm", model),
-        transformer.dropout_layer("embedding.dropout", model),
-    )
+    norm = transformer.norm_layer("embedding.norm", model)
+    dropout = transformer.dropout_layer("embedding.dropout", model)
     layers = (*transformer.embedding_layers(model, vocab), norm, dropout)
     return BlockSpec("embedding", "embedding", layers, forward_flops=0.0)
 

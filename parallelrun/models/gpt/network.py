@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec, RouterSpec
-from parallelrun.models.layers import TensorModule, TokenLoss
+from parallelrun.models.layers import TensorModule
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.moe.spec import has_experts
-from parallelrun.models.network import Network, store
+from parallelrun.models.network import Network, assemble
 from parallelrun.models.transformer.modules import FeedForward, InputEmbedding, LayerFactory, OutputHead, SelfAttention
 from parallelrun.models.transformer.spec import ffn_size
 from parallelrun.precision import Precision
@@ -35,19 +35,11 @@ class GptBlock(TensorModule):
         return x + (self.moe(normed) if self.has_experts else self.mlp(normed))
 
 
-class GptNetwork(Network):
-    """Blocks `embedding`, `layers.0` ..., `head`."""
-
-    def __init__(self, make: LayerFactory, spec: ModelSpec):
-        super().__init__(spec, TokenLoss(make.model.label_smoothing))
-        self.embedding = InputEmbedding(make)
-        self.layers = nn.ModuleDict()
-        for index in range(make.model.layers):
-            router = spec.router if has_experts(index, make.model) else None
-            self.layers[str(index)] = GptBlock(f"layers.{index}", make, router)
-        self.head = OutputHead(make, self.embedding.tokens if make.model.tied_embeddings else None)
-
-
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """The full network, its parameters uninitialised: call it under `torch.device("meta")`, then keep your blocks."""
-    return store(GptNetwork(LayerFactory(config, spec.vocab, precision), spec), precision.stored)
+    """The full network, on the current device and uninitialised."""
+    make, model = LayerFactory(config, spec.vocab, precision), config.model
+    embedding = InputEmbedding(make)
+    routers = (spec.router if has_experts(index, model) else None for index in range(model.layers))
+    layers = (GptBlock(f"layers.{index}", make, router) for index, router in enumerate(routers))
+    head = OutputHead(make, embedding.tokens if model.tied_embeddings else None)
+    return assemble(config, spec, precision, (embedding, *layers, head))

@@ -7,7 +7,7 @@ from math import sqrt
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec
+from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec
 from parallelrun.models.moe import spec as moe
 from parallelrun.models.transformer import spec as transformer
 
@@ -15,7 +15,7 @@ from parallelrun.models.transformer import spec as transformer
 class GptDefinition(ModelDefinition):
     """Blocks `embedding`, `layers.0` ..., `head`."""
 
-    sizes = {**dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"), 1), **moe.SIZES}
+    reads_layers = reads_experts = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         model = config.model
@@ -48,7 +48,7 @@ def _block(index: int, model: ModelConfig) -> BlockSpec:
     residual = Initialiser("normal", model.init_std / sqrt(2 * model.layers))
     products = 0
     if moe.has_experts(index, model):
-        inside = _experts(f"{name}.moe", model, residual)
+        inside = moe.moe_layers(f"{name}.moe", model, residual)
         products = sum(moe.multiplied(x, model) for x in inside if x.layer_role in ("router", "expert"))
     else:
         inside = transformer.mlp_layers(f"{name}.mlp", model, transformer.normal(model), residual)
@@ -59,21 +59,6 @@ def _block(index: int, model: ModelConfig) -> BlockSpec:
         *inside,
     )
     return BlockSpec(name, "transformer", layers, transformer.transformer_flops(layers, model, products))
-
-
-def _experts(name: str, model: ModelConfig, residual: Initialiser) -> tuple[LayerSpec, ...]:
-    """Router, experts and, if there is one, the shared expert, in place of the MLP."""
-    normal = transformer.normal(model)
-    layers = moe.router_and_experts(name, model, normal, residual)
-    if model.shared_experts:
-        ffn = moe.shared_ffn(model)
-        outputs = transformer.expansions(model, ffn)
-        layers.append(transformer.column_layer(f"{name}.shared.up", model.hidden, outputs, model.bias, normal))
-        down = transformer.linear_layer(
-            f"{name}.shared.down", ffn, model.hidden, model.bias, residual, role="row_parallel"
-        )
-        layers.append(down)
-    return (*layers, transformer.dropout_layer(f"{name}.dropout", model))
 
 
 MODEL = GptDefinition()

@@ -88,18 +88,3 @@ def _grid(mesh: MeshShape, form: str) -> ProductCut:
     product = getattr(products, chosen)(ActivationLayout((*depth, "row"), ("col",)))
     title = f"{'2.5D' if depth else '2D'} tensor parallel, {'SUMMA' if chosen == 'summa' else chosen.replace('_', ' ')}"
     return ProductCut(title, GRID_TEXTS[chosen] + (DEPTH_TEXT if depth else ""), product)
-
-
-def matrix_x(rows: int, inner: int) -> list[list[float]]:
-    """X with small whole numbers, so that every sum is exact and can be checked by hand."""
-    return [[float((3 * i + j) % 5 - 1) for j in range(inner)] for i in range(rows)]
-
-
-def matrix_w(inner: int, columns: int) -> list[list[float]]:
-    """W with small whole numbers."""
-    return [[float((2 * j + k) % 7 - 3) for k in range(columns)] for j in range(inner)]
-
-
-def matrix_dy(rows: int, columns: int) -> list[list[float]]:
-    """A gradient of Y with small whole numbers."""
-    return [[float((i + 2 * k) % 3 - 1) for k in range(columns)] for i in range(rows)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from textwrap import wrap
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from parallelrun import comm
+from parallelrun.comm import gather_json
 from parallelrun.errors import VerificationError
 from parallelrun.mesh import Mesh
-from parallelrun.models.matmul.blocks import BlockOperations, MatrixBlock, show
-from parallelrun.models.matmul.cuts import ProductCut, cuts, matrix_dy, matrix_w, matrix_x
+from parallelrun.models.matmul.blocks import COLUMNS, ROWS, BlockOperations, MatrixBlock, show
+from parallelrun.models.matmul.cuts import ProductCut, cuts
 from parallelrun.models.matmul.spec import WEIGHT
 from parallelrun.plan.structure import Plan
 
@@ -29,7 +29,7 @@ def run(plan: Plan, mesh: Mesh, prints: bool = False, form: str = "auto") -> lis
     wrong: list[str] = []
     for number, cut in enumerate(cuts(plan.mesh, form), start=1):
         told, is_right = multiply(plan, mesh, cut)
-        reports = _gather_reports((mesh.rank, told, is_right), mesh)
+        reports = gather_json((mesh.rank, told, is_right), mesh)
         lines += ["", f"{number}. {cut.title}", *wrap(cut.text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)]
         for rank, report, right in reports:
             lines += ["", f"   {_rank_title(plan, rank)}", *(f"     {line}".rstrip() for line in report)]
@@ -46,14 +46,17 @@ def run(plan: Plan, mesh: Mesh, prints: bool = False, form: str = "auto") -> lis
 def multiply(plan: Plan, mesh: Mesh, cut: ProductCut) -> tuple[list[str], bool]:
     """This rank's part of one cut: the lines that describe it, and whether all its results are right."""
     rows, inner, columns = _sizes(plan)
-    x, w, dy = (
-        torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
-        for numbers in (matrix_x(rows, inner), matrix_w(inner, columns), matrix_dy(rows, columns))
-    )
-    blocks = BlockOperations(cut.product, {"X": x, "W": w.T, "Y": dy}, plan.mesh, mesh)
+    x, w, dy = (matrix.to(mesh.device) for matrix in matrices(rows, inner, columns))
+    blocks = BlockOperations(cut.product, {"X": x, "W": w, "Y": dy}, mesh)
     lines, results = _by_panels(blocks) if cut.product.panels else _by_gathers(blocks)
-    expected = {"Y": x @ w, "dX": dy @ w.T, "dW": (x.T @ dy).T}
+    expected = {"Y": x @ w, "dX": dy @ w.T, "dW": x.T @ dy}
     return lines, all(torch.equal(block.numbers, block.part_of(expected[block.name])) for block in results)
+
+
+def matrices(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """X, W and dY of small whole numbers, so that every sum is exact and can be checked by hand."""
+    i, j, k = (torch.arange(size, dtype=torch.float64) for size in (rows, inner, columns))
+    return (3 * i[:, None] + j) % 5 - 1, (2 * j[:, None] + k) % 7 - 3, (i[:, None] + 2 * k) % 3 - 1
 
 
 def _by_gathers(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
@@ -64,7 +67,7 @@ def _by_gathers(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
     gathered_x, gathered_w = blocks.gather(x, product.gather_x), blocks.gather_weight(w)
     gathers = blocks.take_told("forward")
     lines += [*gathers, *show(gathered_x, gathered_w)] if gathers else []
-    partial = blocks.computed("Y", product.y.without(product.scatter_y), gathered_x.numbers @ gathered_w.numbers.T)
+    partial = blocks.computed("Y", product.y.without(product.scatter_y), gathered_x.numbers @ gathered_w.numbers)
     lines += show(partial)
     y = blocks.reduce(partial, product.scatter_y, product.sum_y)
     reductions = blocks.take_told("forward")
@@ -73,9 +76,9 @@ def _by_gathers(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
     elif not gathers:
         lines.append("forward: sends nothing")
     gradient = blocks.gather(dy, product.scatter_y).numbers
-    dx = blocks.computed("dX", product.gathered_x, gradient @ gathered_w.numbers)
+    dx = blocks.computed("dX", product.gathered_x, gradient @ gathered_w.numbers.T)
     dx = blocks.reduce(dx, product.gather_x, product.sum_x)
-    dw = blocks.weight_gradient(gradient.T @ gathered_x.numbers)
+    dw = blocks.weight_gradient(gathered_x.numbers.T @ gradient)
     lines += blocks.take_told("backward") or ["backward: sends nothing"]
     if product.gather_x or product.gather_w:
         lines += show(dx, dw)
@@ -89,15 +92,15 @@ def _by_panels(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
     y = blocks.computed("Y", blocks.product.y, torch.zeros_like(dy.numbers))
     dx, dw = (torch.zeros_like(block.numbers) for block in (x, w))
     for step in range(blocks.num_panels):
-        panel_x, panel_w = blocks.panel(x, step), blocks.panel(w, step)
-        y = blocks.computed("Y", blocks.product.y, y.numbers + panel_x.numbers @ panel_w.numbers.T)
+        panel_x, panel_w = blocks.panel(x, COLUMNS, step), blocks.panel(w, ROWS, step)
+        y = blocks.computed("Y", blocks.product.y, y.numbers + panel_x.numbers @ panel_w.numbers)
         lines += [*blocks.take_told(f"step {step}"), *show(panel_x, panel_w, y, note=f" after step {step}")]
     backward: list[str] = []
     for step in range(blocks.num_panels):
-        panel_x, panel_w = blocks.panel(x, step), blocks.panel(w, step)
+        panel_x, panel_w = blocks.panel(x, COLUMNS, step), blocks.panel(w, ROWS, step)
         blocks.told.clear()  # the same broadcasts as in forward
-        dx = blocks.reduce_panel("dX", dy.numbers @ panel_w.numbers, step, dx)
-        dw = blocks.reduce_panel("dW", dy.numbers.T @ panel_x.numbers, step, dw)
+        dx = blocks.reduce_panel("dX", COLUMNS, step, dy.numbers @ panel_w.numbers.T, dx)
+        dw = blocks.reduce_panel("dW", ROWS, step, panel_x.numbers.T @ dy.numbers, dw)
         backward += blocks.take_told("backward")
     results = [y, blocks.computed("dX", blocks.product.x, dx), blocks.weight_gradient(dw)]
     return [*lines, *backward, *blocks.take_told("backward"), *show(*results[1:])], results
@@ -113,13 +116,3 @@ def _rank_title(plan: Plan, rank: int) -> str:
     coordinate = plan.mesh.coordinate(rank)
     axes = [f"{axis} {coordinate[axis]}" for axis in plan.mesh.mesh_dim_names if plan.mesh.size(axis) > 1]
     return f"rank {rank}" + (f" ({', '.join(axes)})" if axes else "")
-
-
-def _gather_reports(report: tuple[int, list[str], bool], mesh: Mesh) -> list[tuple[int, list[str], bool]]:
-    """Every rank's report, by rank, on every rank."""
-    if mesh.shape.num_ranks == 1:
-        return [report]
-    reports: list[tuple[int, list[str], bool]] = [report] * mesh.shape.num_ranks
-    with comm.label("world", "control"):
-        dist.all_gather_object(reports, report)
-    return reports

@@ -9,17 +9,16 @@ from parallelrun.mesh import build_mesh
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
 from parallelrun.models.matmul import lesson
-from parallelrun.models.network import Network, store
+from parallelrun.models.network import Network, assemble
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import Precision
 
 
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     """A network whose one block multiplies by W."""
-    network = Network(spec, layers.TokenLoss())
     dtype = getattr(torch, precision.compute)
-    network.product = layers.ColumnLinear(config.model.inner, {"": config.model.columns}, False, dtype)
-    return store(network, precision.stored)
+    product = layers.ColumnLinear(config.model.inner, {"": config.model.columns}, False, dtype)
+    return assemble(config, spec, precision, (product,))
 
 
 def run(config: Config, plan: Plan, device: torch.device, show: bool) -> None:

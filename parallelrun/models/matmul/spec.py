@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from parallelrun.config.schema import Config
 from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec, too_small
+from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec, ParameterSpec
 
 WEIGHT = "product.weight"
 
@@ -13,14 +12,10 @@ WEIGHT = "product.weight"
 class MatmulDefinition(ModelDefinition):
     """One block with one column-parallel layer; its sample is X, which the lesson splits. `vocab` is unread."""
 
-    sizes = dict.fromkeys(("rows", "inner", "columns"), 1)
     is_lesson = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         rows, inner, columns = config.model.rows, config.model.inner, config.model.columns
-        problems = too_small({"rows": rows, "inner": inner, "columns": columns})
-        if problems:
-            raise ConfigError(*problems)
         weight = ParameterSpec(WEIGHT, (columns, inner), Initialiser("normal", 1.0), "column_parallel")
         layer = LayerSpec("product", "column_parallel", inner, columns, (weight,))
         flops = 2.0 * rows * inner * columns

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.layers import TensorModule, TokenLoss
-from parallelrun.models.network import Network, store
+from parallelrun.models.layers import TensorModule
+from parallelrun.models.network import Network, assemble
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory, OutputHead
 from parallelrun.models.transformer.spec import ffn_size
 from parallelrun.precision import Precision
@@ -38,16 +38,10 @@ class MlpBlock(TensorModule):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class MlpNetwork(Network):
-    """Blocks `embedding` (when it reads tokens), `layers.0` ..., `head`."""
-
-    def __init__(self, make: LayerFactory, spec: ModelSpec):
-        super().__init__(spec, TokenLoss(make.model.label_smoothing))
-        self.embedding = MlpEmbedding(make) if spec.kind == "tokens" else None
-        self.layers = nn.ModuleDict({str(i): MlpBlock(f"layers.{i}", make) for i in range(make.model.layers)})
-        self.head = OutputHead(make, self.embedding.tokens if self.embedding is not None and spec.tied else None)
-
-
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """The full network, its parameters uninitialised: call it under `torch.device("meta")`, then keep your blocks."""
-    return store(MlpNetwork(LayerFactory(config, spec.vocab, precision), spec), precision.stored)
+    """The full network, on the current device and uninitialised."""
+    make = LayerFactory(config, spec.vocab, precision)
+    embeddings = [MlpEmbedding(make)] if spec.kind == "tokens" else []
+    layers = (MlpBlock(f"layers.{index}", make) for index in range(config.model.layers))
+    head = OutputHead(make, embeddings[0].tokens if spec.tied else None)
+    return assemble(config, spec, precision, (*embeddings, *layers, head))

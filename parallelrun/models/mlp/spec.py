@@ -7,37 +7,33 @@ from math import sqrt
 from parallelrun import definitions
 from parallelrun.config.schema import Config, ModelConfig
 from parallelrun.definitions import ModelDefinition
-from parallelrun.errors import ConfigError
-from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec, too_small
+from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec
 from parallelrun.models.transformer import spec as transformer
 
 
 class MlpDefinition(ModelDefinition):
     """Blocks `embedding` (when it reads tokens), `layers.0` ..., `head`."""
 
-    sizes = dict.fromkeys(("layers", "hidden", "ffn", "vocab"), 1)
+    reads_layers = True
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
-        model, ffn = config.model, transformer.ffn_size(config.model)
-        sizes = {"layers": model.layers, "hidden": model.hidden, "ffn": ffn, "seq": model.seq}
-        problems = too_small(sizes)
-        if problems:
-            raise ConfigError(*problems)
+        model = config.model
         tokens = definitions.dataset(config).image_shape(config) is None  # else features; of images: their pixels
         rows, shape = (model.seq, (model.seq,)) if tokens else (1, ())
         tied = tokens and model.tied_embeddings
-        layers = [_block(f"layers.{index}", model, rows) for index in range(model.layers)]
-        embedding = (_embedding(model, vocab),) if tokens else ()
+        embedding = transformer.embedding_layers(model, vocab)[:1]  # no positions: each token is seen by itself
+        blocks = [BlockSpec("embedding", "embedding", tuple(embedding), 0.0, saved_elements=0.0)] if tokens else []
+        blocks += [_block(f"layers.{index}", model, rows) for index in range(model.layers)]
         return ModelSpec(
             name=model.preset,
             kind="tokens" if tokens else "features",
-            blocks=(*embedding, *layers, _head(model, vocab, rows, tied)),
+            blocks=(*blocks, _head(model, vocab, rows, tied)),
             sample_shape=shape or (model.hidden,),
             boundary_shape=(*shape, model.hidden),
             targets_per_sample=rows,
             vocab=vocab,
             hidden=model.hidden,
-            ffn=ffn,
+            ffn=transformer.ffn_size(model),
             seq=model.seq if tokens else 0,
             num_layers=model.layers,
             activation=model.activation,
@@ -46,18 +42,11 @@ class MlpDefinition(ModelDefinition):
         )
 
 
-def _embedding(model: ModelConfig, vocab: int) -> BlockSpec:
-    layer = transformer.embedding_layers(model, vocab)[0]  # no positions: each token is seen by itself
-    return BlockSpec("embedding", "embedding", (layer,), forward_flops=0.0, saved_elements=0.0)
-
-
 def _block(name: str, model: ModelConfig, rows: int) -> BlockSpec:
     ffn = transformer.ffn_size(model)
     # Fan-in scaled (LeCun et al. 1998), the last of each residual branch by depth too, as in the gpt.
-    inner, outer = (
-        Initialiser("normal", 1 / sqrt(model.hidden)),
-        Initialiser("normal", 1 / sqrt(ffn * 2 * model.layers)),
-    )
+    inner = Initialiser("normal", 1 / sqrt(model.hidden))
+    outer = Initialiser("normal", 1 / sqrt(ffn * 2 * model.layers))
     up, down, dropout = transformer.mlp_layers(f"{name}.mlp", model, inner, outer)
     products = up.in_features * up.out_features + down.in_features * down.out_features
     # gate, up, silu(gate) and their product; relu(up); or up and gelu(up)

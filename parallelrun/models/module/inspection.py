@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -77,29 +79,22 @@ def _samples(config: Config, module: nn.Module) -> tuple[str, Sizes]:
     return "images" if len(shape) == 3 else "features", tuple(int(size) for size in shape)
 
 
-def _inputs(kind: str, shape: Sizes, num_samples: int, device: str) -> Tensor:
-    if kind == "tokens":
-        return torch.zeros((num_samples, *shape), dtype=torch.int64, device=device)
-    return torch.ones((num_samples, *shape), device=device)
-
-
 def _measure(
     module: nn.Module, names: list[str], kind: str, shape: Sizes
 ) -> tuple[tuple[BlockSpec, ...], Sizes, Sizes]:
     """(blocks with FLOPs and saved elements, boundary shape, output shape) from one sample on the meta device."""
-    x = _inputs(kind, shape, 1, "meta")
+    x = network.inputs(kind, shape, 1, "meta")
     network.let_gradients_through(module)  # plans that need it keep the most activations
     listed: set[int] = set()
     blocks, boundaries = [], []
     for name in names:
         block = module.get_submodule(name)
-        saved = _SavedElements(block)
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed)
-        with FlopCounterMode(display=False) as counter, hooks:
+        with FlopCounterMode(display=False) as counter, _saved_tensors() as saved:
             x = _call(name or "module", block, x)
         found = tuple(_layers(module, name, listed))
-        flops = float(counter.get_total_flops())
-        blocks.append(BlockSpec(_full(name), "block", found, flops, float(saved.elements)))
+        inside = {id(parameter) for parameter in block.parameters()}
+        elements = sum(one.numel() for one in saved.values() if not one.is_leaf and id(one) not in inside)
+        blocks.append(BlockSpec(_full(name), "block", found, float(counter.get_total_flops()), float(elements)))
         boundaries.append(tuple(x.shape[1:]))
     for name, given in zip(names[:-1], boundaries):
         if given != boundaries[0]:
@@ -112,19 +107,13 @@ def _measure(
     return tuple(blocks), boundaries[0], tuple(x.shape)
 
 
-class _SavedElements:
-    """Counts the elements that autograd saves, each tensor once, parameters left out. `pack` is the packing hook."""
-
-    def __init__(self, block: nn.Module):
-        self.elements = 0
-        self._parameters = {id(parameter) for parameter in block.parameters()}
-        self._tensors: list[Tensor] = []  # kept alive, so that no two share an id
-
-    def pack(self, saved: Tensor) -> Tensor:
-        if id(saved) not in self._parameters and not saved.is_leaf and not any(saved is one for one in self._tensors):
-            self._tensors.append(saved)
-            self.elements += saved.numel()
-        return saved
+@contextmanager
+def _saved_tensors() -> Iterator[dict[int, Tensor]]:
+    """Collect the tensors that autograd saves, by id. They are kept alive, so that no two share an id."""
+    saved: dict[int, Tensor] = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: saved.setdefault(id(one), one), lambda packed: packed)
+    with hooks:
+        yield saved
 
 
 def _call(name: str, block: nn.Module, x: Tensor) -> Tensor:
@@ -144,7 +133,7 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
     """The layers of one block that hold parameters or have a role, in module order. Adds the ids of their parameters to
     `listed`; a parameter that is in it already is tied."""
     found = []
-    first = {id(parameter): _full(name) for name, parameter in module.named_parameters()}
+    first = _first_names(module)
     for inner, part in module.get_submodule(block).named_modules():
         name = _full(".".join(filter(None, (block, inner))))
         role = getattr(part, "layer_role", "")
@@ -165,13 +154,14 @@ def _layers(module: nn.Module, block: str, listed: set[int]) -> list[LayerSpec]:
 
 
 def _tied(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    first: dict[int, str] = {}
-    pairs = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        original = first.setdefault(id(parameter), name)
-        if original != name:
-            pairs.append((_full(name), _full(original)))
-    return tuple(pairs)
+    first = _first_names(module)
+    every = module.named_parameters(remove_duplicate=False)
+    return tuple((_full(name), first[id(p)]) for name, p in every if _full(name) != first[id(p)])
+
+
+def _first_names(module: nn.Module) -> dict[int, str]:
+    """The name in the network of every parameter, by id; of a tied one the first name."""
+    return {id(parameter): _full(name) for name, parameter in module.named_parameters()}
 
 
 def _full(name: str) -> str:
@@ -183,7 +173,7 @@ def _check_chain(config: Config, vocab: int, names: list[str], kind: str, shape:
     """Raise ConfigError unless the chain of the blocks computes the module's forward, on real numbers."""
     with torch.device("cpu"), torch.no_grad():
         module = source.build(config, vocab).eval()
-        x = _inputs(kind, shape, 2, "cpu")
+        x = network.inputs(kind, shape, 2, "cpu")
         expected, chained = module(x), x
         for name in names:
             chained = module.get_submodule(name)(chained)
@@ -208,10 +198,8 @@ def _check_split(config: Config, vocab: int, kind: str, shape: Sizes) -> None:
     tp = 2 if is_grid and config.tp != 1 else config.tp or 2
     if tp == 1 or not set(config.model.roles.values()) & {"column_parallel", "row_parallel"}:
         return
-    with torch.device("meta"):
-        module = source.build(config, vocab)
-        source.apply_roles(module, config, torch.float32)
-    inputs = _inputs(kind, shape, 1, "meta")
+    module = source.build_with_roles(config, vocab)
+    inputs = network.inputs(kind, shape, 1, "meta")
     expected = network.dropout_shapes(module.eval(), inputs)
     entered = [""]
     for name, part in module.named_modules():

@@ -15,7 +15,7 @@ from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
 from parallelrun.models.module import source
-from parallelrun.models.network import Network, store
+from parallelrun.models.network import Network, allocate, store
 from parallelrun.models.rounding import rounded
 from parallelrun.plan.load import data_strategy
 from parallelrun.precision import Precision
@@ -41,11 +41,9 @@ class UserNetwork(Network):
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     """The network, its parameters on meta. The module itself is built on CPU: its buffers and constants are real."""
     dtype = getattr(torch, precision.compute)
-    with torch.device("cpu"):
-        module = source.build(config, spec.vocab)
-        source.apply_roles(module, config, dtype)
+    module = source.build_with_roles(config, spec.vocab, "cpu", dtype)
     _set_dropout_widths(module, config, spec)
-    _empty_parameters(module)
+    allocate(module, torch.device("meta"))
     store(module, precision.stored)
     for part in module.modules():
         _compute_in(part, dtype)
@@ -92,6 +90,12 @@ def suggested_blocks(module: nn.Module) -> str:
     return shlex.quote(f"model.blocks=[{','.join(names)}]")
 
 
+def inputs(kind: str, shape: tuple[int, ...], num_samples: int, device: str) -> Tensor:
+    """A batch of token ids 0 or of features 1."""
+    value = 0 if kind == "tokens" else 1.0
+    return torch.full((num_samples, *shape), value, device=device)
+
+
 def dropout_shapes(module: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
     """The input shape of every dropout layer with a rate above 0 when module(x) runs, by the layer's name."""
     found: dict[str, tuple[int, ...]] = {}
@@ -113,11 +117,9 @@ def _set_dropout_widths(module: nn.Module, config: Config, spec: ModelSpec) -> N
     dropouts = {name: part for name, part in module.named_modules() if isinstance(part, layers.HashDropout)}
     if (config.tp or 1) == 1 or not any(part.rate for part in dropouts.values()):
         return
+    copy = source.build_with_roles(config, spec.vocab)
     with torch.device("meta"):
-        copy = source.build(config, spec.vocab)
-        source.apply_roles(copy, config, torch.float32)
-        dtype = torch.int64 if spec.kind == "tokens" else torch.float32
-        shapes = dropout_shapes(copy.eval(), torch.zeros((1, *spec.sample_shape), dtype=dtype))
+        shapes = dropout_shapes(copy.eval(), inputs(spec.kind, spec.sample_shape, 1, "meta"))
     for name, shape in shapes.items():
         dropouts[name].hidden = shape[-1]
 
@@ -139,17 +141,6 @@ def let_gradients_through(module: nn.Module) -> None:
 def _require_gradient(part: nn.Module, inputs: Any, out: Any) -> None:
     if torch.is_grad_enabled() and isinstance(out, Tensor) and out.is_floating_point() and not out.requires_grad:
         out.requires_grad_()
-
-
-def _empty_parameters(module: nn.Module) -> None:
-    """Replace every Parameter by an empty one on meta; one that several modules share stays shared."""
-    empty: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            if id(parameter) not in empty:
-                meta = torch.empty_like(parameter, device="meta")
-                empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-            setattr(part, name, empty[id(parameter)])
 
 
 def _compute_in(part: nn.Module, dtype: torch.dtype) -> None:

@@ -8,8 +8,8 @@ gather it must equal that slice of the result on the full sequence.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,20 +28,17 @@ def check(config: Config, vocab: int, seq: int) -> None:
     num_slices = config.tp or 2
     if seq % num_slices:
         return  # the tensor strategy refuses this, with the nearest legal sizes
-    with torch.device("cpu"):
-        module = source.build(config, vocab)
-        source.apply_roles(module, config, torch.float64)
-    module.double().eval()
+    module = source.build_with_roles(config, vocab, "cpu", torch.float64).double().eval()
     tokens = (torch.arange(2 * seq).view(2, seq) * 7 + 3) % vocab
     size = seq // num_slices
     with torch.no_grad():
-        inputs, expected = _run_unsplit(module, tokens)
+        sliced = _SlicedModule(module)
+        expected = sliced.run(tokens)
         for start in range(0, seq, size):
-            run = _SliceRun(inputs, slice(start, start + size))
             try:
-                found = run(module, tokens)
+                found = sliced.run(tokens, slice(start, start + size))
             except Exception as error:  # the user's code may raise anything
-                raise _refused(config, f"at {run.entered or 'its beginning'}: {error}") from error
+                raise _refused(config, f"at {sliced.entered or 'its beginning'}: {error}") from error
             if not _equal(found, expected):
                 raise _refused(config, "behind its last role layer, which should be the head")
 
@@ -57,65 +54,50 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def _role_layers(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: part for name, part in module.named_modules() if getattr(part, "layer_role", "")}
-
-
-def _run_unsplit(module: nn.Module, tokens: Tensor) -> tuple[dict[str, list[Tensor]], Tensor]:
-    """(the inputs of every role layer, call by call; the output)."""
-    seen: dict[str, list[Tensor]] = defaultdict(list)
-    hooks = [
-        part.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].append(inputs[0]))
-        for name, part in _role_layers(module).items()
-    ]
-    out = module(tokens)
-    for hook in hooks:
-        hook.remove()
-    return seen, out
-
-
-class _SliceRun:
-    """Runs the module as one rank of sequence parallelism does; other ranks' slices are taken from the unsplit run.
+class _SlicedModule:
+    """Runs the module as one rank of sequence parallelism does; other ranks' slices are taken from an unsplit run.
 
     entered: the name of the module whose forward was called last.
     """
 
-    def __init__(self, inputs: dict[str, list[Tensor]], part: slice):
-        self._inputs, self._part = inputs, part
-        self._calls: dict[str, int] = defaultdict(int)
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._inputs: dict[str, list[Tensor]] = defaultdict(list)  # of the unsplit run, by layer and call
+        self._calls: Counter[str] = Counter()
+        self._part: slice | None = None
         self.entered = ""
+        for name, layer in module.named_modules():
+            layer.register_forward_pre_hook(partial(self._enter, name))
+            layer.register_forward_hook(self._leave)
 
-    def __call__(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        layers: dict[str, Any] = _role_layers(module)
-        hooks = [
-            part.register_forward_pre_hook(lambda *_, name=name: setattr(self, "entered", name))
-            for name, part in module.named_modules()
-        ]
-        for name, layer in layers.items():
-            layer.forward = self._forward_of(name, layer)
-        try:
-            out: Tensor = module(tokens)
-            return out
-        finally:
-            for layer in layers.values():
-                del layer.forward
-            for hook in hooks:
-                hook.remove()
+    def run(self, tokens: Tensor, part: slice | None = None) -> Tensor:
+        """The output; of the layers between scatters and gathers only the `part` of the sequence. The first run is
+        unsplit."""
+        self._part = part
+        self._calls.clear()
+        out: Tensor = self._module(tokens)
+        return out
 
-    def _forward_of(self, name: str, layer: Any) -> Callable[..., Any]:
-        original, part = layer.forward, self._part
-        if layer.layer_role in GATHERS:
-            return lambda x: original(self._gathered(name, x, part))
-        if layer.layer_role in SCATTERS:
-            return lambda x: original(self._gathered(name, x, slice(None)))[:, part]
-        if layer.layer_role == "position_embedding":
-            return lambda x: x + layer.weight[part]
-        return original  # type: ignore[no-any-return]
-
-    def _gathered(self, name: str, x: Tensor, part: slice) -> Tensor:
-        """The layer's input in the unsplit run, if x equals its `part`. Raises ValueError naming the layer."""
+    def _enter(self, name: str, layer: nn.Module, given: tuple[Any, ...]) -> Tensor | None:
+        """Gather the layer's input, if its role says so. Raises ValueError naming the layer if the input differs."""
+        self.entered = name
+        role = getattr(layer, "layer_role", "")
+        if role not in GATHERS + SCATTERS:
+            return None
+        if self._part is None:
+            self._inputs[name].append(given[0])
+            return None
         unsplit = self._inputs[name][self._calls[name]]
         self._calls[name] += 1
-        if not _equal(x, unsplit[:, part]):
+        if not _equal(given[0], unsplit[:, self._part] if role in GATHERS else unsplit):
             raise ValueError(f"what reaches {name} differs")
         return unsplit
+
+    def _leave(self, layer: Any, given: tuple[Any, ...], out: Tensor) -> Tensor | None:
+        """Scatter the layer's output, if its role says so."""
+        role = getattr(layer, "layer_role", "")
+        if self._part is None:
+            return None
+        if role == "position_embedding":
+            return given[0] + layer.weight[self._part]  # type: ignore[no-any-return]
+        return out[:, self._part] if role in SCATTERS else None

@@ -117,7 +117,7 @@ def _replace_batch_norms(module: nn.Module) -> list[Problem]:
             continue
         if id(part) not in replaced:
             replaced[id(part)] = _batch_norm(part)
-        _replace(module, name, replaced[id(part)])
+        module.set_submodule(name, replaced[id(part)])
     return problems
 
 
@@ -139,6 +139,16 @@ def _batch_norm(part: Any) -> BatchNorm:
     return norm
 
 
+def build_with_roles(
+    config: Config, vocab: int, device: str = "meta", compute_dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The user's module on `device`, with the role layers of `model.roles`."""
+    with torch.device(device):
+        module = build(config, vocab)
+        apply_roles(module, config, compute_dtype)
+    return module
+
+
 def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -> None:
     """Replace the modules that `model.roles` names by role layers, which take over their Parameters, and nn.Dropout by
     dropout by hash. Raises ConfigError naming the layer or pattern."""
@@ -149,12 +159,12 @@ def apply_roles(module: nn.Module, config: Config, compute_dtype: torch.dtype) -
         pattern = next((pattern for pattern in roles if fnmatchcase(name, pattern)), None)
         if pattern is not None:
             unmatched.pop(pattern, None)
-            _replace(module, name, _role_layer(name, part, roles[pattern], compute_dtype))
+            module.set_submodule(name, _role_layer(name, part, roles[pattern], compute_dtype))
         elif isinstance(part, layers.RoleLayer):  # the user's module has a role layer of ours itself
             part.compute_dtype = compute_dtype
         elif type(part) is nn.Dropout:
             site = f"module.{name}"
-            _replace(module, name, layers.HashDropout(part.p, config.seed, site, 0, compute_dtype))
+            module.set_submodule(name, layers.HashDropout(part.p, config.seed, site, 0, compute_dtype))
     if unmatched:
         pattern = next(iter(unmatched))
         fitting = [name for name, part in parts.items() if isinstance(part, ROLES.get(unmatched[pattern], nn.Module))]
@@ -212,8 +222,3 @@ def _unfit(part: nn.Module, role: str) -> str:
     if role == "norm" and (len(source.normalized_shape) != 1 or source.weight is None):
         return "it must normalise the last dim and have a weight"
     return ""
-
-
-def _replace(root: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(root.get_submodule(parent), leaf, layer)

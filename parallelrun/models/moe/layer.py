@@ -7,7 +7,7 @@ replaces the local one by one that sends tokens to other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,31 +23,22 @@ from .router import Router
 from .routing import Routing
 
 
-class ExpertDispatch(Protocol):
-    """Brings tokens to the experts and combines the results."""
+class LocalDispatcher:
+    """Brings tokens to the experts and combines the results. All experts are on this rank, so nothing is sent;
+    expert-parallel strategies override it."""
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """x (T, hidden) -> (for each token the weighted sum of its experts' outputs, a new tensor (T, hidden); the
         result of `beside`, which is called before the experts, so that it overlaps with the dispatch)."""
-
-    def take_bytes(self) -> int:
-        """Payload bytes of the all-to-alls since the last call."""
-
-
-class LocalDispatch:
-    """All experts are on this rank: nothing is sent."""
-
-    def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
         extra = beside() if beside is not None else None
         order = rows.order_of(routing)
         given = experts(rows.spread(x, order), order.counts)
         return rows.combine(given, routing.weights, order), extra
 
     def take_bytes(self) -> int:
+        """Payload bytes of the all-to-alls in training since the last call."""
         return 0
 
 
@@ -85,7 +76,7 @@ class MoE(TensorModule):
         # an MLP for all tokens beside the experts (DeepSeek-V3's shared experts as one), without dropout of its own
         self.shared = FeedForward(make, sizes.shared_ffn(model), None) if model.shared_experts else None
         self.dropout = make.dropout(f"{name}.dropout")
-        self.dispatch: ExpertDispatch = LocalDispatch()
+        self.dispatch = LocalDispatcher()
         self.auxiliary_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -95,11 +95,7 @@ class Router(RoleLayer):
         return x * (1.0 - self.spec.jitter + 2.0 * self.spec.jitter * draws.to(x.dtype))
 
     def _sample_ids(self, batch: int) -> Tensor:
-        ids = dropout.current_sample_ids()
-        if ids is None:
-            raise ValueError(f"the router at {self.site} needs sample ids: call the network with sample_ids=...")
-        assert ids.numel() == batch, f"{ids.numel()} ids, {batch} samples at {self.site}"
-        return ids
+        return dropout.sample_ids_at(f"the router at {self.site}", batch)
 
 
 def _positions(count: int, like: Tensor) -> Tensor:

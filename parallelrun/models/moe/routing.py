@@ -51,15 +51,11 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Assignments as in Routing, and counts: load, int64 (G, E), of all assignments; counted, the same of those that
-    the auxiliary loss counts, `num_counted` in each group; kept_load, int64 (E,); lost, int64 (3,): dropped first
-    choices, dropped later choices, tokens that no expert kept."""
+    """assignments: tokens, experts, weights, kept and slots, as in Routing. load: int64 (G, E), the counts of all
+    assignments; counted, the same of those that the auxiliary loss counts, `num_counted` in each group; kept_load,
+    int64 (E,); lost, int64 (3,): dropped first choices, dropped later choices, tokens that no expert kept."""
 
-    tokens: Tensor
-    experts: Tensor
-    weights: Tensor
-    kept: Tensor
-    slots: Tensor
+    assignments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     load: Tensor
     counted: Tensor
     num_counted: int
@@ -114,10 +110,7 @@ def route(
     sizes = (entropy.new_full((1,), rows.size(0)), entropy.new_full((1,), num_groups))  # no copy from the host
     means = (aux.detach().view(1), z.detach().view(1), entropy.view(1))
     vector = torch.cat((chosen.load.sum(0), chosen.kept_load, *sizes, chosen.lost, *means))
-    return Routing(
-        chosen.tokens, chosen.experts, chosen.weights, chosen.kept, chosen.slots, rows.size(0), num_groups, capacity,
-        num_experts, auxiliary, vector,
-    )  # fmt: skip
+    return Routing(*chosen.assignments, rows.size(0), num_groups, capacity, num_experts, auxiliary, vector)
 
 
 def draws_second(spec: RouterSpec, training: bool) -> bool:
@@ -173,7 +166,8 @@ def _tokens_choose(
         first = keys[:num_tokens]
         counted = torch.zeros_like(load).view(-1).scatter_add_(0, first, torch.ones_like(first)).view_as(load)
         num_counted = group_size
-    return _Chosen(tokens, experts, weights.reshape(-1), kept, slots, load, counted, num_counted, kept_load, lost)
+    assignments = (tokens, experts, weights.reshape(-1), kept, slots)
+    return _Chosen(assignments, load, counted, num_counted, kept_load, lost)
 
 
 def _normalised(weights: Tensor) -> Tensor:
@@ -233,6 +227,5 @@ def _experts_choose(scores: Tensor, ranking: Tensor, spec: RouterSpec, num_group
     slots = torch.arange(capacity, device=device).expand_as(taken).reshape(-1)
     load = torch.full((num_groups, num_experts), capacity, dtype=torch.int64, device=device)
     lost = torch.cat((torch.zeros_like(hits[:1]).expand(2), (hits == 0).sum().view(1)))
-    return _Chosen(
-        tokens, experts, weights, kept, slots, load, load, num_experts * capacity, load.sum(0), lost
-    )  # fmt: skip
+    assignments = (tokens, experts, weights, kept, slots)
+    return _Chosen(assignments, load, load, num_experts * capacity, load.sum(0), lost)

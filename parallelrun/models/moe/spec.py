@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from parallelrun.config.schema import ModelConfig
 from parallelrun.errors import Problem
-from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec, too_small
-from parallelrun.models.transformer.spec import ffn_size
-
-SIZES = {"experts": 0, "expert_ffn": 1, "expert_period": 1, "dense_layers": 0, "shared_experts": 0}  # least values
+from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec
+from parallelrun.models.transformer import spec as transformer
 
 
 def has_experts(index: int, model: ModelConfig) -> bool:
@@ -23,7 +21,7 @@ def has_experts(index: int, model: ModelConfig) -> bool:
 
 def expert_ffn(model: ModelConfig) -> int:
     """Inner width of one expert: as given, else the MLP's."""
-    return model.expert_ffn if model.expert_ffn is not None else ffn_size(model)
+    return model.expert_ffn if model.expert_ffn is not None else transformer.ffn_size(model)
 
 
 def expert_weights(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
@@ -50,32 +48,21 @@ def router_spec(model: ModelConfig) -> RouterSpec | None:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Problems of the experts' sizes that no plan could solve. `plan/routing.py` checks the router."""
-    negative = {key: getattr(model, key) for key in ("experts", "dense_layers", "shared_experts")}
-    problems = [
-        Problem(f"model.{key}={size} must be at least 0", f"model.{key}", f"model.{key}=0")
-        for key, size in negative.items()
-        if size < 0
-    ]
-    if not model.experts:
-        return problems
-    problems += too_small({"expert_ffn": expert_ffn(model), "expert_period": model.expert_period})
-    if not problems and not any(has_experts(index, model) for index in range(model.layers)):
-        what = (
-            f"model.experts={model.experts}, but none of {model.layers} layers has any: the first is layer "
-            f"{model.dense_layers + model.expert_period - 1} (counted from 0)"
-        )
-        key = "model.expert_period" if model.dense_layers < model.layers else "model.dense_layers"
-        value = 1 if key == "model.expert_period" else max(0, model.layers - model.expert_period)
-        problems.append(Problem(what, key, f"{key}={value}", kind="arithmetic"))
-    return problems
+    if not model.experts or any(has_experts(index, model) for index in range(model.layers)):
+        return []
+    what = (
+        f"model.experts={model.experts}, but none of {model.layers} layers has any: the first is layer "
+        f"{model.dense_layers + model.expert_period - 1} (counted from 0)"
+    )
+    key = "model.expert_period" if model.dense_layers < model.layers else "model.dense_layers"
+    value = 1 if key == "model.expert_period" else max(0, model.layers - model.expert_period)
+    return [Problem(what, key, f"{key}={value}", kind="arithmetic")]
 
 
-def router_and_experts(name: str, model: ModelConfig, normal: Initialiser, residual: Initialiser) -> list[LayerSpec]:
-    """The layers from `expert_input` to `expert_output`, without a shared expert.
-
-    normal, residual: initialisers of the weights that read the residual stream and of those that are added to it.
-    """
-    hidden, experts = model.hidden, model.experts
+def moe_layers(name: str, model: ModelConfig, residual: Initialiser) -> tuple[LayerSpec, ...]:
+    """Router, experts, shared expert if there is one, and dropout. residual: the initialiser of the weights whose
+    output is added to the residual stream."""
+    hidden, experts, normal = model.hidden, model.experts, transformer.normal(model)
     router = [ParameterSpec(f"{name}.router.weight", (experts, hidden), normal, "router")]
     if model.router.bias_rate > 0:
         bias = f"{name}.router.selection_bias"
@@ -84,12 +71,17 @@ def router_and_experts(name: str, model: ModelConfig, normal: Initialiser, resid
         ParameterSpec(f"{name}.experts.{part}", shape, residual if part == "down" else normal, "expert")
         for part, shape in expert_weights(model).items()
     )
-    return [
+    shared: tuple[LayerSpec, ...] = ()
+    if model.shared_experts:
+        shared = transformer.up_and_down(f"{name}.shared", model, shared_ffn(model), normal, residual)
+    return (
         LayerSpec(f"{name}.enter", "expert_input", hidden, hidden),
         LayerSpec(f"{name}.router", "router", hidden, experts, tuple(router)),
         LayerSpec(f"{name}.experts", "expert", hidden, hidden, weights),
         LayerSpec(f"{name}.leave", "expert_output", hidden, hidden),
-    ]
+        *shared,
+        transformer.dropout_layer(f"{name}.dropout", model),
+    )
 
 
 def multiplied(layer: LayerSpec, model: ModelConfig) -> int:

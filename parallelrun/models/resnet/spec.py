@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.models.vision.operations import (
-    Architecture,
-    AveragePoolOp,
-    BatchNormOp,
-    ConvolutionOp,
-    FlattenOp,
-    LinearOp,
-    MaxPoolOp,
-    Operation,
-    OperationBlock,
-    ReluOp,
-)
+from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.spec import ClassifierDefinition, num_per_stage
 
 SMALL_IMAGES = 64  # below this size `auto` takes the small stem: the large one would discard most of an image
@@ -27,7 +16,7 @@ class ResNetDefinition(ClassifierDefinition):
     def least_size(self, config: Config) -> int:
         return 8
 
-    def architecture(self, config: Config, image: int, classes: int) -> Architecture:
+    def architecture(self, config: Config, image: int, classes: int) -> ops.Architecture:
         model = config.model
         blocks = [_stem(model.width, model.stem == "small" or (model.stem == "auto" and image < SMALL_IMAGES))]
         channels = model.width
@@ -37,38 +26,35 @@ class ResNetDefinition(ClassifierDefinition):
                 stride = 2 if stage and not index else 1
                 outputs = inner * EXPANSION if model.bottleneck else inner
                 main = _bottleneck(inner, stride) if model.bottleneck else _basic(inner, stride)
-                shortcut: tuple[Operation, ...] = ()
+                shortcut: tuple[ops.Operation, ...] = ()
                 if stride > 1 or outputs != channels:
-                    projection = ConvolutionOp("shortcut", outputs=outputs, kernel=1, stride=stride, padding=0)
-                    shortcut = (projection, BatchNormOp("shortcut_norm"))
-                blocks.append(OperationBlock(f"stages.{stage}.{index}", "residual", main, shortcut))
+                    projection = ops.ConvolutionOp("shortcut", outputs=outputs, kernel=1, stride=stride, padding=0)
+                    shortcut = (projection, ops.BatchNormOp("shortcut_norm"))
+                blocks.append(ops.OperationBlock(f"stages.{stage}.{index}", "residual", main, shortcut))
                 channels = outputs
-        head = (AveragePoolOp(size=1), FlattenOp(), LinearOp("classifier", outputs=classes))
-        return (*blocks, OperationBlock("head", "head", head))
+        head = (ops.AveragePoolOp(size=1), ops.FlattenOp(), ops.LinearOp("classifier", outputs=classes))
+        return (*blocks, ops.OperationBlock("head", "head", head))
 
 
-def _stem(width: int, small: bool) -> OperationBlock:
-    if small:
-        return OperationBlock(
-            "stem", "stem", (ConvolutionOp("convolution", outputs=width), BatchNormOp("norm"), ReluOp())
-        )
-    convolution = ConvolutionOp("convolution", outputs=width, kernel=7, stride=2, padding=3)
-    pool = MaxPoolOp(kernel=3, stride=2, padding=1)
-    return OperationBlock("stem", "stem", (convolution, BatchNormOp("norm"), ReluOp(), pool))
+def _stem(width: int, small: bool) -> ops.OperationBlock:
+    kernel, stride, padding = (3, 1, 1) if small else (7, 2, 3)
+    convolution = ops.ConvolutionOp("convolution", outputs=width, kernel=kernel, stride=stride, padding=padding)
+    pool = () if small else (ops.MaxPoolOp(kernel=3, stride=2, padding=1),)
+    return ops.OperationBlock("stem", "stem", (convolution, ops.BatchNormOp("norm"), ops.ReluOp(), *pool))
 
 
-def _basic(inner: int, stride: int) -> tuple[Operation, ...]:
+def _basic(inner: int, stride: int) -> tuple[ops.Operation, ...]:
     return (
-        ConvolutionOp("convolution1", outputs=inner, stride=stride), BatchNormOp("norm1"), ReluOp(),
-        ConvolutionOp("convolution2", outputs=inner), BatchNormOp("norm2"),
+        ops.ConvolutionOp("convolution1", outputs=inner, stride=stride), ops.BatchNormOp("norm1"), ops.ReluOp(),
+        ops.ConvolutionOp("convolution2", outputs=inner), ops.BatchNormOp("norm2"),
     )  # fmt: skip
 
 
-def _bottleneck(inner: int, stride: int) -> tuple[Operation, ...]:
+def _bottleneck(inner: int, stride: int) -> tuple[ops.Operation, ...]:
     return (
-        ConvolutionOp("convolution1", outputs=inner, kernel=1, padding=0), BatchNormOp("norm1"), ReluOp(),
-        ConvolutionOp("convolution2", outputs=inner, stride=stride), BatchNormOp("norm2"), ReluOp(),
-        ConvolutionOp("convolution3", outputs=inner * EXPANSION, kernel=1, padding=0), BatchNormOp("norm3"),
+        ops.ConvolutionOp("convolution1", outputs=inner, kernel=1, padding=0), ops.BatchNormOp("norm1"), ops.ReluOp(),
+        ops.ConvolutionOp("convolution2", outputs=inner, stride=stride), ops.BatchNormOp("norm2"), ops.ReluOp(),
+        ops.ConvolutionOp("convolution3", outputs=inner * EXPANSION, kernel=1, padding=0), ops.BatchNormOp("norm3"),
     )  # fmt: skip
 
 

@@ -29,18 +29,12 @@ class LayerFactory:
     def row(self, in_features: int) -> layers.RowLinear:
         return layers.RowLinear(in_features, self.model.hidden, self.model.bias, self.dtype)
 
-    def linear(self, features: int) -> layers.UnsplitLinear:
-        return layers.UnsplitLinear(features, features, self.model.bias, self.dtype)
-
     def norm(self) -> layers.HiddenNorm:
         bias = self.model.bias and self.model.norm == "layernorm"
         return layers.HiddenNorm(self.model.norm, self.model.hidden, self.model.norm_eps, bias, self.dtype)
 
     def dropout(self, site: str) -> layers.HashDropout:
         return layers.HashDropout(self.dropout_rate, self.seed, site, self.model.hidden, self.dtype)
-
-    def product(self, site: str, causal: bool) -> layers.AttentionProduct:
-        return layers.AttentionProduct(self.model.attention_dropout, self.seed, site, self.dtype, causal)
 
     def embedding(self) -> layers.TokenEmbedding:
         return layers.TokenEmbedding(self.vocab, self.model.hidden, self.dtype)
@@ -77,7 +71,8 @@ class SelfAttention(layers.TensorModule):
         self.head_dim = model.hidden // model.heads
         self.rope_theta = model.rope_theta if model.position == "rope" else None
         self.qkv = make.column(sizes.projections(model))
-        self.product = make.product(f"{name}.product", causal)
+        site, rate = f"{name}.product", model.attention_dropout
+        self.product = layers.AttentionProduct(rate, make.seed, site, make.dtype, causal)
         self.out = make.row(model.hidden)
         self.dropout = make.dropout(f"{name}.dropout")
 

@@ -13,7 +13,6 @@ from parallelrun.model_spec import (
     LayerSpec,
     ModelSpec,
     ParameterSpec,
-    too_small,
     weight_and_bias,
 )
 
@@ -43,10 +42,7 @@ def expansions(model: ModelConfig, ffn: int) -> dict[str, int]:
 
 def check(model: ModelConfig) -> list[Problem]:
     """Every problem of `model` that no plan could solve, each with the nearest legal value."""
-    sizes = {key: getattr(model, key) for key in ("layers", "hidden", "heads", "seq")}
-    problems = too_small(sizes | {"kv_heads": kv_heads(model), "ffn": ffn_size(model)})
-    if problems:
-        return problems
+    problems = []
     heads, hidden, grouped = model.heads, model.hidden, kv_heads(model)
     if hidden % heads:
         fix = f"model.hidden={max(heads, round(hidden / heads) * heads)}"
@@ -114,14 +110,20 @@ def attention_layers(name: str, model: ModelConfig, out_initialiser: Initialiser
     )
 
 
-def mlp_layers(name: str, model: ModelConfig, inner: Initialiser, outer: Initialiser) -> tuple[LayerSpec, ...]:
-    """The MLP: up (and gate), down and dropout. inner, outer: initialisers of the former and of down."""
-    ffn = ffn_size(model)
+def up_and_down(
+    name: str, model: ModelConfig, ffn: int, inner: Initialiser, outer: Initialiser
+) -> tuple[LayerSpec, LayerSpec]:
+    """An MLP without dropout: up (and gate), then down. inner, outer: initialisers of the former and of down."""
     return (
         column_layer(f"{name}.up", model.hidden, expansions(model, ffn), model.bias, inner),
         linear_layer(f"{name}.down", ffn, model.hidden, model.bias, outer, "row_parallel"),
-        dropout_layer(f"{name}.dropout", model),
     )
+
+
+def mlp_layers(name: str, model: ModelConfig, inner: Initialiser, outer: Initialiser) -> tuple[LayerSpec, ...]:
+    """The MLP with its dropout; see `up_and_down`."""
+    layers = up_and_down(name, model, ffn_size(model), inner, outer)
+    return (*layers, dropout_layer(f"{name}.dropout", model))
 
 
 def embedding_layers(model: ModelConfig, vocab: int) -> list[LayerSpec]:

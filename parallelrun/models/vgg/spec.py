@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from parallelrun.config.schema import Config
-from parallelrun.models.vision.operations import (
-    Architecture,
-    ConvolutionOp,
-    MaxPoolOp,
-    Operation,
-    OperationBlock,
-    ReluOp,
-)
+from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.spec import ClassifierDefinition, num_per_stage, three_linear_layers
 
 VGG16 = (2, 2, 3, 3, 3)
@@ -21,19 +14,18 @@ class VggDefinition(ClassifierDefinition):
     """Blocks `features.<stage>.<convolution>`, `classifier`. `model.width` (64): channels of the first stage, doubled
     per stage up to eight times; `model.ffn` (4096): width of the two large layers."""
 
-    sizes = {**ClassifierDefinition.sizes, "ffn": 1}
-
     def least_size(self, config: Config) -> int:
         return int(2 ** len(num_per_stage(config, VGG16)))
 
-    def architecture(self, config: Config, image: int, classes: int) -> Architecture:
+    def architecture(self, config: Config, image: int, classes: int) -> ops.Architecture:
         blocks = []
         for stage, count in enumerate(num_per_stage(config, VGG16)):
             outputs = config.model.width * min(2**stage, WIDEST)
             for index in range(count):
-                steps: list[Operation] = [ConvolutionOp("convolution", outputs=outputs, bias=True), ReluOp()]
-                steps += [MaxPoolOp()] if index == count - 1 else []
-                blocks.append(OperationBlock(f"features.{stage}.{index}", "convolution", tuple(steps)))
+                convolution = ops.ConvolutionOp("convolution", outputs=outputs, bias=True)
+                pool = (ops.MaxPoolOp(),) if index == count - 1 else ()
+                steps = (convolution, ops.ReluOp(), *pool)
+                blocks.append(ops.OperationBlock(f"features.{stage}.{index}", "convolution", steps))
         return (*blocks, three_linear_layers(7, config.model.ffn or 4096, classes, dropout_first=False))
 
 

@@ -12,7 +12,7 @@ from parallelrun import definitions
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import layers
-from parallelrun.models.network import Network, mount, store
+from parallelrun.models.network import Network, assemble
 from parallelrun.models.rounding import rounded
 from parallelrun.models.vision import operations as ops
 from parallelrun.models.vision.batch_norm import BatchNorm
@@ -85,12 +85,11 @@ def _apply(operation: ops.Operation, x: Tensor) -> Tensor:
 
 
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """The full network, its parameters uninitialised: call it under `torch.device("meta")`, then keep your blocks."""
+    """The full network, on the current device and uninitialised."""
     definition = definitions.model(config)
     assert isinstance(definition, ClassifierDefinition)
-    network = Network(spec, layers.TokenLoss(config.model.label_smoothing))
-    shape = spec.sample_shape
-    for block in definition.architecture(config, shape[1], spec.vocab):
-        mount(network, block.name, OperationChain(block, shape, config, getattr(torch, precision.compute)))
-        shape = block.out(shape)
-    return store(network, precision.stored)
+    architecture = definition.architecture(config, spec.sample_shape[1], spec.vocab)
+    shapes = ops.flow(architecture, spec.sample_shape)
+    dtype = getattr(torch, precision.compute)
+    blocks = [OperationChain(block, shape, config, dtype) for block, shape in zip(architecture, shapes)]
+    return assemble(config, spec, precision, blocks)

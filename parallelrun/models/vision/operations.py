@@ -160,8 +160,8 @@ class OperationBlock:
 Architecture = tuple[OperationBlock, ...]
 
 
-def flow(operations: Iterable[Operation], shape: Shape) -> list[Shape]:
-    """The shapes before, between and after the operations."""
+def flow(operations: Iterable[Operation | OperationBlock], shape: Shape) -> list[Shape]:
+    """The shapes before, between and after operations or blocks."""
     shapes = [shape]
     for operation in operations:
         shapes.append(operation.out(shapes[-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from parallelrun import definitions
@@ -9,18 +10,7 @@ from parallelrun.config.schema import Config
 from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import BlockSpec, ModelSpec
-from parallelrun.models.vision.operations import (
-    Architecture,
-    AveragePoolOp,
-    DropoutOp,
-    FlattenOp,
-    LinearOp,
-    Operation,
-    OperationBlock,
-    ReluOp,
-    Shape,
-    kept_elements,
-)
+from parallelrun.models.vision import operations as ops
 
 OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (ImageNet's usual crop)
 
@@ -28,15 +18,13 @@ OPEN_SIZE = 224  # of images whose size neither the dataset nor the user gives (
 class ClassifierDefinition(ModelDefinition):
     """Base of the image classifiers. Subclasses implement `architecture` and `least_size`."""
 
-    sizes = dict.fromkeys(("image", "channels", "width", "vocab"), 1)
-
-    def architecture(self, config: Config, image: int, classes: int) -> Architecture:
+    @abstractmethod
+    def architecture(self, config: Config, image: int, classes: int) -> ops.Architecture:
         """The blocks for images of `image` x `image` pixels. Raises ConfigError for settings that make no sense."""
-        raise NotImplementedError
 
+    @abstractmethod
     def least_size(self, config: Config) -> int:
         """The smallest height and width that the architecture can read."""
-        raise NotImplementedError
 
     def make(self, config: Config, vocab: int) -> ModelSpec:
         preset, shape = config.model.preset, _image_shape(config, self.least_size(config))
@@ -47,7 +35,7 @@ class ClassifierDefinition(ModelDefinition):
         specs: list[BlockSpec] = []
         is_kept, before, features = True, shape, 0  # the loader keeps the images
         for block in blocks:
-            kept, is_kept = kept_elements(block, before, is_kept)
+            kept, is_kept = ops.kept_elements(block, before, is_kept)
             steps = block.steps(before)
             found = (operation.layer(block.name, shape_in) for operation, shape_in in steps)
             layers = tuple(layer for layer in found if layer is not None)
@@ -69,7 +57,7 @@ class ClassifierDefinition(ModelDefinition):
         )
 
 
-def _image_shape(config: Config, least: int) -> Shape:
+def _image_shape(config: Config, least: int) -> ops.Shape:
     """(channels, height, width) of the model's input: as asked, else the dataset's own, at least `least` wide."""
     own, preset = definitions.dataset(config).image_shape(config), config.model.preset
     if own is None:
@@ -93,12 +81,12 @@ def num_per_stage(config: Config, default: Sequence[int]) -> list[int]:
     raise ConfigError(Problem(what, "model.stages", f"model.stages={list(default)}".replace(" ", "")))
 
 
-def three_linear_layers(cells: int, ffn: int, classes: int, dropout_first: bool) -> OperationBlock:
+def three_linear_layers(cells: int, ffn: int, classes: int, dropout_first: bool) -> ops.OperationBlock:
     """The classifier block of AlexNet and VGG: the image averaged to `cells` x `cells`, then three linear layers with
     dropout between them."""
-    up, down = LinearOp("fc1", outputs=ffn, role="column_parallel"), LinearOp("fc2", outputs=ffn, role="row_parallel")
-    drops: tuple[Operation, ...] = (DropoutOp("dropout1"), DropoutOp("dropout2"))
-    inside = (drops[0], up, ReluOp(), drops[1], down, ReluOp()) if dropout_first else (
-        up, ReluOp(), drops[0], down, ReluOp(), drops[1])  # fmt: skip
-    steps = (AveragePoolOp(size=cells), FlattenOp(), *inside, LinearOp("fc3", outputs=classes))
-    return OperationBlock("classifier", "head", steps)
+    steps: list[ops.Operation] = [ops.AveragePoolOp(size=cells), ops.FlattenOp()]
+    for number, role in (("1", "column_parallel"), ("2", "row_parallel")):
+        linear = (ops.LinearOp(f"fc{number}", outputs=ffn, role=role), ops.ReluOp())
+        dropout = ops.DropoutOp(f"dropout{number}")
+        steps += [dropout, *linear] if dropout_first else [*linear, dropout]
+    return ops.OperationBlock("classifier", "head", (*steps, ops.LinearOp("fc3", outputs=classes)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallelrun.mesh import Mesh
 from parallelrun.models.moe.experts import Experts
-from parallelrun.models.moe.layer import MoE
+from parallelrun.models.moe.layer import LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.network import Network
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
@@ -51,14 +51,13 @@ class ChunkDispatch:
     counts: Tensor | None
 
 
-class TokenDispatcher(ABC):
+class TokenDispatcher(LocalDispatcher, ABC):
     """Brings the rows of one layer's tokens to the experts of all ep ranks, and the results back."""
 
     def __init__(self, settings: ExpertDispatcher, groups: ExpertGroups):
         self.settings, self.groups, self.counter = settings, groups, ByteCounter()
 
     def take_bytes(self) -> int:
-        """Return the payload of this layer's all-to-alls in training since the last call."""
         return self.counter.take()
 
     @abstractmethod
@@ -68,7 +67,6 @@ class TokenDispatcher(ABC):
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, beside: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weighted sums of the experts' outputs for x (tokens, hidden), and the output of `beside`."""
         chunks = self.chunks(routing)
         tokens = x.split(x.size(0) // len(chunks))
         sent = [DispatchedRows(chunk.tokens.permute(own), chunk.levels) for own, chunk in zip(tokens, chunks)]

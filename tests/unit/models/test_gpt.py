@@ -19,6 +19,7 @@ from parallelrun.models import initialise
 from parallelrun.models.gpt import network, spec
 from parallelrun.models.network import Network
 from parallelrun.precision import TABLE
+from tests.plans import tiny_plan
 
 PRESETS = sorted((Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
 GPT_PRESETS = {path.stem: yaml.safe_load(path.read_text()) for path in PRESETS}
@@ -179,7 +180,6 @@ def test_the_spec_needs_no_torch() -> None:
         ({"hidden": 65, "heads": 8}, "model.hidden", "model.hidden=64"),
         ({"kv_heads": 3}, "model.kv_heads", "model.kv_heads=2"),
         ({"position": "rope", "hidden": 24, "heads": 8}, "model.hidden", "model.hidden=48"),
-        ({"layers": 0}, "model.layers", "model.layers=1"),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_nearest_legal_value(values: dict, key: str, suggestion: str) -> None:
@@ -187,6 +187,13 @@ def test_impossible_sizes_are_refused_with_the_nearest_legal_value(values: dict,
         make_spec(values)
     (problem,) = error.value.problems
     assert (problem.where, problem.suggestion) == (key, suggestion)
+
+
+@pytest.mark.parametrize("key", ["layers", "hidden", "heads", "kv_heads", "ffn", "seq", "expert_ffn", "expert_period"])
+def test_sizes_below_1_are_refused_by_the_bounds_of_the_schema(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny_plan({f"model.{key}": 0})
+    assert [problem.where for problem in error.value.problems] == [f"model.{key}"]
 
 
 # A plain reference, written from the papers: no module, no fusing, loops over heads.

@@ -16,7 +16,7 @@ from parallelrun.models.functions import activate
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.experts import Experts, grouped_multiply, one_by_one
-from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatch, MoE
+from parallelrun.models.moe.layer import AuxiliaryLoss, LocalDispatcher, MoE
 from parallelrun.models.moe.routing import Routing
 from parallelrun.models.moe.spec import has_experts, router_spec
 from parallelrun.models.transformer.modules import LayerFactory
@@ -203,7 +203,7 @@ def test_experts_without_any_row_still_give_every_weight_a_gradient(precision: s
     x = x.detach().flatten(0, 1).to(moe.experts.compute_dtype).requires_grad_()
     routing = moe.router(x.view(grad.shape))
     nobody = routing._replace(kept=torch.zeros_like(routing.kept))
-    y, _ = LocalDispatch()(x, nobody, moe.experts, None)
+    y, _ = LocalDispatcher()(x, nobody, moe.experts, None)
     assert y.shape == x.shape and (y == 0).all()
     for gradient in torch.autograd.grad(
         (y * grad.flatten(0, 1)).sum(), [x, moe.router.weight, *moe.experts.parameters()]
@@ -275,7 +275,7 @@ def test_experts_start_as_the_mlp_does() -> None:
 @pytest.mark.parametrize(
     ("values", "key", "suggestion"),
     [
-        ({"expert_period": 0}, "model.expert_period", "model.expert_period=1"),
+        ({"expert_period": 0}, "model.expert_period", "model.expert_period=2"),
         ({"expert_ffn": 0}, "model.expert_ffn", "model.expert_ffn=1"),
         ({"dense_layers": -1}, "model.dense_layers", "model.dense_layers=0"),
         ({"shared_experts": -1}, "model.shared_experts", "model.shared_experts=0"),
@@ -285,9 +285,8 @@ def test_experts_start_as_the_mlp_does() -> None:
     ],
 )
 def test_impossible_sizes_are_refused(values: dict[str, int], key: str, suggestion: str) -> None:
-    config = tiny_config({f"model.{name}": value for name, value in {"experts": 4, **values}.items()})
     with pytest.raises(ConfigError) as error:
-        gpt.MODEL.make(config, 32)
+        tiny_plan({f"model.{name}": value for name, value in {"experts": 4, **values}.items()})
     (problem,) = error.value.problems
     assert (problem.where, problem.suggestion) == (key, suggestion)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.config.schema import RouterConfig
-from parallelrun.models import initialise, recompute
+from parallelrun.models import initialise, recompute, rounding
 from parallelrun.models.gpt import network, spec
 from parallelrun.models.moe.layer import MoE
 from parallelrun.models.network import Network, compile_blocks
@@ -141,14 +141,14 @@ def test_selective_keeps_no_output_of_norms_and_activations(overrides: dict[str,
         if getattr(module, "layer_role", "") in recompute.CHEAP_ROLES:
             module.register_forward_hook(lambda _module, _inputs, output: cheap.append(output))
     packed: list[Any] = []
-    original = recompute._CheapOutputs.pack
+    original = rounding.Recomputable.pack
 
     def pack(self: Any, saved: Tensor) -> Any:
         packed.append((saved.untyped_storage().data_ptr(), original(self, saved)))
         return packed[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute._CheapOutputs, "pack", pack)
+        patch.setattr(rounding.Recomputable, "pack", pack)
         recompute.run(block, torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True), SAMPLES, "selective")
     addresses = {output.untyped_storage().data_ptr() for output in cheap}
     assert len(addresses) == 3

@@ -12,6 +12,7 @@ from typing import Any
 from parallelrun.records import append_jsonl, write_json
 from parallelrun.report import comparison
 from parallelrun.report.comparison import NUMBERS, PICTURE
+from tests.unit.docs import docs_module
 
 
 def run(sweep: Path, point: int, strategy: str, metrics: list[dict[str, Any]], **more: Any) -> None:
@@ -170,7 +171,7 @@ def test_the_numbers_of_the_picture_are_in_its_csv(tmp_path):
     assert rows[1] == {"point": "0", "label": "ddp", "crowded": "0", "step": "2", "time_s": "1.0", "sent_bytes": "200",
                        "loss": "3.0", "val_loss": "2.0", "val_top1": "0.25"}  # fmt: skip
     assert rows[0]["val_loss"] == rows[5]["val_top1"] == ""
-    assert comparison.to_svg(comparison.from_csv(text)) == (tmp_path / PICTURE).read_text()
+    assert comparison.to_svg(docs_module("data_axis").from_csv(text)) == (tmp_path / PICTURE).read_text()
 
 
 def test_of_very_many_points_the_first_are_drawn_and_all_are_in_the_csv(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
-from parallelrun.models.layers import ColumnLinear, RowLinear, TokenLoss, VocabHead
-from parallelrun.models.network import Network, store
+from parallelrun.models.layers import ColumnLinear, RowLinear, VocabHead
+from parallelrun.models.network import Network, assemble
 from parallelrun.precision import Precision
 
 
@@ -25,17 +26,8 @@ class Body(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-class Bowl(Network):
-    """Blocks `body` and `head`, as the spec lists them."""
-
-    def __init__(self, spec: ModelSpec, dtype):
-        super().__init__(spec, TokenLoss())
-        self.body = Body(spec.hidden, dtype)
-        self.head = VocabHead(spec.hidden, spec.vocab, dtype)
-
-
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """Return the network with uninitialised parameters."""
-    import torch
-
-    return store(Bowl(spec, getattr(torch, precision.compute)), precision.stored)
+    """Return the network of the blocks `body` and `head`, with uninitialised parameters."""
+    dtype = getattr(torch, precision.compute)
+    blocks = (Body(spec.hidden, dtype), VocabHead(spec.hidden, spec.vocab, dtype))
+    return assemble(config, spec, precision, blocks)

@@ -10,8 +10,6 @@ from parallelrun.model_spec import BlockSpec, Initialiser, LayerSpec, ModelSpec,
 class BowlDefinition(ModelDefinition):
     """Blocks `body` and `head`. The inside is twice `model.hidden`."""
 
-    sizes = {"hidden": 1}
-
     def make(self, config: Config, vocab: int) -> ModelSpec:
         hidden, normal = config.model.hidden, Initialiser("normal", 0.1)
         up = ParameterSpec("body.up.weight", (2 * hidden, hidden), normal, "column_parallel")
