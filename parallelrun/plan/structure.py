@@ -6,20 +6,22 @@ not sent between processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallelrun.model_spec import ModelSpec
-from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
+    from parallelrun.plan.expert_dispatcher import ExpertDispatcher
+    from parallelrun.plan.pipeline_schedule import PipelineSchedule
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
+Value = TypeVar("Value")
 # fp64 numbers that are summed over all ranks in every step (`train.step`): loss sum, valid targets and stop, besides
 # the squared norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
@@ -75,6 +77,14 @@ class Equivalence:
     kind: str
     detail: str = ""
     bound: float | None = None
+
+
+def once(cache: dict[object, Any], key: object, compute: Callable[[], Value]) -> Value:
+    """The value under `key`, computed if it is not in the cache yet."""
+    if key not in cache:
+        cache[key] = compute()
+    found: Value = cache[key]
+    return found
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,11 @@ class Collective:
     calls: int
     payload_bytes: int
     most_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What distinguishes the rows of a rank."""
+        return self.axis, self.operation, self.purpose
 
     def allows(self, calls: int, payload_bytes: int) -> bool:
         """Return whether the measured calls and bytes match this prediction.

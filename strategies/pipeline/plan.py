@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,9 +31,9 @@ class Schedule(PipelineSchedule):
     explained: ClassVar[tuple[str, str]] = ("", "")
 
     @classmethod
+    @abstractmethod
     def orders(cls, pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
         """Return the actions of every pp rank."""
-        raise NotImplementedError
 
     @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:

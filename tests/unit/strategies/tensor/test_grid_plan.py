@@ -20,7 +20,6 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.shorthands import fold
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.suggest import pairs
 from parallelrun.product import ActivationLayout
 from parallelrun.strategies.tensor.grid import choose
 from parallelrun.strategies.tensor.grid.products import (
@@ -33,7 +32,7 @@ from parallelrun.strategies.tensor.grid.products import (
 )
 from parallelrun.strategies.tensor.grid.shape import arrange
 from tests.matrix import examples
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import pairs, tiny_config, tiny_plan
 from tests.unit.plan.test_properties import cover
 
 NINE = {"layout": "2d", "tp": 9, "model.hidden": 18, "model.heads": 9, "model.ffn": 36, "global_batch": 9}
