@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallelrun.model_spec import ModelSpec
@@ -127,6 +128,11 @@ class Plan:
     def degrees(self) -> dict[str, int]:
         """pp, dp, tp, ep in rank order."""
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp", "ep")}
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the matrix that a layer reads: positions of all samples of a replica's microbatch."""
+        return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1])
 
     @property
     def num_norms(self) -> int:
