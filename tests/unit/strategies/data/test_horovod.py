@@ -183,7 +183,9 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
 
 def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
     launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
-    order = host_agent.Order(["steps=1"], 4, 2, 8, "10.0.0.1", 29500, for_other_hosts({**launcher, "SECRET": "x"}))
+    shared = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
+    order = host_agent.Order(["steps=1"], 4, 2, {**shared, **own})
     host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
     assert host_agent.variables(order, 1, host, None) == {
         "PATH": "/venv/bin:/bin:/opt/bin",
@@ -199,7 +201,7 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
 
 
 def test_gloo_uses_the_interface_by_which_the_host_was_reached():
-    order = host_agent.Order([], 0, 1, 1, "127.0.0.1", 29500, {}, address="127.0.0.1")
+    order = host_agent.Order([], 0, 1, {}, address="127.0.0.1")
     assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
     assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
     assert host_agent.interface_of("203.0.113.9") is None
