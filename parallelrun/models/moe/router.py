@@ -42,10 +42,8 @@ class Router(RoleLayer):
         super().__init__(compute_dtype)
         self.spec, self.site = spec, site
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
-        if spec.bias_rate > 0.0:
-            self.selection_bias: nn.Parameter | None = nn.Parameter(torch.empty(num_experts), requires_grad=False)
-        else:
-            self.selection_bias = None
+        bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if spec.bias_rate > 0.0 else None
+        self.selection_bias = bias
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
         self.decisions: HeldDecisions | None = None
