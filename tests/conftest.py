@@ -5,11 +5,14 @@ Helpers are imported by name: `from tests.pool import run_ranks`.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,26 @@ def run_ranks():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--matrix=full`: every cell of every parity matrix and all random examples, instead of the choice of each run."""
+    """`--matrix=full`: everything that CONTRIBUTING.md lists, instead of the choice of each run."""
     parser.addoption("--matrix", choices=("chosen", "full"), default="chosen", help="cells of parity matrices to run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: `tests.matrix` reads it, in this process and in those that it starts."""
     os.environ["PARALLELRUN_FULL_MATRIX"] = str(int(config.getoption("matrix") == "full"))
+    # Hundreds of processes import the program: without compiled files, each compiles it again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No garbage is collected while test modules import torch, and what they have imported is never visited again."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

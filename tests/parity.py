@@ -33,6 +33,7 @@ from parallelrun.verify.replay import record_replay
 from parallelrun.verify.run import checked_config, judge, plan_trace, reference_trace
 from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, decisions_are_held, record
+from tests.matrix import FULL
 from tests.plans import tiny_config
 from tests.pool import run_ranks
 
@@ -66,8 +67,11 @@ def parity(
 
 def _smaller(config: Config, plan: Plan, overrides: dict[str, Any]) -> dict[str, Any]:
     """Sizes that prove as much in less time, where the test has not chosen its own: a layer for each of at most two
-    stages, and two microbatches a stage, which pass through every phase of a schedule."""
+    stages, two microbatches a stage, which pass through every phase of a schedule, and two steps, of which the second
+    computes with what the first has updated. Rules that are replayed have events in later steps, too."""
     smaller, stages = {}, plan.mesh.size("pp")
+    if not FULL and plan.equivalence.kind != "replay" and "verify.steps" not in overrides:
+        smaller["verify.steps"] = 2
     if config.model.name in ("gpt", "bert", "mlp") and "model.layers" not in overrides and len(plan.stages) <= 2:
         smaller["model.layers"] = 2
     is_free = "microbatches" not in overrides and "micro_batch" not in overrides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.plans import tiny_plan
 from tests.pool import receive_message, send_message
 
 _GRACE_S = 1.0  # how long the others may go on after the first failure
@@ -34,7 +36,11 @@ def main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle; it closes our socket
     torch.set_num_threads(1)
+    gc.disable()
     _preload()
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # else every rank's garbage collector visits, and so copies, all that was imported
     while True:
         try:
             request = pickle.loads(receive_message(connection))
@@ -56,6 +62,7 @@ def _preload() -> None:
                 importlib.import_module(name)
             except Exception:
                 continue
+    tiny_plan({"dp": 2, "tp": 2, "pp": 2})  # what every plan reads of the schema is computed once
 
 
 class _Call:

@@ -9,14 +9,13 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -205,7 +204,9 @@ class SafetensorsReader(StorageReader):
             with safe_open(self.path / name, framework="pt", device="cpu") as file:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
-                    source = _read(file, item.storage_index.fqn, item.storage_offsets, item.lengths)
+                    box = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths))
+                    key = item.storage_index.fqn
+                    source = file.get_slice(key)[box] if box else file.get_tensor(key)  # reads no other bytes
                     target.copy_(source.reshape(target.shape))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -215,13 +216,6 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def _read(file: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Read a box of a stored tensor, and no other bytes."""
-    box = tuple(slice(start, start + size) for start, size in zip(offsets, lengths))
-    found: Tensor = file.get_slice(key)[box] if box else file.get_tensor(key)
-    return found
 
 
 def _stored_tensors(metadata: Metadata, file_of: Mapping[MetadataIndex, str]) -> dict[str, StoredTensor]:

@@ -88,7 +88,7 @@ def all_gather(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tens
         return tensor
     parts = tensor.new_empty((group.size, *tensor.shape))
     all_gather_into(parts.flatten(0, 1) if tensor.dim() else parts, tensor.contiguous(), group, purpose)
-    return _join(parts, dim)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)  # a view if `dim` is 0
 
 
 def reduce_scatter(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> Tensor:
@@ -96,7 +96,7 @@ def reduce_scatter(tensor: Tensor, group: Group, purpose: str, dim: int = 0) -> 
     if group.size == 1:
         return tensor
     assert tensor.shape[dim] % group.size == 0, f"dim {dim} of {tuple(tensor.shape)} does not split by {group.size}"
-    parts = _cut(tensor, dim, group.size)
+    parts: Tensor = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
     reduce_scatter_into(mine, parts.flatten(0, 1) if mine.dim() else parts, group, purpose)
     return mine
@@ -233,14 +233,3 @@ def gather_json(value: Any, mesh: Mesh) -> list[Any]:
     padded[: data.numel()] = data
     rows = all_gather(padded, group, "control").view(group.size, -1).cpu()
     return [json.loads(bytes(row[:count].tolist())) for row, count in zip(rows, lengths)]
-
-
-def _join(parts: Tensor, dim: int) -> Tensor:
-    """(size, ..., n, ...) -> (..., size * n, ...): a view if `dim` is 0."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _cut(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """(..., size * n, ...) -> contiguous (size, ..., n, ...)."""
-    parts: Tensor = tensor.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
-    return parts

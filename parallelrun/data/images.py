@@ -192,10 +192,7 @@ def _weights(old: int, new: int) -> NDArray[np.float32]:
 
 def shifted(image: NDArray[np.float32], down: int, right: int) -> NDArray[np.float32]:
     """The image moved by so many pixels; zeros come in."""
-    out = np.zeros_like(image)
     height, width = image.shape[1:]
-    if abs(down) < height and abs(right) < width:
-        out[:, max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)] = image[
-            :, max(-down, 0) : height - max(down, 0), max(-right, 0) : width - max(right, 0)
-        ]
-    return out
+    wide = max(abs(down), abs(right))
+    padded = np.pad(image, ((0, 0), (wide, wide), (wide, wide)))
+    return padded[:, wide - down : wide - down + height, wide - right : wide - right + width]

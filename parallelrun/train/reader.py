@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,32 +91,6 @@ class HostSamples:
         return stacked.to(self.floats if stacked.is_floating_point() else torch.int64)
 
 
-class InBackgroundThread:
-    """Reads step s + 1 in a thread as soon as step s is taken, up to `last_step`. pin: into page-locked memory."""
-
-    def __init__(self, samples: HostSamples, last_step: int, pin: bool):
-        self._samples, self._last_step, self._pin = samples, last_step, pin
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._next: tuple[int, Future[Batch]] | None = None
-
-    def take(self, step: int) -> Batch:
-        """Return the batch of `step`; wait for it if it is not ready. Raises what reading raised."""
-        expected, future = self._next or (0, None)
-        self._next = None
-        batch = future.result() if future is not None and expected == step else self._read(step)
-        if step < self._last_step:
-            self._next = step + 1, self._thread.submit(self._read, step + 1)
-        return batch
-
-    def close(self) -> None:
-        """End the thread. Nothing can be taken afterwards."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _read(self, step: int) -> Batch:
-        batch = self._samples[step]
-        return batch.pin_memory() if self._pin else batch
-
-
 class _Steps(Dataset[Any]):
     """Steps as DataLoader's items. A ParallelrunError is returned as a value: DataLoader would rewrite its message."""
 
@@ -130,15 +104,15 @@ class _Steps(Dataset[Any]):
             return error
 
 
-class InWorkerProcesses:
-    """Reads in `num_workers` processes, each up to two steps ahead.
+class ReadAhead:
+    """Reads the next steps, up to `last_step`, while one trains: one step in a thread, or two in each worker process.
 
-    They start when the first step is taken, and again when a step is taken that does not follow the one before (a new
-    round of evaluation).
+    Reading starts when the first step is taken, and again when a step is taken that does not follow the one before (a
+    new round of evaluation). num_workers: of processes; 0: a thread. pin: into page-locked memory.
     """
 
     def __init__(self, samples: HostSamples, last_step: int, num_workers: int, pin: bool):
-        self._steps, self._last_step = _Steps(samples), last_step
+        self._samples, self._last_step = samples, last_step
         self._num_workers, self._pin = num_workers, pin
         self._expected = 0
         self._loaded: Iterator[Batch | ParallelrunError] = iter(())
@@ -146,7 +120,8 @@ class InWorkerProcesses:
     def take(self, step: int) -> Batch:
         """Return the batch of `step`; wait for it if it is not ready. Raises what reading raised."""
         if step != self._expected or step > self._last_step:
-            self._loaded = self._start(step)
+            steps = range(step, max(self._last_step, step) + 1)
+            self._loaded = self._in_processes(steps) if self._num_workers else self._in_thread(steps)
         self._expected = step + 1
         try:
             found = next(self._loaded)
@@ -161,14 +136,29 @@ class InWorkerProcesses:
         return found
 
     def close(self) -> None:
-        """End the processes. Nothing can be taken afterwards."""
+        """End the thread or the processes. Nothing can be taken afterwards."""
         self._loaded = iter(())
 
-    def _start(self, step: int) -> Iterator[Batch | ParallelrunError]:
-        steps = range(step, max(self._last_step, step) + 1)
+    def _in_thread(self, steps: range) -> Iterator[Batch]:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        try:
+            batch = self._read(steps[0])
+            for following in steps[1:]:
+                future = thread.submit(self._read, following)
+                yield batch
+                batch = future.result()
+            yield batch
+        finally:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, step: int) -> Batch:
+        batch = self._samples[step]
+        return batch.pin_memory() if self._pin else batch
+
+    def _in_processes(self, steps: range) -> Iterator[Batch | ParallelrunError]:
         return iter(
             DataLoader(
-                self._steps,
+                _Steps(self._samples),
                 batch_size=None,
                 sampler=steps,
                 num_workers=min(self._num_workers, len(steps)),
@@ -226,15 +216,10 @@ class Reader:
             floats=getattr(torch, plan.precision.compute),
         )
         self._device = mesh.device
-        self._ahead: InBackgroundThread | InWorkerProcesses | None = None
+        self._ahead: ReadAhead | None = None
         if last_step and (self.samples.has_inputs or self.samples.has_targets):
             pin = self._device.type == "cuda"  # a copy overlaps with kernels only from pinned memory
-            workers = _num_workers(split, num_workers, plan.world)
-            self._ahead = (
-                InWorkerProcesses(self.samples, last_step, workers, pin)
-                if workers
-                else InBackgroundThread(self.samples, last_step, pin)
-            )
+            self._ahead = ReadAhead(self.samples, last_step, _num_workers(split, num_workers, plan.world), pin)
         self.seconds = 0.0
 
     def batch(self, step: int) -> Batch:

@@ -210,12 +210,16 @@ class WaitingGradients:
         self._reader = {
             layer.tied: block.name for block in plan.spec.blocks for layer in block.layers if layer.tied is not None
         }
+        self._padded = [self._exchanged_bytes(bucket, True) for bucket in self.buckets]
+        self._of_stage: dict[int, list[tuple[int, list[int]]]] = {}
+
+    def _exchanged_bytes(self, bucket: Filled, padded: bool) -> int:
+        numel = sum(exchanged_numel(self._trained[i], self._shapes[i], self._plan, padded) for i in bucket.indices)
+        return reduce_bytes(self._plan) * numel
 
     def sent_bytes(self, number: int, padded: bool = True) -> int:
         """Bytes of bucket `number`, padded as it is sent or without padding."""
-        indices = self.buckets[number].indices
-        numel = sum(exchanged_numel(self._trained[i], self._shapes[i], self._plan, padded) for i in indices)
-        return reduce_bytes(self._plan) * numel
+        return self._padded[number] if padded else self._exchanged_bytes(self.buckets[number], False)
 
     def stage_of(self, number: int) -> int:
         """The stage of a bucket that spans no other."""
@@ -226,28 +230,38 @@ class WaitingGradients:
 
         The later stages of the rank have already run and left the gradients that fill no bucket.
         """
-        each = BYTES[self._plan.precision.stored]
+        if stage not in self._of_stage:
+            self._of_stage[stage] = self._walk_to(stage)
+        return self._of_stage[stage]
+
+    def _walk_to(self, stage: int) -> list[tuple[int, list[int]]]:
+        sizes = [BYTES[self._plan.precision.stored] * prod(shape) for shape in self._shapes]
+        held: dict[tuple[int, str], list[int]] = {}  # indices by stage and block
+        read: dict[str, list[int]] = {}  # indices of tied weights by the block that reads them
+        for index, parameter in enumerate(self._trained):
+            held.setdefault((parameter.stage, parameter.block), []).append(index)
+            read.setdefault(self._reader.get(parameter.name, ""), []).append(index)
         missing = [len(bucket.indices) for bucket in self.buckets]
         beside = [0] * len(self.buckets)
         full: list[int] = []
-        early = 0  # of tied weights, from the block that reads them to the one that holds them
+        outside = (
+            0  # bytes: in no full bucket, and of tied weights from the block that reads them to the one they are in
+        )
         found: dict[str, tuple[int, list[int]]] = {}
         for own in sorted(self._plan.stages_of(self._pp_rank), key=lambda one: -one.index):
             for block in reversed(own.blocks):
                 if own.index == stage:
-                    found[block] = sum(beside) + early, [*full]
-                for index, held in enumerate(self._trained):
-                    size = each * prod(self._shapes[index])
-                    reader = self._reader.get(held.name)
-                    if reader == block and reader in own.blocks:
-                        early += size
-                    if held.stage != own.index or held.block != block or index not in self._bucket_of:
+                    found[block] = outside, [*full]
+                outside += sum(sizes[index] for index in read.get(block, ()))
+                for index in held.get((own.index, block), ()):
+                    if index not in self._bucket_of:
                         continue
-                    early -= size if reader in own.blocks else 0
+                    is_early = self._reader.get(self._trained[index].name) in own.blocks
+                    outside += 0 if is_early else sizes[index]
                     bucket = self._bucket_of[index]
-                    beside[bucket] += size
+                    beside[bucket] += sizes[index]
                     missing[bucket] -= 1
                     if not missing[bucket]:
-                        beside[bucket] = 0
+                        outside -= beside[bucket]
                         full.append(bucket)
         return [found[block] for block in self._plan.stages[stage].blocks]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,12 @@ class ZeRO(DataStrategy):
 
     def waiting(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> WaitingGradients:
         """The gradients of a rank that wait for their buckets."""
-        return WaitingGradients(pp_rank, coordinate, plan, lambda trained, shapes: self.fill(trained, shapes, plan))
+        key = "waiting gradients", pp_rank, *sorted(coordinate.items())
+        if key not in plan.cache:
+            fill = partial(self.fill, plan=plan)
+            plan.cache[key] = WaitingGradients(pp_rank, coordinate, plan, fill)
+        found: WaitingGradients = plan.cache[key]
+        return found
 
     def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         return buckets.shard_layout(parameter, tensor_layout, replica_axis(tensor_layout, plan), plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.precision import TABLE
 
 
+@cache
 def composed(*overrides: str):
     parsed, problems = read(list(overrides), False, "here")
     assert not problems
     return compose.compose_once(compose.prepare(parsed, (), "plan", False))[0]
 
 
+@cache
 def plan(*overrides: str):
     found = composed(*overrides)
     return resolve(found.config, given=found.given)
@@ -170,7 +173,7 @@ def test_the_small_gpt_divides_by_what_is_promised(overrides):
 def test_every_recipe_is_described_and_legal(name):
     found = composed(f"recipe={name}")
     assert recipes.find({})[name].description
-    assert resolve(found.config, given=found.given).world >= 1
+    assert plan(f"recipe={name}").world >= 1
     loaded = recipes.load(replace(recipes.find({})[name], source="user"))  # built-in ones obey the strangers' rules too
     assert loaded.keys <= found.given
 
@@ -178,7 +181,7 @@ def test_every_recipe_is_described_and_legal(name):
 @pytest.mark.parametrize("name", sorted(name for name, file in recipes.find({}).items() if file.source == "built-in"))
 def test_every_recipe_fits_its_own_cluster(name):
     found = composed(f"recipe={name}")
-    document = describe(resolve(found.config, given=found.given), found.config)
+    document = describe(plan(f"recipe={name}"), found.config)
     assert document["memory"]["fits"] == "yes", document["memory"]
     nodes = found.config.cluster.nodes or 1
     assert document["world"] <= nodes * (found.config.cluster.gpus_per_node or document["world"])

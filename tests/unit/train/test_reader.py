@@ -18,7 +18,7 @@ from parallelrun.definitions import Split
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.mesh import Mesh
 from parallelrun.train import reader as reader_module
-from parallelrun.train.reader import HostSamples, InBackgroundThread, InWorkerProcesses, Reader, _num_workers
+from parallelrun.train.reader import HostSamples, ReadAhead, Reader, _num_workers
 from tests.plans import tiny_plan
 
 STEPS = 6
@@ -165,7 +165,7 @@ def test_for_a_gpu_the_thread_pins_what_the_device_copies(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     samples = host_samples()
-    ahead = InBackgroundThread(samples, last_step=2, pin=True)
+    ahead = ReadAhead(samples, last_step=2, num_workers=0, pin=True)
     ahead.take(1)
     ahead.take(2)
     ahead.close()
@@ -177,7 +177,7 @@ def test_for_a_gpu_worker_processes_are_told_to_pin(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         reader_module, "DataLoader", lambda steps, **options: told.update(options) or [(None, None, None)]
     )
-    InWorkerProcesses(host_samples(), last_step=9, num_workers=2, pin=True).take(3)
+    ReadAhead(host_samples(), last_step=9, num_workers=2, pin=True).take(3)
     assert told["pin_memory"] and list(told["sampler"]) == list(range(3, 10)) and told["num_workers"] == 2
 
 
