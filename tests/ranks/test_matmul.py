@@ -10,7 +10,6 @@ import torch
 from parallelrun import comm
 from parallelrun.errors import VerificationError
 from parallelrun.models.matmul import network
-from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
 from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
@@ -20,8 +19,7 @@ MATMUL = {"model.name": "matmul", "model.preset": "matmul"}
 
 def lines(overrides: dict[str, Any]) -> list[str]:
     config = tiny_config({**MATMUL, **overrides})
-    plan = resolve(config)
-    return network.run(load_frozen(freeze(config, plan)), plan, torch.device("cpu"), show=False)
+    return network.run(config, resolve(config), torch.device("cpu"), show=False)
 
 
 def lines_without_reduce(overrides: dict[str, Any]) -> list[str]:
