@@ -163,7 +163,9 @@ def ours(case: Case) -> Side:
 
     def forward(x: Tensor) -> Tensor:
         if case.mode == "1d":
-            return operators.column_parallel_linear(x, [(weight, bias)], mesh.group("tp"), False, True)[0]
+            return operators.column_parallel_linear(
+                x, [(weight, bias)], operators.TPContext(mesh.group("tp"), False, True)
+            )[0]
         return matmul.multiply(x, [(weight, bias)], product, mesh, options)[0]
 
     return Side(part, weight, bias, forward, lambda: _sum_bias(bias, product, mesh))

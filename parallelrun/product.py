@@ -11,7 +11,7 @@ Sources: 1D Shoeybi et al. 2019; 2D SUMMA (van de Geijn and Watts 1997) as in Op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, lcm, log2, prod
 
@@ -190,9 +190,14 @@ def _weight_gathers(product: Product, shape: tuple[int, int], sizes: Sizes) -> l
     return found
 
 
+def degree(axes: Iterable[str], sizes: Sizes) -> int:
+    """The number of parts into which those axes split a dim."""
+    return prod(sizes.get(axis, 1) for axis in axes)
+
+
 def num_panels(product: Product, sizes: Sizes) -> int:
     """The number of panels into which SUMMA cuts K: one column of X's grid and one row of W's hold each completely."""
-    return lcm(prod(sizes.get(a, 1) for a in product.x.features), prod(sizes.get(a, 1) for a in product.weight.dims[1]))
+    return lcm(degree(product.x.features, sizes), degree(product.weight.dims[1], sizes))
 
 
 def _panels(

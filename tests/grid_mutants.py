@@ -18,17 +18,17 @@ from parallelrun.product import Move, Product
 
 def _partial_without(*axes: str, role: str = "") -> None:
     """Gradients of parameters of a role (any: empty) are not summed over those axes."""
-    from parallelrun.strategies.tensor.grid import products
+    from parallelrun.strategies.tensor.grid.plan import GridStrategy
 
-    right = products.parameter_layout
+    right = GridStrategy.layout
 
-    def wrong(parameter: ParameterSpec, plan: Plan) -> Layout:
-        layout = right(parameter, plan)
+    def wrong(self: GridStrategy, parameter: ParameterSpec, plan: Plan) -> Layout:
+        layout = right(self, parameter, plan)
         if role and parameter.layer_role != role:
             return layout
         return Layout(layout.dims, tuple(axis for axis in layout.partial if axis not in axes))
 
-    products.parameter_layout = wrong
+    GridStrategy.layout = wrong
 
 
 def depth_not_summed() -> None:
@@ -47,18 +47,18 @@ def positions_not_summed() -> None:
 
 def wrong_scatter_axis() -> None:
     """3D: partial sums are summed over the axis that splits the samples."""
-    from parallelrun.strategies.tensor.grid import runtime
+    from parallelrun.strategies.tensor.grid.plan import GridStrategy
 
-    right = runtime.product_of
+    right = GridStrategy.product_of
 
-    def wrong(layer: Any, plan: Plan) -> Product | None:
-        product = right(layer, plan)
+    def wrong(self: GridStrategy, layer: Any, plan: Plan) -> Product | None:
+        product = right(self, layer, plan)
         if product is None or product.form != "3d" or layer.layer_role == "head":
             return product
         assert product.scatter_y is not None
         return replace(product, scatter_y=Move("rows", product.weight.dims[0][1]))
 
-    runtime.product_of = wrong
+    GridStrategy.product_of = wrong
 
 
 def norm_of_own_features() -> None:
@@ -118,8 +118,12 @@ def tokens_of_the_first_samples() -> None:
     right = layers.GridTokenEmbedding.forward
 
     def wrong(self: layers.GridTokenEmbedding, tokens: torch.Tensor) -> torch.Tensor:
-        self.rows = replace(self.rows, index=0)
-        return right(self, tokens)
+        own = layers.slice_of
+        layers.slice_of = lambda axes, mesh: replace(own(axes, mesh), index=0)
+        try:
+            return right(self, tokens)
+        finally:
+            layers.slice_of = own
 
     layers.GridTokenEmbedding.forward = wrong
 

@@ -106,7 +106,7 @@ def bias_added_by_every_rank() -> None:
 
     def wrong(self: layers.RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
-        return operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
+        return operators.reduce_or_scatter(partial, self.tp)
 
     layers.RowParallelLinear.forward = wrong
 

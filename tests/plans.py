@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -69,3 +70,10 @@ def collate(split: Split, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarra
     """(inputs, targets) of several samples, stacked along a new first dim."""
     inputs, targets = zip(*(split.sample(int(index)) for index in indices))
     return np.stack(inputs), np.stack(targets)
+
+
+def pairs(suggestion: str) -> Iterator[tuple[str, str]]:
+    """Every (key, value) of a problem's suggestion, as a user would type it."""
+    for alternative in re.split(r",? or ", suggestion):
+        if match := re.fullmatch(r"([a-z_][a-z_.]*)=([\w.+-]+)", alternative):
+            yield match[1], match[2]

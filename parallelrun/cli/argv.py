@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallelrun.cli import hosts as host_list
-from parallelrun.cli.help import CFG_VALUES, HYDRA_FLAGS, INFO_VALUES, OUR_FLAGS, PICKLE_FLAG, TOOLS, VERBS
+from parallelrun.cli.help import (
+    CFG_VALUES,
+    HYDRA_FLAGS,
+    INFO_VALUES,
+    OUR_FLAGS,
+    PICKLE_FLAG,
+    SWITCHES,
+    TOOLS,
+    VALUED,
+    VERBS,
+)
 from parallelrun.cli.hosts import HostRanks, SshOptions
 from parallelrun.config import overrides as override_checks
 from parallelrun.config import presets
@@ -20,14 +30,6 @@ from parallelrun.config.overrides import Override
 from parallelrun.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
-_SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
-_VALUED = {
-    "-np": "ranks",
-    "-H": "hosts",
-    "--ssh-port": "port",
-    "--ssh-identity-file": "identity_file",
-    "--ssh-config": "config",
-}
 _ANSWERING = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
@@ -76,10 +78,10 @@ def read(argv: list[str]) -> CommandLine:
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        if word in _SWITCHES:
-            switched.add(_SWITCHES[word])
-        elif flag in _VALUED:
-            valued[_VALUED[flag]] = value if equals else words.pop(0) if words else ""
+        if word in SWITCHES:
+            switched.add(SWITCHES[word])
+        elif flag in VALUED:
+            valued[VALUED[flag]] = value if equals else words.pop(0) if words else ""
         elif word.startswith("-") and word != "-":
             problems += _flag(word, words, flags)
         elif "=" in word or word.startswith("~"):

@@ -34,10 +34,11 @@ KINDS = {
     "clusters": "cluster",
 }
 KEYS = "keys"  # listed only on request: there are many
-OUR_FLAGS = (
-    "--json", "-v", "--verbose", "--trust", "--version", "--help",
-    "-np", "-H", "--ssh-port", "--ssh-identity-file", "--ssh-config",
-)  # fmt: skip
+# Our flags and the names of their values in `argv.read`: switches, and flags that a value follows.
+SWITCHES = {"--json": "json", "-v": "verbose", "--verbose": "verbose", "--trust": "trust"}
+VALUED = {"-np": "ranks", "-H": "hosts", "--ssh-port": "port", "--ssh-identity-file": "identity_file",
+          "--ssh-config": "config"}  # fmt: skip
+OUR_FLAGS = (*SWITCHES, *VALUED, "--version", "--help")
 # Hydra's flags, and whether a value follows (None: it may).
 HYDRA_FLAGS = {
     **dict.fromkeys(("--hydra-help", "--run", "-r", "--multirun", "-m", "--resolve"), False),

@@ -53,16 +53,13 @@ class Hello:
 class Order:
     """The ranks that an agent must start, each as `parallelrun <words>` with the variables `environ`.
 
-    address: this host as the others see it, to choose the network interface; listener: the descriptor of rank 0's
-    socket, if the launcher has opened it.
+    environ: the launcher's and those of torchrun that the ranks of a host share; address: this host as the others see
+    it, to choose the network interface; listener: the descriptor of rank 0's socket, if the launcher has opened it.
     """
 
     words: list[str]
     first_rank: int
     num_ranks: int
-    world: int
-    master_addr: str
-    master_port: int
     environ: dict[str, str]
     address: str = ""
     listener: int | None = None
@@ -181,20 +178,13 @@ def _run(order: Order, local_rank: int, listener: int | None) -> int:
 
 
 def variables(order: Order, local_rank: int, host: Mapping[str, str], listener: int | None) -> dict[str, str]:
-    """The environment of a rank: this host's, overridden by the launcher's, and torchrun's variables for the rank."""
+    """The environment of a rank: this host's, overridden by the order's, and torchrun's variables for the rank."""
     found = {**without_launchers(host), **order.environ}
     paths = [path for environ in (order.environ, host) for path in environ.get("PATH", "").split(os.pathsep) if path]
     found["PATH"] = os.pathsep.join(dict.fromkeys(paths))
     if order.address and (interface := interface_of(order.address)):
         found.setdefault("GLOO_SOCKET_IFNAME", interface)
-    found.update(
-        RANK=str(order.first_rank + local_rank),
-        WORLD_SIZE=str(order.world),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(order.num_ranks),
-        MASTER_ADDR=order.master_addr,
-        MASTER_PORT=str(order.master_port),
-    )
+    found.update(RANK=str(order.first_rank + local_rank), LOCAL_RANK=str(local_rank))
     if listener is not None:
         found[LISTENER] = str(listener)
     return found

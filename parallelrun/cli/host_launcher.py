@@ -177,15 +177,15 @@ class HostLauncher:
         self._agents += [HostConnection(one, self._ssh, False, listener) for one in self._hosts if one.is_here]
         where = ", ".join(f"{agent.ranks.ranks} on {agent.name}" for agent in self._agents)
         print(f"starting {where}", file=sys.stderr, flush=True)
+        world = sum(one.num_ranks for one in self._hosts)
+        environ = {"WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        environ |= for_other_hosts(os.environ)
         for agent in self._agents:
             order = Order(
                 words=self._words,
                 first_rank=agent.ranks.first_rank,
                 num_ranks=agent.ranks.num_ranks,
-                world=sum(one.num_ranks for one in self._hosts),
-                master_addr=address,
-                master_port=port,
-                environ=for_other_hosts(os.environ),
+                environ={**environ, "LOCAL_WORLD_SIZE": str(agent.ranks.num_ranks)},
                 address=agent.hello.address if agent.hello else own_address,
                 listener=listener.fileno() if listener and not agent.hello else None,
             )

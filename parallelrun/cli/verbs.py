@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from parallelrun.cli import argv as command_lines
 from parallelrun.cli import completion, hosts
 from parallelrun.cli.argv import CommandLine
-from parallelrun.errors import EXIT_OK, ConfigError, ParallelrunError, Problem
+from parallelrun.errors import EXIT_OK, ConfigError, Problem
 from parallelrun.launch.environment import Attached, detect, visible_gpus
 
 if TYPE_CHECKING:
@@ -33,13 +33,21 @@ def run(words: list[str]) -> int:
     if completion.is_asked(words):
         return _complete(words)
     attached = detect(os.environ)
-    if attached is not None and attached.rank != 0:
-        return _follow(words)
+    if attached is not None and attached.rank != 0:  # it composes nothing
+        if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
+            return EXIT_OK
+        from parallelrun.launch.attach import follow
+
+        return follow(words)
     try:
         return _lead(words, attached)
     except Exception as error:
-        if attached is not None:
-            _abandon_followers(attached, error)
+        if attached is not None:  # the other ranks wait for a plan: let them exit with the code of this error
+            from parallelrun.cli import errors
+            from parallelrun.launch import attach
+
+            known = errors.translate(error)
+            attach.abandon(attached, known.exit_code if known else 1)
         raise
 
 
@@ -244,24 +252,6 @@ def _run_document(verb: str, exit_code: int, directory: Path | None) -> dict[str
     names = ("status", _RESULTS[verb])
     found = {name: read_json(directory / f"{name}.json") or None if directory else None for name in names}
     return {"verb": verb, "exit_code": exit_code, "directory": str(directory) if directory else None, **found}
-
-
-def _follow(words: list[str]) -> int:
-    """A rank other than 0 under another launcher; it composes nothing."""
-    if (words[:1] and words[0] in _SHOWN) or not command_lines.starts_ranks(words):
-        return EXIT_OK
-    from parallelrun.launch.attach import follow
-
-    return follow(words)
-
-
-def _abandon_followers(attached: Attached, error: Exception) -> None:
-    """Let the other ranks exit with the code of the error that rank 0 met before there was a plan."""
-    from parallelrun.cli import errors
-    from parallelrun.launch import attach
-
-    known = errors.translate(error)
-    attach.abandon(attached, known.exit_code if isinstance(known, ParallelrunError) else 1)
 
 
 def _complete(words: list[str]) -> int:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,9 +127,11 @@ def _check_hydra_settings(prepared: Prepared) -> None:
     primary configuration of the user's own (`--config-name`) cannot be composed here; then only the texts of the
     recipes are checked.
     """
-    if not prepared.untrusted or _flag_values(prepared.argv, "--config-name", "-cn", "--config-path", "-cp"):
+    if not prepared.untrusted or presets.flag_values(prepared.argv, "--config-name", "-cn", "--config-path", "-cp"):
         return
-    folders = ",".join(f"'file://{os.path.abspath(one)}'" for one in _flag_values(prepared.argv, "--config-dir", "-cd"))
+    folders = ",".join(
+        f"'file://{os.path.abspath(one)}'" for one in presets.flag_values(prepared.argv, "--config-dir", "-cd")
+    )
     own = [word for word in prepared.argv if word.startswith(("hydra.", "hydra/", "+hydra", "++hydra"))]
     own += [f"hydra.searchpath=[{folders}]"] if folders else []
     with hydra.initialize_config_module("parallelrun.conf", **_VERSION_BASE):
@@ -138,12 +139,6 @@ def _check_hydra_settings(prepared: Prepared) -> None:
         for name, where in prepared.untrusted.items():
             if _hydra_settings([*own, f"recipe={name}"]) != plain:
                 raise ConfigError(Problem("a recipe may not set hydra", where, command=untrusted.TRUST))
-
-
-def _flag_values(argv: Sequence[str], *names: str) -> list[str]:
-    """The values of a Hydra flag, written as `--flag value` or `--flag=value`."""
-    apart = [value for flag, value in pairwise(argv) if flag in names]
-    return apart + [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
 
 
 def _hydra_settings(overrides: list[str]) -> dict[str, Any]:

@@ -13,18 +13,10 @@ from parallelrun.config.strategy_keys import completed
 # Keys that are never taken over from the saved run.
 _NOT_SAVED = ("resume", "runs", "verb", "detail", "plot", "path", "device", "profile", "verify", "bench", "sweep")
 _DEGREES = ("dp", "tp", "pp", "ep")
-_SHORTHANDS = (
-    "layout",
-    "grid",
-    "depth",
-    "schedule",
-    "virtual_stages",
-    "microbatches",
-    "servers",
-    "consistency",
-    "staleness",
-)
-_OF_STRATEGY = (*_DEGREES, "world", "micro_batch", *_SHORTHANDS, "backup_workers")
+_OF_STRATEGY = (
+    *_DEGREES, "world", "micro_batch", "layout", "grid", "depth", "schedule", "virtual_stages", "microbatches",
+    "servers", "consistency", "staleness", "backup_workers",
+)  # fmt: skip
 _BATCH = ("global_batch", "local_batch", "micro_batch", "microbatches", "schedule")
 
 

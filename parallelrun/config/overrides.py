@@ -114,21 +114,20 @@ def _accepts(key: str, value: str) -> bool:
 
 def split(value: str) -> list[str]:
     """`value` split at its commas, except those inside quotes and brackets."""
-    parts, depth, quote_mark, start = [], 0, "", 0
+    parts, depth, quote_mark = [""], 0, ""
     for index, character in enumerate(value):
         if quote_mark:
             if character == quote_mark and value[index - 1] != "\\":
                 quote_mark = ""
         elif character in "'\"":
             quote_mark = character
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif character == "," and depth == 0:
-            parts.append(value[start:index])
-            start = index + 1
-    return [*parts, value[start:]]
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0 and not quote_mark:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def unquoted(value: str) -> str:

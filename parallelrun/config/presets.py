@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,16 @@ def described(group: str) -> list[Option]:
     return [Option(name, values(group, name).get("description", ""), "built-in") for name in options(group)]
 
 
+def flag_values(argv: Sequence[str], *names: str) -> list[str]:
+    """The values of a Hydra flag, written as `--flag value` or `--flag=value`."""
+    apart = [value for flag, value in pairwise(argv) if flag in names]
+    return apart + [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
+
+
 def user_folder(flags: Sequence[str]) -> Path | None:
     """The folder that Hydra's `--config-dir` names, or None."""
-    for number, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name in ("--config-dir", "-cd"):
-            text = value if equals else flags[number + 1] if number + 1 < len(flags) else ""
-            return Path(text).expanduser() if text else None
-    return None
+    named = [name for name in flag_values(flags, "--config-dir", "-cd") if name]
+    return Path(named[0]).expanduser() if named else None
 
 
 def user_groups(flags: Sequence[str]) -> frozenset[str]:

@@ -145,20 +145,16 @@ class RecipeCheck:
         elif group in self.chosen:
             line = self.chosen[group]
             self._report(f"{name}: {value.value}: {group} is chosen twice, first on line {line}", key_node)
-        elif self._is_option_name(value, f"{name}: {value.value}"[:80], f"an option of {group}"):
+        elif _is_plain_non_text(value):
+            read_as = value.tag.rpartition(":")[2]
+            kind = _KINDS.get(read_as, read_as)
+            self._report(f"{name}: {value.value}"[:80] + f": an option of {group} must be a name, not {kind}", value)
+        elif not NAME.fullmatch(value.value):  # not a path to another folder
+            plain = "must be a plain name of letters, digits, '_', '-' and '.'"
+            self._report(f"{name}: {value.value}"[:80] + f": an option of {group} {plain}", value)
+        else:
             self.chosen[group] = key_node.start_mark.line + 1
             self.keys.add(group)
-
-    def _is_option_name(self, node: yaml.ScalarNode, shown: str, kind: str) -> bool:
-        """Whether an option is chosen by a plain name, not by a number, null or a path to another folder."""
-        if _is_plain_non_text(node):
-            read_as = node.tag.rpartition(":")[2]
-            self._report(f"{shown}: {kind} must be a name, not {_KINDS.get(read_as, read_as)}", node)
-        elif not NAME.fullmatch(node.value):
-            self._report(f"{shown}: {kind} must be a plain name of letters, digits, '_', '-' and '.'", node)
-        else:
-            return True
-        return False
 
     def _parent(self, node: yaml.ScalarNode) -> None:
         name = node.value.lstrip("/").removeprefix("recipe/")
@@ -198,17 +194,15 @@ class RecipeCheck:
             return
         if key.name == "model.source":
             self._refuse("model.source: a recipe may not name code", key_node)
-        if key.kind in ("list", "dict"):
-            wanted, kind = (yaml.SequenceNode, "list") if key.kind == "list" else (yaml.MappingNode, "mapping")
-            if not isinstance(value, wanted):
-                self._report(f"{key.name}: must be a {kind}", key_node)
-            self._scan(value)
-        elif isinstance(value, yaml.ScalarNode):
-            self._text(value.value, value)
-            if "${" not in value.value:
-                self._scalar(key, key_node, value)
-        else:
+        wanted = {"list": yaml.SequenceNode, "dict": yaml.MappingNode}.get(key.kind)
+        if wanted is not None and not isinstance(value, wanted):
+            self._report(f"{key.name}: must be a {'list' if key.kind == 'list' else 'mapping'}", key_node)
+        elif wanted is None and not isinstance(value, yaml.ScalarNode):
             self._report(f"{key.name}: takes one value, not a {value.id}", key_node)
+            return
+        self._scan(value)
+        if wanted is None and "${" not in value.value:
+            self._scalar(key, key_node, value)
 
     def _scalar(self, key: Key, key_node: yaml.Node, value: yaml.ScalarNode) -> None:
         where, plain, text = _where(self.shown, value), not value.style, value.value
@@ -220,16 +214,15 @@ class RecipeCheck:
             self._refuse(f"{key.name}: a recipe may not write outside the working folder", key_node)
 
     def _scan(self, node: yaml.Node) -> None:
-        """Check the texts below an open mapping or a list."""
+        """Check the texts below a node."""
         if isinstance(node, yaml.MappingNode):
             for name, key_node, value in self._entries(node):
                 if is_instruction(name):
                     self._refuse(f"{name}: a recipe may not name code", key_node)
                 self._scan(value)
-        elif isinstance(node, yaml.SequenceNode):
-            for value in node.value:
-                self._scan(value)
-        elif isinstance(node, yaml.ScalarNode):
+        for value in node.value if isinstance(node, yaml.SequenceNode) else ():
+            self._scan(value)
+        if isinstance(node, yaml.ScalarNode):
             self._text(node.value, node)
 
     def _text(self, text: str, node: yaml.Node) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -57,43 +57,25 @@ def check_growth(recipes: Sequence[Mapping[str, Any]], where: str) -> list[Probl
     """Violations of the limits on how far the ${key} of a recipe and its parents expand.
 
     A value that names two others doubles their text, so a few dozen values fill any memory. recipes: the recipe and
-    its parents as plain mappings, unresolved.
+    its parents as plain mappings, unresolved. The limits also end the walk through a key that refers to itself.
     """
-    growth = _Growth(recipes)
-    found = [growth.of_node(recipe, 0) for recipe in recipes]
-    if any(depth > CHAIN_LIMIT for _, depth in found):
-        return [Problem(f"${{key}} leads through more than {CHAIN_LIMIT} others; write the value itself", where)]
-    if any(size > EXPANSION_LIMIT for size, _ in found):
-        what = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
-        return [Problem(what, where)]
+    for recipe in recipes:
+        size, left = 0, [(cast(Any, recipe), 0)]
+        while left:
+            node, depth = left.pop()
+            if depth > CHAIN_LIMIT:
+                what = f"${{key}} leads through more than {CHAIN_LIMIT} others, or to itself; write the value"
+                return [Problem(what, where)]
+            if isinstance(node, (Mapping, list)):
+                left += [(value, depth) for value in (node.values() if isinstance(node, Mapping) else node)]
+            for key in _KEY.findall(node) if isinstance(node, str) else ():
+                values = [value for one in recipes if (value := _get(one, key)) is not None]
+                size += _EACH + max([_ELSEWHERE, *(len(str(value)) for value in values)])
+                left += [(value, depth + 1) for value in values]
+            if size > EXPANSION_LIMIT:
+                what = f"the ${{key}} of this recipe expand to more than {EXPANSION_LIMIT:,} characters"
+                return [Problem(what, where)]
     return []
-
-
-class _Growth:
-    """Computes (expanded characters, longest chain) of nodes and keys; if several recipes set a key, the largest."""
-
-    def __init__(self, recipes: Sequence[Mapping[str, Any]]):
-        self.recipes = recipes
-        self._known: dict[str, tuple[int, int]] = {}
-
-    def of_node(self, node: Any, depth: int) -> tuple[int, int]:
-        if depth > CHAIN_LIMIT:
-            return 0, CHAIN_LIMIT + 1
-        if isinstance(node, (Mapping, list)):
-            found = [self.of_node(one, depth) for one in (node.values() if isinstance(node, Mapping) else node)]
-        else:
-            found = [self.of_key(key, depth) for key in _KEY.findall(node)] if isinstance(node, str) else []
-        return sum(size for size, _ in found), max((chain for _, chain in found), default=0)
-
-    def of_key(self, key: str, depth: int) -> tuple[int, int]:
-        if key not in self._known:
-            self._known[key] = 0, 0  # Hydra refuses a key that refers to itself
-            size, chain = _ELSEWHERE, 0
-            for node in (_get(recipe, key) for recipe in self.recipes):
-                inner, deeper = self.of_node(node, depth + 1)
-                size, chain = max(size, len(str(node)) + inner), max(chain, deeper)
-            self._known[key] = size + _EACH, chain + 1
-        return self._known[key]
 
 
 def _get(node: Any, key: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from functools import reduce
 
 from parallelrun.config.keys import Key
 from parallelrun.errors import Problem
@@ -78,18 +80,12 @@ def _boolean(key: Key, text: str, where: str) -> Problem | None:
 def _ambiguous_number(text: str) -> int | None:
     """The number that YAML reads, if it is not the one that a person would read; else None."""
     digits = text.lstrip("+-")
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST or _INTEGER.match(text) or not digits[:1].isdigit():
         return None
-    if re.match(r"0[0-7]+$", digits):
-        value = int(digits, 8)
-    elif re.match(r"0[0-9]+$|[0-9][0-9_]*_[0-9_]*$", digits):
-        value = int(digits.replace("_", ""))
-    elif re.match(r"0[xX][0-9a-fA-F]+$|0[bB][01]+$|0[oO][0-7]+$", digits):
-        value = int(digits, 0)
-    elif re.match(r"[0-9]+(:[0-5]?[0-9])+$", digits):
-        value = 0
-        for part in digits.split(":"):
-            value = value * 60 + int(part)
-    else:
-        return None
-    return -value if text.startswith("-") else value
+    sign = -1 if text.startswith("-") else 1
+    if re.fullmatch(r"[0-9]+(:[0-5]?[0-9])+", digits):  # base 60
+        return sign * reduce(lambda value, part: value * 60 + int(part), digits.split(":"), 0)
+    for base in (0, 8, 10):  # 0 reads 0x1f and 1_000, 8 reads 010, and 10 reads 09
+        with suppress(ValueError):
+            return sign * int(digits, base)
+    return None

@@ -19,13 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from parallelrun.errors import (
-    EXIT_HANG,
-    EXIT_INTERRUPTED,
-    EnvironmentProblem,
-    ParallelrunError,
-    Problem,
-)
+from parallelrun.errors import EXIT_HANG, EXIT_INTERRUPTED, EnvironmentProblem, ParallelrunError, Problem
 from parallelrun.launch import environment, failure, output, preflight, rank, rendezvous
 from parallelrun.launch.directory import Status
 from parallelrun.launch.environment import Attached

@@ -30,19 +30,19 @@ def open_log(directory: Path, rank: int) -> int:
     return os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-class Log:
-    """A text file that loses what a full disk cannot hold instead of raising, so that the run continues."""
+class Output:
+    """A text stream that drops what it cannot write (full disk, closed terminal, `| head`). error: the first one."""
 
-    def __init__(self, file: TextIO):
-        self._file = file
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the file's attribute (`fileno`, `encoding`, `isatty`, ...)."""
-        return getattr(self._file, name)
+        """Return the stream's attribute (`fileno`, `encoding`, `isatty`, ...)."""
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._file.write(text)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -50,37 +50,30 @@ class Log:
             self.write(line)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.flush()
-
-
-class Output:
-    """A stream that records the first error of writing to it, and drops everything that is written afterwards."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self.error: OSError | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
         self._try(self._stream.flush)
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Act, unless an earlier error is recorded. After an error, send the stream's buffer, which Python flushes at
-        exit, to /dev/null."""
         try:
-            if self.error is None:
-                action()
+            action()
         except OSError as error:
-            self.error = error
-            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
-                os.dup2(null.fileno(), self._stream.fileno())
+            self.error = self.error or error
+
+
+class Screen(Output):
+    """The terminal, with a plain copy in the log."""
+
+    def __init__(self, terminal: TextIO, log: TextIO):
+        terminal.fileno()  # raises if there is no terminal
+        super().__init__(terminal)
+        self._log = log
+
+    def write(self, text: str) -> int:
+        self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        super().flush()
 
 
 @contextlib.contextmanager
@@ -96,26 +89,12 @@ def guarded() -> Iterator[None]:
         output.flush()
     finally:
         sys.stdout = before
+        if output.error is not None:  # Python flushes the stream's buffer at exit: let that succeed
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), stream.fileno())
     if output.error is not None and not isinstance(output.error, (BrokenPipeError, ConnectionResetError)):
         what = f"standard output cannot be written to: {output.error.strerror or output.error}"
         raise EnvironmentProblem(Problem(what, "standard output"))
-
-
-class Screen(Output):
-    """The terminal, with a plain copy in the log. A closed terminal (`| head`) does not end the run."""
-
-    def __init__(self, terminal: TextIO, log: TextIO):
-        terminal.fileno()  # raises if there is no terminal
-        super().__init__(terminal)
-        self._log = log
-
-    def write(self, text: str) -> int:
-        self._log.write(_CONTROL.sub("", text).replace("\r", "\n"))
-        return super().write(text)
-
-    def flush(self) -> None:
-        self._log.flush()
-        super().flush()
 
 
 def redirect(directory: Path, rank: int) -> None:
@@ -159,4 +138,4 @@ def copied(directory: Path, rank: int) -> Iterator[TextIO]:
 
 
 def _text_log(descriptor: int) -> TextIO:
-    return cast(TextIO, Log(open(descriptor, "w", buffering=1, closefd=False, errors="backslashreplace")))
+    return cast(TextIO, Output(open(descriptor, "w", buffering=1, closefd=False, errors="backslashreplace")))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, gcd
 from typing import Any
 
-from parallelrun.config.schema import ClusterConfig, Config
+from parallelrun.config.schema import Config
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
@@ -40,7 +40,11 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
         texts.append(f"{plan.world} ranks, and the cluster has {cluster.nodes} x {per_node} devices")
     if plan.mesh.size("tp") > 1 and not stays_in_node(plan, cluster, "tp"):
         texts.append(f"tp groups of {plan.mesh.size('tp')} reach across hosts of {per_node} devices")
-    texts += _experts_across_hosts(plan, cluster)
+    ep = plan.mesh.size("ep")
+    if plan.expert and plan.expert.group_size == 1 and not stays_in_node(plan, cluster, "ep"):
+        inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
+        two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
+        texts.append(f"ep groups of {ep} reach across hosts of {per_node} devices{two_levels}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if plan.device == "cpu" and not cluster.gpus_per_node and plan.world > cores:
         crowd = f"{counted(plan.world, 'rank')} on {counted(cores, 'core')} of this host"
@@ -51,16 +55,6 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
     return texts
 
 
-def _experts_across_hosts(plan: Plan, cluster: ClusterConfig) -> list[str]:
-    """Suggest the two-level all-to-all if a flat one crosses hosts."""
-    ep, per_node = plan.mesh.size("ep"), ranks_per_node(cluster, plan.world)
-    if plan.expert is None or plan.expert.group_size > 1 or stays_in_node(plan, cluster, "ep"):
-        return []
-    inner = gcd(ep, max(1, per_node // plan.mesh.size("tp")))
-    two_levels = f"; strategy.expert.group_size={inner} sends inside a host first" if 1 < inner < ep else ""
-    return [f"ep groups of {ep} reach across hosts of {per_node} devices{two_levels}"]
-
-
 def heaviest(plan: Plan) -> Memory:
     """The Memory of the rank that holds most."""
     return max(prediction.memories(plan).values(), key=lambda memory: memory.total)
@@ -68,21 +62,20 @@ def heaviest(plan: Plan) -> Memory:
 
 def memory_advice(plan: Plan, config: Config) -> str:
     """The single changes that make the plan fit; else changes that do so together; else the best that was found."""
-    tried = [(change, found) for change in _smaller(plan, config) if (found := _planned(plan, config, change))]
-    enough = [f"{_typed(change)} ({gib(heaviest(found).total)})" for change, found in tried if _fits(found, config)]
-    if enough:
-        return f"{' or '.join(enough)} fits"
     typed: Change = {}
-    for _ in range(MOST_CHANGES):
-        better = [
-            (heaviest(found).total, {**typed, **change}, found)
+    for number in range(MOST_CHANGES):
+        tried = [
+            ({**typed, **change}, found)
             for change in _smaller(plan, config)
             if (found := _planned(plan, config, {**typed, **change}))
         ]
-        least = min(better, key=lambda item: item[0], default=None)
-        if least is None or least[0] >= heaviest(plan).total:
+        enough = [f"{_typed(change)} ({gib(heaviest(found).total)})" for change, found in tried if _fits(found, config)]
+        if enough and not number:
+            return f"{' or '.join(enough)} fits"
+        change, least = min(tried, key=lambda item: heaviest(item[1]).total, default=(typed, plan))
+        if heaviest(least).total >= heaviest(plan).total:
             break
-        _, typed, plan = least
+        typed, plan = change, least
         if _fits(plan, config):
             return f"{_typed(typed)} fits ({gib(heaviest(plan).total)})"
     if not typed:

@@ -47,10 +47,14 @@ def fill(
 ) -> BatchSizes | None:
     """The batch, or None with the violations appended to `problems`. Unset counts are filled by the module's rule."""
     before = len(problems)
-    problems += _both(config, "global_batch", "local_batch") + _both(config, "micro_batch", "microbatches")
-    for key in ("global_batch", "local_batch", "micro_batch", "microbatches"):
-        value = getattr(config, key)
-        if value is not None and (type(value) is not int or value < 1):
+    keys = ("global_batch", "local_batch", "micro_batch", "microbatches")
+    asked = {key: value for key in keys if (value := getattr(config, key)) is not None}
+    for one, other in (keys[:2], keys[2:]):
+        if {one, other} <= asked.keys():
+            what = f"{one}={asked[one]} and {other}={asked[other]} are both given; each follows from the other"
+            problems.append(Problem(what, other, f"leave {other} out", kind="contradiction"))
+    for key, value in asked.items():
+        if type(value) is not int or value < 1:
             problems.append(Problem(f"{key}={value} is not a whole number of at least 1", key, f"{key}=1"))
     if len(problems) > before:
         return None
@@ -60,35 +64,24 @@ def fill(
     elif config.global_batch is not None:
         global_batch = config.global_batch
     else:
-        global_batch = _default_global_batch(config, dp, pp, rules)
-        why = (
-            "the default"
-            if global_batch == DEFAULT_GLOBAL_BATCH
-            else f"{DEFAULT_GLOBAL_BATCH} are too few for the plan"
-            if rules.parts == 1
-            else f"{DEFAULT_GLOBAL_BATCH} give no microbatches of multiples of {rules.parts} samples"
-        )
+        global_batch, why = _default_global_batch(config, dp, pp, rules), "the default"
+        if global_batch != DEFAULT_GLOBAL_BATCH:
+            parts = f"give no microbatches of multiples of {rules.parts} samples"
+            why = f"{DEFAULT_GLOBAL_BATCH} {'are too few for the plan' if rules.parts == 1 else parts}"
         filled.append(f"global_batch={global_batch} (filled: {why})")
     if global_batch % dp:
-        problems.append(_indivisible(config, global_batch, dp, rules.parts))
+        step = dp * (config.micro_batch or (config.microbatches or 1) * rules.parts)
+        fix = _around(global_batch, step) + "".join(f" or dp={n}" for n in nearest(dp, divisors(global_batch)))
+        what = f"global_batch={global_batch} does not divide by dp={dp}"
+        problems.append(Problem(what, "global_batch", fix, kind="arithmetic"))
         return None
     return _microbatches(config, global_batch, dp, pp, rules, filled, problems)
 
 
-def _both(config: Config, one: str, other: str) -> list[Problem]:
-    first, second = getattr(config, one), getattr(config, other)
-    if first is None or second is None:
-        return []
-    what = f"{one}={first} and {other}={second} are both given; each follows from the other"
-    return [Problem(what, other, f"leave {other} out", kind="contradiction")]
-
-
-def _indivisible(config: Config, global_batch: int, dp: int, parts: int) -> Problem:
-    step = dp * (config.micro_batch or (config.microbatches or 1) * parts)
-    around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
-    fix = either("global_batch", around) + "".join(f" or dp={n}" for n in nearest(dp, divisors(global_batch)))
-    what = f"global_batch={global_batch} does not divide by dp={dp}"
-    return Problem(what, "global_batch", fix, kind="arithmetic")
+def _around(global_batch: int, step: int) -> str:
+    """The multiples of `step` next to `global_batch`, as a suggestion."""
+    multiples = {global_batch // step * step, -(-global_batch // step) * step} - {0}
+    return either("global_batch", sorted(multiples))
 
 
 def _default_global_batch(config: Config, dp: int, pp: int, rules: BatchRules) -> int:
@@ -133,8 +126,7 @@ def _microbatches(
         asked = getattr(config, key)
         what = f"global_batch={global_batch} does not divide by dp x {key} = {dp} x {asked} = {dp * asked}"
         step = dp * (asked if key == "micro_batch" else asked * rules.parts)
-        around = sorted({n for n in (global_batch // step * step, -(-global_batch // step) * step) if n > 0})
-        fix = either(key, nearest(asked, divisors(replica))) + " or " + either("global_batch", around)
+        fix = either(key, nearest(asked, divisors(replica))) + " or " + _around(global_batch, step)
         problems.append(Problem(what, key, fix, kind="arithmetic"))
         return None
     batches = [_batch(global_batch, dp, m) for m in counts]

@@ -21,26 +21,19 @@ SUSTAINED = 0.455
 SURE = 0.9  # of a device's memory: the rest may be needed by what `Memory.leaves_out` lists
 
 
-def device_bytes(cluster: ClusterConfig) -> float | None:
-    """Memory of a device (`cluster.memory_gb` of 10^9 bytes); None if the cluster does not give it."""
-    return cluster.memory_gb * 1e9 if cluster.memory_gb else None
-
-
 def fits(memory: Memory, cluster: ClusterConfig) -> str:
     """yes | no | unknown: unknown without a memory size, and above SURE of it, where uncounted memory decides."""
-    available = device_bytes(cluster)
-    if not available:
-        return "unknown"
-    if memory.total > available:
+    available = (cluster.memory_gb or 0) * 1e9
+    if available and memory.total > available:
         return "no"
     return "yes" if memory.total <= SURE * available else "unknown"
 
 
 def why_fits(memory: Memory, cluster: ClusterConfig) -> str:
     """The reason for the result of `fits`."""
-    available = device_bytes(cluster)
-    if not available:
+    if not cluster.memory_gb:
         return "cluster.memory_gb is not given"
+    available = cluster.memory_gb * 1e9
     close = fits(memory, cluster) == "unknown"
     left = f"; what is not counted may need more than the {gib(available - memory.total)} left" if close else ""
     return f"a device has {gib(available)}{left}"

@@ -75,21 +75,34 @@ def read(config: Config, problems: list[Problem]) -> ClusterSpec | None:
     return None if found else ClusterSpec(tuple(jobs["worker"]), tuple(jobs["ps"] or ()))
 
 
+def target_world(
+    asked: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
+) -> tuple[int | None, str]:
+    """(the world that the degrees must multiply to, its source for messages)."""
+    if asked is not None and launched is not None and asked != launched:
+        what = f"world={asked}, but the launcher has started {launched} ranks"
+        problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
+    said = asked if launched is None else launched
+    if cluster is not None and said not in (None, cluster.world):
+        what = f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
+        problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
+    beside = f", {counted(servers, 'server')}" if servers else ""
+    if launched is not None:
+        return launched, f"{launched} ranks launched{beside}"
+    if asked is None and cluster is not None:
+        return cluster.world, str(cluster)
+    return asked, f"world {asked}{beside}"
+
+
 def _check(key: str, addresses: list[str]) -> list[Problem]:
     found = []
     for address in map(str, addresses):
         match = ADDRESS.fullmatch(address)
-        if match is None:
-            host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
-            host = host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
-            what = f"{key}: {address!r} is not host:port"
-            found.append(Problem(what, key, _corrected(key, addresses, address, host)))
-        elif not 0 < int(match["port"]) < 65536:
-            what = f"{key}: {address}: the port must be from 1 to 65535"
-            found.append(Problem(what, key, _corrected(key, addresses, address, match["host"])))
+        if match and 0 < int(match["port"]) < 65536:
+            continue
+        host = re.sub(r"^[a-z]+://", "", address).partition(":")[0].partition("/")[0]
+        host = match["host"] if match else host if re.fullmatch(r"[A-Za-z0-9.-]+", host) else "localhost"
+        corrected = [f"{host}:2222" if str(other) == address else str(other) for other in addresses]
+        what = f"{address}: the port must be from 1 to 65535" if match else f"{address!r} is not host:port"
+        found.append(Problem(f"{key}: {what}", key, f"{key}=[{','.join(corrected)}]"))
     return found
-
-
-def _corrected(key: str, addresses: list[str], wrong: str, host: str) -> str:
-    """The list with the wrong address replaced by `host` and a port."""
-    return f"{key}=[{','.join(f'{host}:2222' if str(address) == wrong else str(address) for address in addresses)}]"

@@ -7,20 +7,20 @@ Volumes are bytes that a rank receives, forward and backward, under bandwidth-op
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, inf
 
 from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.config.strategy_keys import narrowed
-from parallelrun.model_spec import BlockSpec, ModelSpec
+from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
-from parallelrun.plan.comparison import Comparison, Figures, InsideNode, Row
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
 from parallelrun.plan.request import Request
 from parallelrun.plan.shorthands import kinds
 from parallelrun.plan.structure import BatchSizes, Collective, Plan
-from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims, TensorStrategy
+from parallelrun.plan.tensor_strategy import LayoutChoice
 from parallelrun.precision import BYTES, Precision
 from parallelrun.product import Transfer
 from parallelrun.wording import divisors
@@ -31,33 +31,123 @@ ONE_DIMENSIONAL = LayoutChoice("1d", TensorStrategyConfig())  # what the others 
 LARGE = 2**40  # rows: so many that only what grows with them decides between forms
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Of one layer and one microbatch on the rank that holds most. moved_weight_bytes: the part of received_bytes that
+    weights and their gradients make. once_bytes: received once a step besides (2.5D sums gradients over depth).
+    steps: messages one after the other. weight_bytes, saved_bytes: held, the latter for backward (attention too)."""
+
+    received_elements: int
+    received_bytes: int
+    moved_weight_bytes: int
+    once_bytes: int
+    steps: int
+    weight_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout. reason: why it is not legal here (then without figures). chosen: the plan's own. break_even: rows of
+    a microbatch per hidden feature (M/h) above which it receives fewer bytes than 1D; None: never, or 1D itself."""
+
+    layout: str
+    kind: str
+    chosen: bool
+    figures: Figures | None = None
+    break_even: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class InsideNode:
+    """The same ranks and samples with 1D inside a node and data parallelism outside: bytes that a rank receives per
+    layer and step, sums of gradients included, against the plan's own; and weights a rank holds of the layer."""
+
+    tp: int
+    dp: int
+    node: int
+    received_bytes: int
+    plan_received_bytes: int
+    weight_bytes: int
+    plan_weight_bytes: int
+    divides: bool  # the batch of a data replica divides by dp
+
+    @property
+    def wins(self) -> bool:
+        return self.received_bytes < self.plan_received_bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """layer: the block that is compared, one of many alike. rows: M, positions of a microbatch."""
+
+    layer: str
+    rows: int
+    hidden: int
+    tp: int
+    layouts: tuple[Row, ...]
+    inside_node: InsideNode | None
+
+    @property
+    def chosen(self) -> Row:
+        return next(row for row in self.layouts if row.chosen)
+
+
 def compare(plan: Plan, config: Config) -> Comparison | None:
     """The comparison for a language model whose layers are split over tp; None where there is nothing to compare."""
     block = next((block for block in plan.spec.blocks if _is_compared(block)), None)
-    if plan.mesh.size("tp") == 1 or plan.spec.kind != "tokens" or block is None:
+    tp = plan.mesh.size("tp")
+    if tp == 1 or plan.spec.kind != "tokens" or block is None:
         return None
-    case = _case(plan, config, block)
+    ends = {one.name: one for one in (plan.spec.blocks[0], block, plan.spec.blocks[-1])}
+    case = _Case(replace(plan, spec=replace(plan.spec, blocks=tuple(ends.values()))), config, block)
     rows: list[Row] = []
-    for layout in _choices(plan.mesh.size("tp")):
-        refused = any(row.reason and row.layout == layout.variant_of for row in rows)
-        rows += [] if refused else [_row(layout, case)]
+    for layout in [choice for kind in kinds("tensor") for choice in tensor_strategy(kind).layout_choices(tp)]:
+        if not any(row.reason and row.layout == layout.variant_of for row in rows):
+            rows.append(_row(layout, case.resolve(layout), case))
     if not any(row.chosen for row in rows):
-        rows.append(_own_row(case))
-    return Comparison(
-        block.name, _rows(case.plan), plan.spec.hidden, plan.mesh.size("tp"), tuple(rows), _inside_node(case)
-    )
+        rows.append(_row(_own_layout(case), case.plan, case))
+    return Comparison(block.name, _rows(case.plan), plan.spec.hidden, tp, tuple(rows), _inside_node(case))
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What all rows share. plan: with the model's ends and the compared layer alone. narrow: its spec with samples of
-    one position, for break-evens. slope_1d: bytes received per row of a microbatch in 1D."""
+    """What all rows share. plan: with the model's ends and the compared layer alone, which answers the same questions
+    at a fraction of the time."""
 
     plan: Plan
     config: Config
     block: BlockSpec
-    narrow: ModelSpec
-    slope_1d: float = 0.0
+
+    @cached_property
+    def slope_1d(self) -> float:
+        """Bytes received per row of a microbatch in 1D; 0 where that is not legal."""
+        resolved = self.resolve(ONE_DIMENSIONAL)
+        return 0.0 if isinstance(resolved, str) else _line(resolved, self.block)[0]
+
+    def resolve(self, layout: LayoutChoice, tp: int | None = None, rows: int | None = None) -> Plan | str:
+        """The plan in another layout, on its tensor axes alone; or why it is not legal.
+
+        tp: instead of the plan's. rows: samples of one position, as many, instead of the plan's batch.
+        """
+        plan, strategy, spec, batch = self.plan, self.config.strategy, self.plan.spec, self.plan.batch
+        if rows is not None:
+            batch = BatchSizes(rows, rows, 1)
+            spec = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
+        tensor = replace(layout.config, overlap=plan.tensor.overlap)
+        strategy = replace(strategy, tensor=tensor, pipeline=replace(strategy.pipeline, kind=plan.pipeline.kind))
+        config = narrowed(replace(self.config, layout=None, grid=None, depth=None, strategy=strategy))
+        pp, dp = plan.mesh.size("pp"), plan.mesh.size("dp")
+        stages = plan.pipeline.virtual_stages
+        request = Request(config, spec, pp, dp, tp or plan.mesh.size("tp"), stages, batch)
+        kind = tensor_strategy(tensor.kind)
+        problems = kind.check(request) + plan.data.check(request)
+        if problems:
+            return "; ".join(dict.fromkeys(problem.what for problem in problems))
+        mesh_dims, flattened = kind.mesh_dims(request)
+        mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
+        return replace(plan, mesh=mesh, tensor=kind.resolve(request), spec=spec, batch=batch)
 
 
 def _is_compared(block: BlockSpec) -> bool:
@@ -66,89 +156,32 @@ def _is_compared(block: BlockSpec) -> bool:
     )
 
 
-def _case(plan: Plan, config: Config, block: BlockSpec) -> _Case:
-    """A model of one layer answers the same questions at a fraction of the time."""
-    ends = {b.name: b for b in (plan.spec.blocks[0], block, plan.spec.blocks[-1])}
-    spec = replace(plan.spec, blocks=tuple(ends.values()))
-    narrow = replace(spec, seq=1, sample_shape=(1,), boundary_shape=(1, spec.hidden), targets_per_sample=1)
-    case = _Case(replace(plan, spec=spec), config, block, narrow)
-    resolved = _resolved(ONE_DIMENSIONAL, case, spec, plan.batch)
-    return case if isinstance(resolved, str) else replace(case, slope_1d=_line(resolved, block)[0])
-
-
-def _choices(tp: int) -> list[LayoutChoice]:
-    """Every layout worth a row, that of one dimension first: the others are measured against it."""
-    return [choice for kind in kinds("tensor") for choice in tensor_strategy(kind).layout_choices(tp)]
-
-
 def _rows(plan: Plan) -> int:
     return plan.batch.micro_batch * plan.spec.seq
 
 
-def _request(layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: BatchSizes, tp: int | None = None) -> Request:
-    """Return the request for this layout with everything else as in the plan."""
-    plan, strategy = case.plan, case.config.strategy
-    tensor = replace(layout.config, overlap=plan.tensor.overlap)
-    pipeline = replace(strategy.pipeline, kind=plan.pipeline.kind)
-    config = replace(
-        case.config, layout=None, grid=None, depth=None, strategy=replace(strategy, tensor=tensor, pipeline=pipeline)
-    )
-    size = plan.mesh.size
-    config = narrowed(config)
-    return Request(config, spec, size("pp"), size("dp"), tp or size("tp"), plan.pipeline.virtual_stages, batch)
-
-
-def _resolved(
-    layout: LayoutChoice, case: _Case, spec: ModelSpec, batch: BatchSizes, tp: int | None = None
-) -> Plan | str:
-    """Return the plan in another layout, on its tensor axes alone; or why it is not legal."""
-    strategy = tensor_strategy(layout.config.kind)
-    request = _request(layout, case, spec, batch, tp)
-    problems = strategy.check(request) + case.plan.data.check(request)
-    if problems:
-        return "; ".join(dict.fromkeys(problem.what for problem in problems))
-    return _with_layout(case.plan, strategy.resolve(request), strategy.mesh_dims(request), spec, batch)
-
-
-def _with_layout(plan: Plan, tensor: TensorStrategy, axes: MeshDims, spec: ModelSpec, batch: BatchSizes) -> Plan:
-    mesh_dims, flattened = axes
-    mesh = MeshShape((("pp", 1), ("dp", 1), *mesh_dims), flattened)
-    return replace(plan, mesh=mesh, tensor=tensor, spec=spec, batch=batch)
-
-
-def _row(layout: LayoutChoice, case: _Case) -> Row:
-    plan = case.plan
-    resolved = _resolved(layout, case, plan.spec, plan.batch)
+def _row(layout: LayoutChoice, resolved: Plan | str, case: _Case) -> Row:
     if isinstance(resolved, str):
         return Row(layout.name, layout.config.kind, False, reason=resolved)
-    return Row(
-        layout.name,
-        layout.config.kind,
-        _is_plan(resolved, plan),
-        _figures(resolved, case.block),
-        _break_even(layout, resolved, case),
-    )
+    chosen, figures = _is_plan(resolved, case.plan), _figures(resolved, case.block)
+    return Row(layout.name, layout.config.kind, chosen, figures, _break_even(layout, resolved, case))
 
 
-def _own_row(case: _Case) -> Row:
+def _own_layout(case: _Case) -> LayoutChoice:
     """The plan's own layout, where its forms or its grid have no line of their own."""
     plan, own = case.plan, case.plan.tensor
     section = replace(case.config.strategy.tensor, kind=own.kind)
     asked = narrowed(replace(case.config, strategy=replace(case.config.strategy, tensor=section)))
-    config = own.resolved_config(asked, plan)
     form = "" if own.asked_form(asked) == "auto" else own.asked_form(asked)
     name = " ".join(filter(None, (own.label(plan), "" if own.save_gathered else "lean", form)))
-    return Row(name, own.kind, True, _figures(plan, case.block), _break_even(LayoutChoice(name, config), plan, case))
+    return LayoutChoice(name, own.resolved_config(asked, plan))
 
 
 def _is_plan(resolved: Plan, plan: Plan) -> bool:
     """Return whether this layout is the plan's own. The plan may have chosen forms for layers that are not compared."""
     forms = tuple(form for form in plan.tensor.forms if form in resolved.tensor.forms)
-    return resolved.tensor == replace(plan.tensor, forms=forms) and _axes(resolved) == _axes(plan)
-
-
-def _axes(plan: Plan) -> list[tuple[str, int]]:
-    return [(axis, plan.mesh.size(axis)) for axis in plan.mesh.mesh_dims_of("tp")]
+    axes, own = ({axis: one.mesh.size(axis) for axis in one.mesh.mesh_dims_of("tp")} for one in (resolved, plan))
+    return resolved.tensor == replace(plan.tensor, forms=forms) and axes == own
 
 
 def _figures(plan: Plan, block: BlockSpec) -> Figures:
@@ -173,8 +206,7 @@ def _figures(plan: Plan, block: BlockSpec) -> Figures:
 
 def _collectives(plan: Plan, block: BlockSpec) -> list[Collective]:
     """Of one microbatch."""
-    once = replace(plan, batch=replace(plan.batch, microbatches=1))
-    return plan.tensor.collectives((block,), once)
+    return plan.tensor.collectives((block,), replace(plan, batch=replace(plan.batch, microbatches=1)))
 
 
 def _received(row: Collective, plan: Plan) -> int:
@@ -186,41 +218,33 @@ def _element(row: Collective, precision: Precision) -> int:
     return BYTES[dtype]
 
 
+def _line(plan: Plan, block: BlockSpec) -> tuple[float, int]:
+    """(slope, value at 0) of the volume over M, with the plan's forms: weights move whatever M is, all else grows."""
+    figures = _figures(plan, block)
+    return (figures.received_bytes - figures.moved_weight_bytes) / _rows(plan), figures.moved_weight_bytes
+
+
 def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | None:
     """M/h above which the layout receives fewer bytes than 1D; 0: always; None: never.
 
-    For fixed forms the volume is a line in M: weights move whatever M is, all else grows with it. The best forms are
-    chosen anew where that line crosses 1D's; the crossing only moves down, until the forms stay.
+    For fixed forms the volume is a line in M. The best forms are chosen anew where that line crosses 1D's; the crossing
+    only moves down, until the forms stay.
     """
     if resolved.tensor.is_one_dimensional or not case.slope_1d:
         return None
-    best = inf
+    best, tp = inf, case.plan.mesh.size("tp")
     for _ in range(8):
         slope, offset = _line(resolved, case.block)
         crossing = offset / (case.slope_1d - slope) if slope < case.slope_1d else inf
         if crossing >= best < inf:
             break
         best = crossing
-        rows = _divisible(LARGE if best == inf else best, case)
-        again = _resolved(layout, case, case.narrow, BatchSizes(rows, rows, 1))
+        divisible = max(1, ceil((LARGE if best == inf else best) / tp)) * tp  # by the row axes of every layout
+        again = case.resolve(layout, rows=divisible)
         if isinstance(again, str) or again.tensor == resolved.tensor:
             break
         resolved = again
     return None if best == inf else best / case.plan.spec.hidden
-
-
-def _divisible(rows: float, case: _Case) -> int:
-    """The next number of rows that the row axes of every layout divide."""
-    tp = case.plan.mesh.size("tp")
-    return max(1, ceil(rows / tp)) * tp
-
-
-def _line(plan: Plan, block: BlockSpec) -> tuple[float, int]:
-    """(slope, value at 0) of the volume over M, with the plan's forms."""
-    received = {True: 0, False: 0}
-    for row in _collectives(plan, block):
-        received[row.purpose in MOVED_WEIGHTS] += _received(row, plan)
-    return received[False] / _rows(plan), received[True]
 
 
 def _inside_node(case: _Case) -> InsideNode | None:
@@ -230,36 +254,29 @@ def _inside_node(case: _Case) -> InsideNode | None:
     Against 2.5D at most as many as a slice of its depth has: slices along the depth hold copies, as data replicas do.
     """
     plan, node = case.plan, case.config.cluster.gpus_per_node or NODE
-    tp = plan.mesh.size("tp")
+    tp, dp, microbatches = plan.mesh.size("tp"), plan.mesh.size("dp"), plan.batch.microbatches
     most = min(node, tp // plan.mesh.size("depth"))
     ours, largest = _figures(plan, case.block), None
     for smaller in (n for n in reversed(divisors(tp)) if n <= most):
-        candidate = _smaller(smaller, node, ours, case)
-        if candidate and (candidate.wins or (plan.tensor.is_one_dimensional and smaller == tp)):
+        resolved = case.resolve(ONE_DIMENSIONAL, tp=smaller)
+        if isinstance(resolved, str):
+            continue
+        theirs, replicas = _figures(resolved, case.block), tp // smaller
+        received = microbatches * theirs.received_bytes // replicas + _gradient_sum(theirs, dp * replicas, plan)
+        candidate = InsideNode(
+            tp=smaller,
+            dp=dp * replicas,
+            node=node,
+            received_bytes=received,
+            plan_received_bytes=microbatches * ours.received_bytes + ours.once_bytes + _gradient_sum(ours, dp, plan),
+            weight_bytes=theirs.weight_bytes,
+            plan_weight_bytes=ours.weight_bytes,
+            divides=plan.batch.replica_batch % replicas == 0,
+        )
+        if candidate.wins or (plan.tensor.is_one_dimensional and smaller == tp):
             return candidate
         largest = largest or candidate
     return largest
-
-
-def _smaller(smaller: int, node: int, ours: Figures, case: _Case) -> InsideNode | None:
-    """1D at tp = `smaller`; None where that is not legal."""
-    plan = case.plan
-    resolved = _resolved(ONE_DIMENSIONAL, case, plan.spec, plan.batch, tp=smaller)
-    if isinstance(resolved, str):
-        return None
-    theirs = _figures(resolved, case.block)
-    replicas, dp = plan.mesh.size("tp") // smaller, plan.mesh.size("dp")
-    microbatches = plan.batch.microbatches
-    return InsideNode(
-        tp=smaller,
-        dp=dp * replicas,
-        node=node,
-        received_bytes=microbatches * theirs.received_bytes // replicas + _gradient_sum(theirs, dp * replicas, plan),
-        plan_received_bytes=microbatches * ours.received_bytes + ours.once_bytes + _gradient_sum(ours, dp, plan),
-        weight_bytes=theirs.weight_bytes,
-        plan_weight_bytes=ours.weight_bytes,
-        divides=plan.batch.replica_batch % replicas == 0,
-    )
 
 
 def _gradient_sum(figures: Figures, dp: int, plan: Plan) -> int:

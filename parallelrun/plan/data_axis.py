@@ -104,11 +104,17 @@ def costs(plan: Plan, cluster: ClusterConfig, cost: Cost) -> DataAxis | None:
     compute = cost.compute_s if fabric.unit == SECONDS else None
     case = Case(plan, size, nodes, fabric, compute)
     own = data_candidates.chosen(case)
-    strategies = [_strategy_cost(candidate, case, own, cost) for candidate in data_candidates.candidates(case)]
+    strategies = []
+    for candidate in data_candidates.candidates(case):
+        points = {number: _point(candidate, case, number, cost) for number in drawn_nodes(nodes)}
+        curve = tuple(point for point in points.values() if point)
+        if curve:
+            is_own = candidate.name == own
+            strategies.append(StrategyCost(candidate.name, candidate.label, is_own, points[nodes], curve))
+    expert_bytes = gradient_bytes(plan, "expert_dp") if plan.mesh.size("expert_dp") > 1 else 0
     return DataAxis(
-        size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch,
-        tuple(strategy for strategy in strategies if strategy.here or strategy.curve), _best(case),
-        gradient_bytes(plan, "expert_dp") if plan.mesh.size("expert_dp") > 1 else 0,
+        size, nodes, workers, plan.servers, fabric, compute, plan.batch.replica_batch, tuple(strategies), _best(case),
+        expert_bytes,
     )  # fmt: skip
 
 
@@ -145,21 +151,12 @@ def drawn_nodes(nodes: int) -> list[int]:
     return sorted({*(2**k for k in range(1, last.bit_length())), nodes, last})
 
 
-def _strategy_cost(candidate: Candidate, case: Case, own: str | None, cost: Cost) -> StrategyCost:
-    curve = [_point(candidate, case, nodes, cost) for nodes in drawn_nodes(case.nodes)]
-    here = _point(candidate, case, case.nodes, cost)
-    return StrategyCost(
-        candidate.name, candidate.label, candidate.name == own, here,
-        tuple(point for point in curve if point is not None),
-    )  # fmt: skip
-
-
 def _point(candidate: Candidate, case: Case, nodes: int, cost: Cost) -> Point | None:
     link = case.fabric.pooled(nodes) if candidate.pooled else case.fabric.between(nodes)
-    if link is None or not candidate.legal(nodes):
+    exchange = candidate.cost(nodes, link) if link else None
+    if exchange is None:
         return None
-    servers, exchange = candidate.servers(nodes), candidate.cost(nodes, link)
-    rates = None
+    servers, rates = candidate.servers(nodes), None
     if case.compute_s is not None:
         samples = (nodes - servers) * case.plan.batch.replica_batch
         sent = cost.beside_s + exchange.seconds
@@ -184,8 +181,8 @@ def _best(case: Case) -> BestShare | None:
     if not case.compute_s or link is None:
         return None
     ratio = 2 * case.size / (link.bytes_per_s * case.compute_s)
+    shares = [forms.best_worker_share(ratio, overlapped) for overlapped in (False, True)]
     workers = [
         forms.best_num_workers(case.size, case.nodes, link, case.compute_s, overlapped) for overlapped in (False, True)
     ]
-    shares = [forms.best_worker_share(ratio, overlapped) for overlapped in (False, True)]
     return BestShare(ratio, shares[0], shares[1], workers[0], workers[1])

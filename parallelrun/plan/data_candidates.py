@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan import prediction
-from parallelrun.plan.data_cost import (
-    BEST,
-    BINOMIAL,
-    COLOCATED,
-    GATHERED_AGAIN,
-    HALVING,
-    HELPED,
-    HIERARCHICAL,
-    HSDP,
-    ONE_SERVER,
-    OWN,
-    RING,
-    SCATTERED_AGAIN,
-    SERVERS,
-    SHARDED,
-    TREES,
-    Exchange,
-    Link,
-)
+from parallelrun.plan.data_cost import Exchange, Link
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 from parallelrun.wording import counted
@@ -70,23 +53,16 @@ class Case:
     fabric: Fabric
     compute_s: float | None
 
-    @property
-    def gathered(self) -> float:
-        """Bytes of the weights as FSDP gathers them: in the compute dtype."""
-        precision = self.plan.precision
-        return self.size * BYTES[precision.compute] / BYTES[precision.reduce]
-
 
 @dataclass(frozen=True)
 class Candidate:
-    """One closed form. cost: (nodes, link) -> exchange, for 2 nodes and more. legal: whether a number of nodes is
-    possible. servers: how many of the nodes. pooled: its link is `Fabric.pooled`, that of a collective; else every rank
-    sends by its own port."""
+    """One closed form. cost: (nodes, link) -> exchange, for 2 nodes and more; None for an impossible number. servers:
+    how many of the nodes. pooled: its link is `Fabric.pooled`, that of a collective; else every rank sends by its own
+    port."""
 
     name: str
     label: str
-    cost: Callable[[int, Link], Exchange]
-    legal: Callable[[int], bool] = lambda nodes: True
+    cost: Callable[[int, Link], Exchange | None]
     servers: Callable[[int], int] = lambda nodes: 0
     pooled: bool = False
 
@@ -98,26 +74,23 @@ def candidates(case: Case) -> list[Candidate]:
 
 def _reductions(case: Case, size: float) -> list[Candidate]:
     """The all-reduces, of `size` bytes."""
-    fabric = case.fabric
     form = case.plan.data.exchange_form(case.plan)
-    group = form.group_size if form.group_size > 1 else fabric.per_host
-    inside = fabric.pooled(group)
+    group = form.group_size if form.group_size > 1 else case.fabric.per_host
+    inside = case.fabric.pooled(group)
     native = form.native  # by the backend, over all ports; else message by message
 
-    def hierarchical(nodes: int, link: Link) -> Exchange:
-        assert inside is not None
+    def hierarchical(nodes: int, link: Link) -> Exchange | None:
+        if inside is None or nodes % group or not 1 < group < nodes:
+            return None
         return forms.hierarchical(size, group, nodes // group, inside, link)
 
     return [
-        Candidate(RING, "ring all-reduce", lambda n, link: forms.ring(size, n, link), pooled=native),
-        Candidate(HALVING, "halving-doubling", lambda n, link: forms.halving_doubling(size, n, link)),
-        Candidate(TREES, "two binary trees", lambda n, link: forms.tree(size, n, link), pooled=native),
-        Candidate(BINOMIAL, "binomial tree", lambda n, link: forms.binomial_tree(size, n, link)),
-        Candidate(
-            HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical,
-            legal=lambda n: 1 < group < n and n % group == 0 and inside is not None,
-        ),
-    ]  # fmt: skip
+        Candidate(forms.RING, "ring all-reduce", partial(forms.ring, size), pooled=native),
+        Candidate(forms.HALVING, "halving-doubling", partial(forms.halving_doubling, size)),
+        Candidate(forms.TREES, "two binary trees", partial(forms.tree, size), pooled=native),
+        Candidate(forms.BINOMIAL, "binomial tree", partial(forms.binomial_tree, size)),
+        Candidate(forms.HIERARCHICAL, f"hierarchical, groups of {group}", hierarchical),
+    ]
 
 
 def _own(case: Case) -> list[Candidate]:
@@ -127,15 +100,18 @@ def _own(case: Case) -> list[Candidate]:
     if not form.compression and every == 1:
         return []
     size = _compressed_bytes(plan) if form.compression else case.size
-    if not size:  # what is sent is no sum over all of dp: Adasum's updates, sums within process sets
-        return []
     base = next((candidate for candidate in _reductions(case, size) if candidate.name == form.name), None)
-    if base is None:
+    if base is None or not size:  # Adasum's updates and sums within process sets are no sum over all of dp
         return []
+
+    def cost(nodes: int, link: Link) -> Exchange | None:
+        exchange = base.cost(nodes, link)
+        return exchange.every(every) if exchange else None
+
     label = base.label.removesuffix(" all-reduce")
     label += f", {form.compression}" if form.compression else ""
     label += f", every {every} steps" if every > 1 else ""
-    return [Candidate(OWN, label, lambda n, link: base.cost(n, link).every(every), base.legal, pooled=base.pooled)]
+    return [Candidate(forms.OWN, label, cost, pooled=base.pooled)]
 
 
 def _compressed_bytes(plan: Plan) -> float:
@@ -148,47 +124,38 @@ def _compressed_bytes(plan: Plan) -> float:
 
 
 def _shardings(case: Case) -> list[Candidate]:
-    """The strategies that shard weights or the optimizer's state: ZeRO, FSDP and HSDP."""
-    plan, size = case.plan, case.size
-    form, again = plan.data.exchange_form(plan), 2 * plan.batch.microbatches
-    scatters = 1 if form.scatters_once else plan.batch.microbatches
-    gathered = case.gathered if form.gathers_rounded else size
+    """The strategies that shard weights or the optimizer's state: ZeRO, FSDP and forms.HSDP."""
+    plan, size, microbatches = case.plan, case.size, case.plan.batch.microbatches
+    form, again = plan.data.exchange_form(plan), 2 * microbatches
+    scatters = 1 if form.scatters_once else microbatches
+    precision = plan.precision
+    gathered = size * BYTES[precision.compute] / BYTES[precision.reduce] if form.gathers_rounded else size
+    shard, inside = plan.data.shard, case.fabric.pooled(plan.data.shard)
 
     def sharded(scatters: int, gathers: int) -> Callable[[int, Link], Exchange]:
         return lambda n, link: forms.sharded(size, n, link, scatters) + forms.sharded(gathered, n, link, gathers)
 
-    found = [
-        Candidate(SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
-        Candidate(GATHERED_AGAIN, _fsdp_label(again, scatters), sharded(scatters, again), pooled=True),
-    ]
-    if form.name == SCATTERED_AGAIN:
-        label = f"{plan.data.kind}: scattered {plan.batch.microbatches} times"
-        found.append(Candidate(SCATTERED_AGAIN, label, sharded(plan.batch.microbatches, 1), pooled=True))
-    shard, inside = plan.data.shard, case.fabric.pooled(plan.data.shard)
-    if not 1 < shard < case.nodes:
-        return found
-    gathers = again if form.gathers_again else 1
-
-    def hsdp(nodes: int, link: Link) -> Exchange:
-        assert inside is not None
-        own = forms.sharded(size, shard, inside, scatters) + forms.sharded(gathered, shard, inside, gathers)
+    def hsdp(nodes: int, link: Link) -> Exchange | None:
+        if nodes % shard or nodes == shard or inside is None:
+            return None
+        own = sharded(scatters, again if form.gathers_again else 1)(shard, inside)
         return own + forms.ring(size / shard, nodes // shard, link)
 
-    def legal(nodes: int) -> bool:
-        return nodes % shard == 0 and nodes > shard and inside is not None
-
-    return [*found, Candidate(HSDP, f"hsdp, shards of {shard}", hsdp, legal)]
-
-
-def _fsdp_label(gathers: int, scatters: int) -> str:
-    return f"fsdp: gathered {gathers} times" + (f", scattered {scatters}" if scatters > 1 else "")
+    label = f"fsdp: gathered {again} times" + (f", scattered {scatters}" if scatters > 1 else "")
+    found = [
+        Candidate(forms.SHARDED, "zero: scatter and gather", sharded(1, 1), pooled=True),
+        Candidate(forms.GATHERED_AGAIN, label, sharded(scatters, again), pooled=True),
+    ]
+    if form.name == forms.SCATTERED_AGAIN:
+        label = f"{plan.data.kind}: scattered {microbatches} times"
+        found.append(Candidate(forms.SCATTERED_AGAIN, label, sharded(microbatches, 1), pooled=True))
+    if 1 < shard < case.nodes:
+        found.append(Candidate(forms.HSDP, f"hsdp, shards of {shard}", hsdp))
+    return found
 
 
 def _servers(case: Case) -> list[Candidate]:
     size, own, compute = case.size, case.plan.servers, case.compute_s
-
-    def served(nodes: int, servers: int, link: Link) -> Exchange:
-        return forms.parameter_server(size, nodes - servers, servers, link)
 
     def best(nodes: int) -> int:
         link = case.fabric.between(nodes)
@@ -196,25 +163,25 @@ def _servers(case: Case) -> list[Candidate]:
             return nodes // 2
         return nodes - forms.best_num_workers(size, nodes, link, compute)
 
+    def served(name: str, label: str, servers: Callable[[int], int]) -> Candidate:
+        def cost(nodes: int, link: Link) -> Exchange | None:
+            count = servers(nodes)
+            return forms.parameter_server(size, nodes - count, count, link) if nodes > count else None
+
+        return Candidate(name, label, cost, servers)
+
     helpers = own or 1
-    found = [Candidate(ONE_SERVER, "ps, 1 server", lambda n, link: served(n, 1, link), servers=lambda n: 1)]
-    if own > 1:
-        found.append(
-            Candidate(SERVERS, f"ps, {counted(own, 'server')}", lambda n, link: served(n, own, link),
-                       legal=lambda n: n > own, servers=lambda n: own)
-        )  # fmt: skip
-    label = "ps, best share" if compute else "ps, half serve"
     return [
-        *found,
-        Candidate(BEST, label, lambda n, link: served(n, best(n), link), servers=best),
-        Candidate(COLOCATED, "co-located ps", lambda n, link: forms.colocated_servers(size, n, link)),
+        served(forms.ONE_SERVER, "ps, 1 server", lambda nodes: 1),
+        *([served(forms.SERVERS, f"ps, {counted(own, 'server')}", lambda nodes: own)] if own > 1 else []),
+        served(forms.BEST, "ps, best share" if compute else "ps, half serve", best),
+        Candidate(forms.COLOCATED, "co-located ps", partial(forms.colocated_servers, size)),
         Candidate(
-            HELPED, f"co-located ps + {helpers} CPU",
-            lambda n, link: forms.helped_servers(size, n, helpers, link),
+            forms.HELPED, f"co-located ps + {helpers} CPU", lambda n, link: forms.helped_servers(size, n, helpers, link)
         ),
-    ]  # fmt: skip
+    ]
 
 
 def chosen(case: Case) -> str | None:
     """The name of the plan's own candidate; None where its strategy has no closed form."""
-    return OWN if _own(case) else case.plan.data.exchange_form(case.plan).name
+    return forms.OWN if _own(case) else case.plan.data.exchange_form(case.plan).name

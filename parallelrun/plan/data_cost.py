@@ -9,8 +9,9 @@ al. 2014 (parameter server), Jiang et al. 2020 (BytePS). Tests run every algorit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import ceil, log2, sqrt
+from operator import add
 
 # The names of the exchanges that `data_axis` compares.
 RING, HALVING, TREES, HIERARCHICAL = "ring", "halving-doubling", "two trees", "hierarchical"
@@ -41,24 +42,25 @@ class Exchange:
 
     def __add__(self, then: Exchange) -> Exchange:
         """One after the other, by the same nodes."""
-        return Exchange(
-            self.steps + then.steps,
-            self.worker_bytes + then.worker_bytes,
-            self.busiest_bytes + then.busiest_bytes,
-            self.seconds + then.seconds,
-        )
+        return Exchange(*map(add, astuple(self), astuple(then)))
 
     def every(self, num_steps: int) -> Exchange:
         """This exchange once in `num_steps` steps, on average (local SGD, DiLoCo)."""
-        return Exchange(
-            self.steps / num_steps,
-            self.worker_bytes / num_steps,
-            self.busiest_bytes / num_steps,
-            self.seconds / num_steps,
-        )
+        return Exchange(*(figure / num_steps for figure in astuple(self)))
 
 
 NOTHING = Exchange(0, 0.0, 0.0, 0.0)
+
+
+def _exchange(
+    n: int, link: Link, steps: float, sent: float, busiest: float | None = None, passed: float | None = None
+) -> Exchange:
+    """The exchange of n nodes. sent: by a worker. busiest: through the busiest node. passed: one after the other
+    through a link. The latter two are as `sent` where they are not given."""
+    if n == 1:
+        return NOTHING
+    seconds = steps * link.latency_s + (sent if passed is None else passed) / link.bytes_per_s
+    return Exchange(steps, sent, sent if busiest is None else busiest, seconds)
 
 
 def ring(size: float, n: int, link: Link) -> Exchange:
@@ -68,40 +70,29 @@ def ring(size: float, n: int, link: Link) -> Exchange:
 
 def sharded(size: float, n: int, link: Link, passes: int) -> Exchange:
     """`passes` reduce-scatters or all-gathers by rings: an all-reduce and ZeRO are 2; FSDP gathers once more."""
-    moved = passes * (n - 1) / n * size
-    return Exchange(passes * (n - 1), moved, moved, passes * (n - 1) * link.latency_s + moved / link.bytes_per_s)
+    return _exchange(n, link, passes * (n - 1), passes * (n - 1) / n * size)
 
 
 def halving_doubling(size: float, n: int, link: Link) -> Exchange:
     """All-reduce by recursive halving and doubling: 2 log2 n latencies. Ranks above the largest power of two hand their
     numbers to a partner first and get the sum last: two more messages of all the bytes."""
-    if n == 1:
-        return NOTHING
     power = 2 ** int(log2(n))
     folded = power < n
-    steps = 2 * int(log2(n)) + 2 * folded
     sent = (2 * (power - 1) / power + folded) * size
-    passed = (2 * (power - 1) / power + 2 * folded) * size  # folding in and out lie one after the other
-    return Exchange(steps, sent, sent, steps * link.latency_s + passed / link.bytes_per_s)
+    return _exchange(n, link, 2 * int(log2(n)) + 2 * folded, sent, passed=sent + folded * size)
 
 
 def tree(size: float, n: int, link: Link) -> Exchange:
     """All-reduce by two binary trees, each for half of the bytes, in many small pieces: 2 log2 n latencies and twice
     the bytes. A bound: pieces that are not small take longer."""
-    if n == 1:
-        return NOTHING
-    steps = 2 * ceil(log2(n))
-    moved = 2.0 * size
-    return Exchange(steps, moved, moved, steps * link.latency_s + moved / link.bytes_per_s)
+    return _exchange(n, link, 2 * ceil(log2(n)), 2.0 * size)
 
 
 def binomial_tree(size: float, n: int, link: Link) -> Exchange:
     """All-reduce up a binomial tree to one rank and down again, whole messages: that rank passes log2 n times the bytes
     each way."""
-    if n == 1:
-        return NOTHING
     rounds = ceil(log2(n))
-    return Exchange(2 * rounds, size, rounds * size, 2 * rounds * (link.latency_s + size / link.bytes_per_s))
+    return _exchange(n, link, 2 * rounds, size, busiest=rounds * size, passed=2 * rounds * size)
 
 
 def hierarchical(size: float, group: int, num_groups: int, inside: Link, across: Link) -> Exchange:
@@ -111,38 +102,24 @@ def hierarchical(size: float, group: int, num_groups: int, inside: Link, across:
     return ring(size, group, inside) + ring(size / group, num_groups, across)
 
 
-def parameter_server(size: float, num_workers: int, num_servers: int, link: Link, pipelined: bool = False) -> Exchange:
+def parameter_server(size: float, num_workers: int, num_servers: int, link: Link) -> Exchange:
     """Workers push gradients to and pull weights from servers that hold equal shards: 2 max(1, n_w/n_p) of the bytes.
 
-    pipelined: the pull of one shard under the push of the next, which halves the time."""
+    The pull of one shard under the push of the next would halve the time."""
     busiest = max(1.0, num_workers / num_servers) * size
-    passes = 1 if pipelined else 2
-    return Exchange(2, size, busiest, 2 * link.latency_s + passes * busiest / link.bytes_per_s)
+    return _exchange(num_workers + num_servers, link, 2, size, busiest, passed=2 * busiest)
 
 
 def colocated_servers(size: float, n: int, link: Link) -> Exchange:
     """Every node a worker and the server of 1/n of the weights: the bytes of a ring in two messages."""
-    if n == 1:
-        return NOTHING
-    moved = 2 * (n - 1) / n * size
-    return Exchange(2, moved, moved, 2 * link.latency_s + moved / link.bytes_per_s)
-
-
-def helped_share(n: int, num_helpers: int) -> float:
-    """The part of the bytes that k helpers serve when n workers' nodes serve the rest and all links are equally busy:
-    2k(n-1) / (n^2 + kn - 2k) (BytePS, section 4)."""
-    k = min(num_helpers, n)
-    return 2 * k * (n - 1) / (n * n + k * n - 2 * k) if n > 1 else 0.0
+    return _exchange(n, link, 2, 2 * (n - 1) / n * size)
 
 
 def helped_servers(size: float, n: int, num_helpers: int, link: Link) -> Exchange:
     """Co-located servers helped by k nodes without GPUs, pushes and pulls under each other: 2n(n-1)/(n^2 + kn - 2k) of
-    the bytes: the ring's for k=0, half of that for k=n; more helpers help no more."""
-    if n == 1:
-        return NOTHING
+    the bytes: the ring's for k=0, half of that for k=n; more helpers help no more (BytePS, section 4)."""
     k = min(num_helpers, n)
-    moved = 2 * n * (n - 1) / (n * n + k * n - 2 * k) * size
-    return Exchange(2, moved, moved, 2 * link.latency_s + moved / link.bytes_per_s)
+    return _exchange(n, link, 2, 2 * n * (n - 1) / max(1, n * n + k * n - 2 * k) * size)
 
 
 def best_worker_share(ratio: float, overlapped: bool = False) -> float:

@@ -5,7 +5,7 @@ A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/pla
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
+from parallelrun.plan.axis_strategy import AxisStrategy
 from parallelrun.plan.messages import Explanation, explanation_of_calls
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
@@ -44,17 +45,14 @@ class ExchangeForm:
 
 
 @dataclass(frozen=True)
-class DataStrategy(ABC):
-    """A data-parallel strategy with its resolved settings: the `data` field of a Plan.
+class DataStrategy(AxisStrategy):
+    """A data-parallel strategy: `plan.data`. `pp_rank` and `coordinate` name a rank.
 
-    The class methods are asked before there is a plan. All other methods belong to a resolved strategy; they are pure
-    functions of their arguments and take the plan that the strategy is part of. `pp_rank` and `coordinate` name a rank.
     The defaults describe replicas that hold complete copies of the weights, gradients and optimizer state.
 
     shard: ranks that share one copy of the weights (HSDP: fewer than dp). bucket_bytes: size of a gradient bucket.
     """
 
-    kind: ClassVar[str]  # the name in the registry, without the axis
     config_class: ClassVar[type[DataStrategyConfig]] = DataStrategyConfig  # its keys of `strategy.data`
     description: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
     shards_weights: ClassVar[bool] = False  # no rank of dp holds complete weights
@@ -71,18 +69,7 @@ class DataStrategy(ABC):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        """Every violation, each with the nearest legal values."""
         return []
-
-    @classmethod
-    @abstractmethod
-    def resolve(cls, request: Request) -> Self:
-        """The strategy with all settings chosen, for a request without violations."""
-
-    @classmethod
-    def filled(cls, request: Request) -> tuple[str, ...]:
-        """Sentences on the settings that the strategy filled in."""
-        return ()
 
     @classmethod
     def asked_servers(cls, config: Config) -> int | None:
@@ -202,11 +189,9 @@ class DataStrategy(ABC):
         return ExchangeForm()
 
     @abstractmethod
-    def equivalence(self, plan: Plan) -> Equivalence:
-        """What a run promises in comparison with one device."""
+    def equivalence(self, plan: Plan) -> Equivalence: ...
 
     def explain(self, plan: Plan) -> Explanation:
-        """Every message or collective of a step in the group of rank 0, for `parallelrun explain`."""
         coordinate = plan.mesh.coordinate(0)
         found = self.collectives(coordinate["pp"], coordinate, plan)
         return explanation_of_calls("data", self.kind, *self.description, plan, found)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import prod
+from itertools import product
+from math import inf, prod
 
 from parallelrun.config.schema import DEFAULT_GLOBAL_BATCH, Config
 from parallelrun.errors import Problem
-from parallelrun.plan import expert_axes, fill_order
-from parallelrun.plan.cluster_spec import ClusterSpec
+from parallelrun.plan import expert_axes
+from parallelrun.plan.cluster_spec import ClusterSpec, target_world
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.load import data_strategy
 from parallelrun.wording import counted, divisors, nearest
 
 AXES = ("pp", "dp", "tp")
 LARGEST = 2**20
+Sizes = dict[str, int]
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Degrees:
         if not self.demonstrated or self.pp <= most or config.strategy.own_axis == "pp":
             return
         self.pp = most
-        sizes = " ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "dp=1"
-        self.filled[0] = f"{sizes} (filled: the smallest plan that shows strategy={config.strategy.name}, at pp={most})"
+        shown = _shown({axis: degree for axis in AXES if (degree := getattr(self, axis)) > 1}) or "dp=1"
+        self.filled[0] = f"{shown} (filled: the smallest plan that shows strategy={config.strategy.name}, at pp={most})"
 
     @property
     def world(self) -> int:
@@ -58,43 +60,50 @@ def fill(
     world: int | None,
     gpus: int | None,
     problems: list[Problem],
-    servers: int = 0,
-    cluster: ClusterSpec | None = None,
-    experts: int = 0,
-    num_problems: Callable[[Degrees], int] = lambda degrees: 0,
+    servers: int,
+    cluster: ClusterSpec | None,
+    experts: int,
+    num_problems: Callable[[Degrees], int],
 ) -> Degrees:
     """Return the degrees of a run; append every violation to `problems`.
 
     The preset's axes that are not given share the ranks that the given degrees and the servers leave of the world, or
     the GPUs that the degrees leave (servers need no GPU). On CPU without degrees or a world, the preset's demonstration
-    plan is used. If only ep is given, dp equals it.
+    plan is used. If only ep is given, dp equals it. A preset whose own axis is none of AXES runs on one device.
 
-    world: the number of ranks that a launcher has started, None without a launcher. gpus: GPUs of this host. servers:
-    ranks that are not workers. cluster: the tasks of a TensorFlow cluster spec, one rank each. experts: number in a
-    layer of the model. num_problems: returns the number of violations of a plan with these degrees; used if a preset
-    fills several axes (`fill_order`).
+    world: the number of ranks that a launcher has started. gpus: GPUs of this host. cluster: the tasks of a TensorFlow
+    cluster spec, one rank each. experts: number in a layer. num_problems: that of a plan with these degrees.
     """
     before = len(problems)
-    degrees = Degrees(servers=servers, device=_device(config, gpus))
-    asked = _asked(config, problems)
+    device = config.device if config.device in ("cpu", "cuda") else "cuda" if gpus else "cpu"
+    degrees, asked = Degrees(servers=servers, device=device), _asked(config, problems)
     if cluster is None:
-        degrees.servers = servers = _enough_servers(config, asked, world, servers, degrees.filled)
-    target, source = _target(asked["world"], world, servers, cluster, problems)
+        degrees.servers = _enough_servers(config, asked, world, servers, degrees.filled)
+    target, source = target_world(asked["world"], world, degrees.servers, cluster, problems)
     given = {axis: degree for axis in AXES if (degree := asked[axis]) is not None}
     degrees.sound = len(problems) == before
-    if config.strategy.name == "single":
-        _single({**given, "ep": asked["ep"] or 1}, target, degrees, problems)
-        return degrees
     ep = asked["ep"] or 1
-    fills_gpus = target is None and degrees.device == "cuda" and bool(gpus)
-    fills_dp = "dp" in fill_order.axes(config.strategy) and (target is not None or fills_gpus)
-    if ep > 1 and "dp" not in given and not fills_dp:
+    if config.strategy.own_axis not in AXES:
+        problems += _check_single(config, {**given, "ep": ep, "world": target or 1})
+        return degrees
+    filling = Filling(config, given, gpus, ep, degrees, num_problems)
+    fills_gpus = target is None and device == "cuda" and bool(gpus)
+    if ep > 1 and "dp" not in given and ("dp" not in filling.open_axes or not (fills_gpus or target)):
         given["dp"] = ep
         degrees.filled.append(f"dp={ep} (filled: ep, which divides it)")
-    OpenAxes(config, given, gpus, ep, degrees, num_problems).fill(target, source, problems)
-    for axis, degree in given.items():
-        setattr(degrees, axis, degree)
-    degrees.sound = degrees.sound and _is_plannable(degrees, problems)
+    filling.set(given)
+    if fills_gpus:
+        filling.fill_gpus(gpus or 0)
+    elif target is None:
+        filling.fill_freely()
+    elif degrees.sound:
+        filling.fill_world(target, source, problems)
+    if degrees.sound and degrees.world > LARGEST:
+        shown = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
+        shown += f" + {counted(degrees.servers, 'server')}" if degrees.servers else ""
+        what = f"{shown} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
+        problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
+        degrees.sound = False
     if degrees.sound:
         degrees.ep = expert_axes.degree(config, asked["ep"], degrees.dp, experts, degrees.filled, problems)
     return degrees
@@ -132,137 +141,132 @@ def _enough_servers(
     return servers
 
 
-def _device(config: Config, gpus: int | None) -> str:
-    if config.device in ("cpu", "cuda"):
-        return config.device
-    return "cuda" if gpus else "cpu"
-
-
-def _target(
-    asked: int | None, launched: int | None, servers: int, cluster: ClusterSpec | None, problems: list[Problem]
-) -> tuple[int | None, str]:
-    """(the world that the degrees must multiply to, its source for messages)."""
-    if asked is not None and launched is not None and asked != launched:
-        what = f"world={asked}, but the launcher has started {launched} ranks"
-        problems.append(Problem(what, "world", f"world={launched}", kind="contradiction"))
-    said = asked if launched is None else launched
-    if cluster is not None and said not in (None, cluster.world):
-        what = f"{'world=' if launched is None else 'ranks launched: '}{said}, but {cluster} has {cluster.world} tasks"
-        problems.append(Problem(what, "world", f"world={cluster.world}", kind="contradiction"))
-    beside = f", {counted(servers, 'server')}" if servers else ""
-    if launched is not None:
-        return launched, f"{launched} ranks launched{beside}"
-    if asked is None and cluster is not None:
-        return cluster.world, str(cluster)
-    return asked, f"world {asked}{beside}"
-
-
-def _single(given: dict[str, int], target: int | None, degrees: Degrees, problems: list[Problem]) -> None:
-    """Check that `strategy=single` runs on one device."""
-    wrong = {axis: degree for axis, degree in given.items() if degree != 1}
-    if target not in (None, 1):
-        wrong["world"] = target
-    for axis, degree in wrong.items():
-        what = f"strategy=single runs on one device, and {axis}={degree}"
-        command = f"parallelrun strategy=ptdp {axis}={degree}"
-        problems.append(Problem(what, axis, f"{axis}=1", command, kind="contradiction"))
+def _check_single(config: Config, given: Sizes) -> list[Problem]:
+    """Check that a preset without an axis runs on one device."""
+    return [
+        Problem(
+            f"strategy={config.strategy.name} runs on one device, and {axis}={degree}",
+            axis, f"{axis}=1", f"parallelrun strategy=ptdp {axis}={degree}", kind="contradiction",
+        )
+        for axis, degree in given.items() if degree != 1
+    ]  # fmt: skip
 
 
 @dataclass
-class OpenAxes:
-    """The axes that the preset fills and the user has not given."""
+class Filling:
+    """Chooses the degrees of `open_axes`, which the preset fills and the user has not given."""
 
     config: Config
-    given: dict[str, int]
+    given: Sizes
     gpus: int | None
     ep: int
     degrees: Degrees
     num_problems: Callable[[Degrees], int]
 
     @property
-    def names(self) -> list[str]:
-        return [axis for axis in fill_order.axes(self.config.strategy) if axis not in self.given]
+    def open_axes(self) -> list[str]:
+        """The open axes, the first to fill first: those of `fill_order`, or the preset's own axis alone."""
+        strategy = self.config.strategy
+        return [axis for axis in strategy.fill_order or [strategy.own_axis] if axis not in self.given]
 
-    def fill(self, target: int | None, source: str, problems: list[Problem]) -> None:
-        """Spread the open axes over the world, or over this host's GPUs, or over the demonstration plan."""
-        if target is None and self.degrees.device == "cuda" and self.gpus:
-            _fill_gpus(self, self.gpus)
-        elif target is None:
-            _fill_freely(self.config, self.given, self.degrees)
-        elif self.degrees.sound:
-            _fill_world(self, target, source, problems)
-
-    def degrees_for(self, ranks: int) -> tuple[fill_order.Sizes, bool]:
-        """(the degrees of the open axes, whose product is `ranks`; whether they give a legal plan)."""
-        cluster, workers = self.config.cluster, ranks * prod(self.given.values())
-        per_host = ranks_per_node(cluster, workers) if cluster.gpus_per_node or cluster.nodes else self.gpus or workers
-        candidates = fill_order.choices(self.config.strategy, self.names, ranks, min(per_host, workers))
-        return fill_order.first_legal(candidates, self._problems_with)
-
-    def set(self, sizes: fill_order.Sizes, why: str) -> None:
-        """Set the degrees of the open axes and note the reason."""
+    def set(self, sizes: Sizes, why: str = "") -> None:
+        """Set degrees; why: note the reason for which they were filled in."""
         for axis, degree in sizes.items():
             setattr(self.degrees, axis, degree)
-        shown = " ".join(f"{axis}={degree}" for axis, degree in sizes.items())
-        given = "".join(f", {axis} {degree}" for axis, degree in self.given.items())
-        self.degrees.filled.append(f"{shown} (filled: {why}{given})")
+        if why and sizes:
+            self.degrees.filled.append(f"{_shown(sizes)} (filled: {why})")
 
-    def _problems_with(self, sizes: fill_order.Sizes) -> int:
-        trial = replace(self.degrees, filled=[], warnings=[])
-        for axis, degree in {**self.given, **sizes}.items():
-            setattr(trial, axis, degree)
-        return self.num_problems(trial)
+    def fill_freely(self) -> None:
+        """Fill the demonstration plan, or its own axis beside the given degrees: no world limits them."""
+        strategy = self.config.strategy
+        own, demo = strategy.own_axis, strategy.demo
+        if not self.given:
+            sizes = {axis: demo[axis] for axis in AXES if demo.get(axis, 1) > 1}
+            self.degrees.demonstrated = bool(sizes)
+            self.set(sizes, f"the smallest plan that shows strategy={strategy.name}")
+        elif own not in self.given:
+            size = demo.get(own, 1)
+            self.set({own: size}, f"the smallest that shows strategy={strategy.name}" if size > 1 else "no world given")
+
+    def fill_gpus(self, gpus: int) -> None:
+        """Spread the open axes over the remaining GPUs, with a dp that ep divides. Some GPUs may stay idle."""
+        if not self.open_axes:
+            return
+        rest = prod(self.given.values())
+        step = self.ep if "dp" in self.open_axes else 1
+        most = max(step, gpus // rest // step * step)
+        found = (self._sizes(ranks) for ranks in range(most, 0, -step))
+        sizes = next((sizes for sizes, is_legal in found if is_legal), None) or self._sizes(most)[0]
+        self.set(sizes, f"{gpus} GPU{'s' * (gpus > 1)}{self._beside}")
+        used = rest * prod(sizes.values())
+        if used < gpus:
+            why = f"{rest * step} does not divide {gpus}" if gpus % (rest * step) else f"no plan on {gpus} is legal"
+            self.degrees.warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: {why}")
+
+    def fill_world(self, target: int, source: str, problems: list[Problem]) -> None:
+        """Spread the open axes over the rest of the world; without open axes, check that the degrees multiply to it."""
+        given, degrees = self.given, self.degrees
+        size, workers = prod(given.values()), target - degrees.servers
+        if workers <= 0:
+            degrees.sound = False
+            fix = f"world={degrees.servers + size}" + (f" or servers={target - 1}" if target > 1 else "")
+            fix = "" if problems else fix  # the right world is unknown until earlier violations are fixed
+            problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
+        elif self.open_axes and workers % size == 0:
+            self.set(self._sizes(workers // size)[0], source + self._beside)
+        elif size != workers:
+            degrees.sound = False
+            problems.append(_wrong_product(given, workers, source, degrees.servers, self.open_axes))
+
+    @property
+    def _beside(self) -> str:
+        return "".join(f", {axis} {degree}" for axis, degree in self.given.items())
+
+    def _sizes(self, ranks: int) -> tuple[Sizes, bool]:
+        """(the best degrees of the open axes whose product is `ranks`; whether they give a legal plan).
+
+        Without a legal plan, the degrees with the fewest violations.
+        """
+        candidates = self._candidates(ranks)
+        if len(candidates) == 1:
+            return candidates[0], True
+        fewest, best = inf, candidates[0]
+        for sizes in candidates:
+            trial = replace(self.degrees, filled=[], warnings=[], **sizes)  # type: ignore[arg-type]
+            count = self.num_problems(trial)
+            if count < fewest:
+                fewest, best = count, sizes
+            if count == 0:
+                break
+        return best, fewest == 0
+
+    def _candidates(self, ranks: int) -> list[Sizes]:
+        """All degrees of the open axes whose product is `ranks`, the best ones first.
+
+        A tensor-parallel group must fit in a host. The best choice gives every axis at least its degree in the preset's
+        demonstration plan, then makes the first axis as large as possible, then the second.
+        """
+        axes, cluster, demo = self.open_axes, self.config.cluster, self.config.strategy.demo
+        if len(axes) == 1:
+            return [{axes[0]: ranks}]
+        workers = ranks * prod(self.given.values())
+        per_host = ranks_per_node(cluster, workers) if cluster.gpus_per_node or cluster.nodes else self.gpus or workers
+        found = []
+        for first in product(*(divisors(ranks) for _ in axes[1:])):
+            rest, indivisible = divmod(ranks, prod(first))
+            sizes = dict(zip(axes, (*first, rest)))
+            if not indivisible and min(per_host, workers) % sizes.get("tp", 1) == 0:
+                found.append(sizes)
+
+        def rank(sizes: Sizes) -> tuple[int, ...]:
+            too_small = sum(degree < demo.get(axis, 1) for axis, degree in sizes.items())
+            return too_small, *(-degree for degree in sizes.values())
+
+        return sorted(found, key=rank)
 
 
-def _fill_gpus(open_axes: OpenAxes, gpus: int) -> None:
-    """Spread the open axes over the remaining GPUs, with a dp that ep divides. Some GPUs may stay idle."""
-    if not open_axes.names:
-        return
-    rest = prod(open_axes.given.values())
-    step = open_axes.ep if "dp" in open_axes.names else 1
-    most = max(step, gpus // rest // step * step)
-    found = (open_axes.degrees_for(ranks) for ranks in range(most, 0, -step))
-    sizes = next((sizes for sizes, is_legal in found if is_legal), None) or open_axes.degrees_for(most)[0]
-    open_axes.set(sizes, f"{gpus} GPU{'s' * (gpus > 1)}")
-    used = rest * prod(sizes.values())
-    if used < gpus:
-        why = f"{rest * step} does not divide {gpus}" if gpus % (rest * step) else f"no plan on {gpus} is legal"
-        open_axes.degrees.warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: {why}")
-
-
-def _fill_freely(config: Config, given: dict[str, int], degrees: Degrees) -> None:
-    """Fill the demonstration plan, or its own axis beside the given degrees: no world limits them."""
-    own, demo = config.strategy.own_axis, config.strategy.demo
-    if not given:
-        for axis in AXES:
-            if demo.get(axis, 1) > 1:
-                setattr(degrees, axis, demo[axis])
-        sizes = " ".join(f"{axis}={getattr(degrees, axis)}" for axis in AXES if getattr(degrees, axis) > 1)
-        degrees.demonstrated = bool(sizes)
-        if sizes:
-            degrees.filled.append(f"{sizes} (filled: the smallest plan that shows strategy={config.strategy.name})")
-    elif own not in given:
-        setattr(degrees, own, demo.get(own, 1))
-        why = f"the smallest that shows strategy={config.strategy.name}" if demo.get(own, 1) > 1 else "no world given"
-        degrees.filled.append(f"{own}={getattr(degrees, own)} (filled: {why})")
-
-
-def _fill_world(open_axes: OpenAxes, target: int, source: str, problems: list[Problem]) -> None:
-    """Spread the open axes over the rest of the world; without open axes, check that the degrees multiply to it."""
-    given, degrees, unfilled = open_axes.given, open_axes.degrees, open_axes.names
-    product = prod(given.values())
-    if target <= degrees.servers:
-        degrees.sound = False
-        fix = f"world={degrees.servers + product}" + (f" or servers={target - 1}" if target > 1 else "")
-        fix = "" if problems else fix  # the right world is unknown until earlier violations are fixed
-        problems.append(Problem(f"{source}: no rank is left to be a worker", "world", fix, kind="arithmetic"))
-        return
-    target -= degrees.servers  # from here on: workers
-    if unfilled and target % product == 0:
-        open_axes.set(open_axes.degrees_for(target // product)[0], source)
-    elif product != target:
-        degrees.sound = False
-        problems.append(_wrong_product(given, target, source, degrees.servers, unfilled))
+def _shown(sizes: Sizes) -> str:
+    return " ".join(f"{axis}={degree}" for axis, degree in sizes.items())
 
 
 def _wrong_product(given: dict[str, int], target: int, source: str, servers: int, unfilled: list[str]) -> Problem:
@@ -287,14 +291,3 @@ def _wrong_product(given: dict[str, int], target: int, source: str, servers: int
         axes = " and ".join(unfilled)
         what = f"{shown} = {product} ranks do not divide {source} ({remainder}), so {axes} cannot be filled"
     return Problem(what, "world", " or ".join(dict.fromkeys(fixes)), kind="arithmetic")
-
-
-def _is_plannable(degrees: Degrees, problems: list[Problem]) -> bool:
-    """Return whether the world is at most LARGEST; append the violation otherwise."""
-    if degrees.world <= LARGEST:
-        return True
-    product = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in AXES)
-    product += f" + {counted(degrees.servers, 'server')}" if degrees.servers else ""
-    what = f"{product} = {degrees.world} ranks; the most that can be planned is {LARGEST}"
-    problems.append(Problem(what, "world", f"world={LARGEST}", kind="arithmetic"))
-    return False

@@ -84,14 +84,9 @@ def _data_axis(data_axis: DataAxis) -> dict[str, Any]:
 
 def _model(plan: Plan) -> dict[str, Any]:
     spec = plan.spec
-    sizes = {
-        "vocab": spec.vocab,
-        "hidden": spec.hidden,
-        "heads": spec.heads,
-        "layers": spec.num_layers,
-        "seq": spec.seq,
-    }
-    return {"name": spec.name, "parameters": spec.num_parameters, "blocks": len(spec.blocks), **sizes}
+    sizes = {key: getattr(spec, key) for key in ("vocab", "hidden", "heads")}
+    counts = {"parameters": spec.num_parameters, "blocks": len(spec.blocks)}
+    return {"name": spec.name, **counts, **sizes, "layers": spec.num_layers, "seq": spec.seq}
 
 
 def _bytes(memory: Memory) -> dict[str, int]:

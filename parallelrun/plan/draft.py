@@ -11,13 +11,7 @@ from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
 from parallelrun.plan import cluster_cost, expert_axes, partition, prediction, routing, sample_sets
 from parallelrun.plan.degrees import Degrees
-from parallelrun.plan.load import (
-    StrategyClasses,
-    data_strategy,
-    expert_dispatcher,
-    pipeline_schedule,
-    tensor_strategy,
-)
+from parallelrun.plan.load import StrategyClasses, data_strategy, pipeline_schedule, tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.optimizers import OPTIMIZERS, filled_lr_scale
 from parallelrun.plan.request import Request
@@ -45,9 +39,21 @@ class PlanDraft:
             data_strategy(config.strategy.data.kind),
             tensor_strategy(config.strategy.tensor.kind),
             pipeline_schedule(config.strategy.pipeline.kind if degrees.pp > 1 else "none"),
-            expert_dispatcher(routing.dispatcher_kind(config, spec)) if degrees.ep > 1 else None,
+            routing.dispatcher(config, spec) if degrees.ep > 1 else None,
         )
         return cls(config, spec, degrees, strategies)
+
+    def solve(self, problems: list[Problem], notes: tuple[str, ...] = ()) -> Plan | list[Problem]:
+        """The plan, or `problems` and the violations of the request; without any, those of its stages and sample sets.
+
+        notes: warnings of the plan.
+        """
+        request = self.request(problems)
+        if problems:
+            return problems
+        stages, of_stages = self.stages(request)
+        sets, of_sets = self.sample_sets(request)
+        return of_stages + of_sets or self.plan(request, stages, sets, notes)
 
     def request(self, problems: list[Problem]) -> Request:
         """The request with its batch filled in; appends the violations that the strategies find."""
@@ -66,7 +72,8 @@ class PlanDraft:
             found = strategies.pipeline.check(replace(request, batch=batch))
             return [problem for problem in found if problem not in of_any_batch]
 
-        parts = routing.sample_parts(self.spec, strategies.tensor.micro_batch_divisor(request))
+        group = self.spec.router.group_samples if self.spec.router else 1
+        parts = strategies.tensor.micro_batch_divisor(request) * group
         rules = batches.BatchRules(
             parts * (config.strategy.expert.chunks if strategies.expert else 1),
             violations,
@@ -94,8 +101,10 @@ class PlanDraft:
         pp_rank = self.strategies.pipeline.pp_rank
         return tuple(Stage(i, pp_rank(i, request.pp), names) for i, names in enumerate(cuts)), problems
 
-    def plan(self, request: Request, stages: tuple[Stage, ...], notes: tuple[str, ...] = ()) -> Plan:
-        """The plan of a request without violations, except for its sample sets."""
+    def plan(
+        self, request: Request, stages: tuple[Stage, ...], sets: SampleSets | None = None, notes: tuple[str, ...] = ()
+    ) -> Plan:
+        """The plan of a request without violations."""
         config, degrees, strategies = self.config, self.degrees, self.strategies
         ep_axes = strategies.expert.mesh_dims(request) if strategies.expert else ((), ())
         data = strategies.data.resolve(request)
@@ -125,8 +134,10 @@ class PlanDraft:
                 *strategies.tensor.filled(request),
                 *strategies.data.filled(request),
                 *filled_lr_scale(config, request.dp),
+                *sample_sets.filled(config.model.norm_samples, sets),
             ),
             warnings=(*degrees.warnings, *notes, *routing.warnings(request.spec)),
+            sample_sets=sets,
             expert=strategies.expert.resolve(request) if strategies.expert else None,
         )
         promises = [strategy.equivalence(plan) for strategy in (plan.data, plan.tensor, plan.expert) if strategy]

@@ -42,18 +42,18 @@ def degree(config: Config, asked: int | None, dp: int, experts: int, filled: lis
         largest = gcd(dp, experts)
         filled.append(f"ep={largest} (filled: the largest that divides dp {dp} and {experts} experts)")
         return largest
-    legal = nearest(asked, [n for n in divisors(gcd(dp, experts)) if n > 1] or [1])
-    before = len(problems)
-    if experts % asked:
-        around = sorted({max(1, experts // asked) * asked, -(-experts // asked) * asked})
-        what = f"{experts} experts of a layer do not divide by ep={asked}; divisors: {_listed(experts)}"
-        fix = f"{either('ep', legal)} or {either('model.experts', around)}"
-        problems.append(Problem(what, "ep", fix, kind="arithmetic"))
-    if dp % asked:
-        around = sorted({max(1, dp // asked) * asked, -(-dp // asked) * asked})
-        what = f"ep={asked} does not divide dp={dp}, whose ranks hold the experts; divisors: {_listed(dp)}"
-        problems.append(Problem(what, "ep", f"{either('ep', legal)} or {either('dp', around)}", kind="arithmetic"))
-    return asked if len(problems) == before else 1
+    legal = either("ep", nearest(asked, [n for n in divisors(gcd(dp, experts)) if n > 1] or [1]))
+    found = []
+    for key, number, what in (
+        ("model.experts", experts, f"{experts} experts of a layer do not divide by ep={asked}"),
+        ("dp", dp, f"ep={asked} does not divide dp={dp}, whose ranks hold the experts"),
+    ):
+        if number % asked:
+            around = sorted({max(1, number // asked) * asked, -(-number // asked) * asked})
+            what += f"; divisors: {_listed(number)}"
+            found.append(Problem(what, "ep", f"{legal} or {either(key, around)}", kind="arithmetic"))
+    problems += found
+    return 1 if found else asked
 
 
 def _listed(number: int) -> str:
@@ -62,35 +62,30 @@ def _listed(number: int) -> str:
 
 
 def check(request: Request, strategy: type[DataStrategy]) -> list[Problem]:
-    """Check that a data strategy allows experts that are sharded over its ranks."""
+    """Check that a data strategy allows experts that are sharded over its ranks.
+
+    Replicas must step together, because tokens are exchanged, and ep must divide the innermost mesh dim of dp (under
+    HSDP, the ranks that share one copy).
+    """
     if strategy.check(request):  # reported on their own: an illegal strategy cannot be resolved
         return []
-    data = strategy.resolve(request)
-    return [*_check_data_strategy(request, data), *_check_mesh_dims(request, data.mesh_dims(request.dp)[0])]
-
-
-def _check_data_strategy(request: Request, data: DataStrategy) -> list[Problem]:
-    """Check that replicas step together, which exchanges of tokens need, and that the strategy `takes_experts`."""
-    if data.in_step and data.takes_experts:
-        return []
-    where, said = "strategy.data.kind", f"strategy.data.kind={data.kind}" + (f" ({data.detail})" if data.detail else "")
-    if data.in_step:
-        what = f"ep={request.ep}: {said} does not support experts that are sharded over dp"
-    else:
-        what = f"ep={request.ep} sends tokens to other ranks of dp in every step; replicas are not in step under {said}"
-    return [Problem(what, where, f"{where}=ddp or ep=1", kind="not_built" if data.in_step else "undefined")]
-
-
-def _check_mesh_dims(request: Request, data_dims: MeshDims) -> list[Problem]:
-    """Check that ep divides the innermost mesh dim of dp (under HSDP, the ranks that share one copy)."""
-    axis, size = data_dims[-1]
-    if axis == DP or size % request.ep == 0:
-        return []
-    shard = "strategy.data.shard"
-    legal = [n for n in divisors(request.dp) if n % request.ep == 0]
-    fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
-    what = f"ep={request.ep} does not divide {shard}={size}, the inner part of dp={request.dp}"
-    return [Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic")]
+    data, problems = strategy.resolve(request), []
+    if not (data.in_step and data.takes_experts):
+        where = "strategy.data.kind"
+        said = f"{where}={data.kind}" + (f" ({data.detail})" if data.detail else "")
+        kind, what = "not_built", f"ep={request.ep}: {said} does not support experts that are sharded over dp"
+        if not data.in_step:
+            sends = f"ep={request.ep} sends tokens to other ranks of dp in every step"
+            kind, what = "undefined", f"{sends}; replicas are not in step under {said}"
+        problems.append(Problem(what, where, f"{where}=ddp or ep=1", kind=kind))
+    axis, size = data.mesh_dims(request.dp)[0][-1]
+    if axis != DP and size % request.ep:
+        shard = "strategy.data.shard"
+        legal = [n for n in divisors(request.dp) if n % request.ep == 0]
+        fixes = [either("ep", nearest(request.ep, divisors(gcd(size, request.spec.experts)))), either(shard, legal[:2])]
+        what = f"ep={request.ep} does not divide {shard}={size}, the inner part of dp={request.dp}"
+        problems.append(Problem(what, "ep", " or ".join(filter(None, fixes)), kind="arithmetic"))
+    return problems
 
 
 def split(

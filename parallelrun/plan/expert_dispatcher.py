@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.config.schema import ExpertConfig
-from parallelrun.errors import Problem
 from parallelrun.model_spec import BlockSpec
+from parallelrun.plan.axis_strategy import AxisStrategy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
-    from parallelrun.plan.messages import Explanation
     from parallelrun.plan.request import Request
     from parallelrun.plan.structure import Collective, Equivalence, Plan
 
 
 @dataclass(frozen=True)
-class ExpertDispatcher(ABC):
+class ExpertDispatcher(AxisStrategy):
     """How tokens reach experts on other ranks of the ep axis; `plan.expert` is one, or None if ep is 1.
 
-    Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
-
-    kind: the registry's name. config_class: its keys of `strategy.expert`. needs_capacity: it refuses routers without a
+    config_class: its keys of `strategy.expert`. needs_capacity: it refuses routers without a
     capacity per expert. chunks: parts of a microbatch's routing groups that are dispatched one after the other.
     group_size: ranks of an inner group of the two-level all-to-all, 1 for one level. overlap: all-to-alls overlap the
     shared expert and other chunks.
     """
 
-    kind: ClassVar[str]
     config_class: ClassVar[type[ExpertConfig]] = ExpertConfig
     needs_capacity: ClassVar[bool] = False
 
@@ -40,13 +36,7 @@ class ExpertDispatcher(ABC):
     overlap: bool = True
 
     @classmethod
-    @abstractmethod
-    def check(cls, request: Request) -> list[Problem]:
-        """Return every violation, each with the nearest legal values."""
-
-    @classmethod
     def resolve(cls, request: Request) -> Self:
-        """Return the dispatcher of a request without violations."""
         asked = request.config.strategy.expert
         return cls(asked.chunks, asked.group_size or 1, asked.overlap)
 
@@ -64,9 +54,4 @@ class ExpertDispatcher(ABC):
         """Return the bytes that one microbatch of `block` keeps for backward because tokens are dispatched."""
 
     @abstractmethod
-    def equivalence(self, plan: Plan) -> Equivalence:
-        """Return how the dispatcher's result compares with that of one device."""
-
-    @abstractmethod
-    def explain(self, plan: Plan) -> Explanation:
-        """Return every all-to-all of a step, for `parallelrun explain`."""
+    def equivalence(self, plan: Plan) -> Equivalence: ...

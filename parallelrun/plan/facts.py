@@ -7,8 +7,7 @@ from typing import Any
 
 from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost, prediction, simulate
-from parallelrun.plan.compare import compare
-from parallelrun.plan.comparison import Comparison
+from parallelrun.plan.compare import Comparison, compare
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
 from parallelrun.plan.structure import Memory, Plan
 

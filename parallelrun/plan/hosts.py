@@ -34,13 +34,7 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     per_node = cluster.gpus_per_node or plan.world
     if axis in (WORLD, EMBEDDING):
         return min(per_node, plan.world) if axis == WORLD else 1
-    members = [0]
-    inner = 1
-    varying = _mesh_dims(plan, axis)
-    for name, degree in reversed(plan.mesh.mesh_dims):
-        if name in varying:
-            members = [rank + inner * i for i in range(degree) for rank in members]
-        inner *= degree
+    members = plan.mesh.group_of(0, *_mesh_dims(plan, axis))
     return min(Counter(rank // per_node for rank in members).values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from parallelrun.config import strategy_keys
@@ -26,33 +27,20 @@ class StrategyClasses:
     expert: type[ExpertDispatcher] | None = None
 
 
-def data_strategy(kind: str) -> type[DataStrategy]:
-    """Return the class of a data strategy. Raises KeyError for an unknown kind."""
-    return strategy_class("data", kind, DataStrategy)
-
-
-def tensor_strategy(kind: str) -> type[TensorStrategy]:
-    """Return the class of a tensor strategy. Raises KeyError for an unknown kind."""
-    return strategy_class("tensor", kind, TensorStrategy)
-
-
-def pipeline_schedule(kind: str) -> type[PipelineSchedule]:
-    """Return the class of a pipeline schedule. Raises KeyError for an unknown kind."""
-    return strategy_class("pipeline", kind, PipelineSchedule)
-
-
-def expert_dispatcher(kind: str) -> type[ExpertDispatcher]:
-    """Return the class of an expert dispatcher. Raises KeyError for an unknown kind."""
-    return strategy_class("expert", kind, ExpertDispatcher)
-
-
-def strategy_class(axis: str, kind: str, base: type[Base]) -> type[Base]:
+def strategy_class(base: type[Base], axis: str, kind: str) -> type[Base]:
     """Return the class of a strategy. Raises KeyError for an unknown kind, ConfigError for a plug-in without one."""
     found = strategy_keys.strategy_class(axis, kind)
     if not issubclass(found, base):
         what = f"{found.__module__}.{found.__qualname__} is no subclass of {base.__name__}"
         raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
     return found
+
+
+# By kind, as `strategy_class`.
+data_strategy = partial(strategy_class, DataStrategy, "data")
+tensor_strategy = partial(strategy_class, TensorStrategy, "tensor")
+pipeline_schedule = partial(strategy_class, PipelineSchedule, "pipeline")
+expert_dispatcher = partial(strategy_class, ExpertDispatcher, "expert")
 
 
 def splits_backward(request: Request) -> bool:

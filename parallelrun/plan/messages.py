@@ -7,7 +7,7 @@ tensors. A test checks that the sums of all messages equal the predicted calls a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.structure import Collective, Plan
@@ -99,19 +99,17 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
 def rows(explanation: Explanation, rank: int) -> list[Collective]:
     """The messages and collectives of `rank` in a step, as rows that can be compared with the prediction."""
     found = []
-    for exchange in explanation.exchanges:
-        for one in exchange.rounds:
-            for message in one.messages:
-                key = explanation.message_axis
-                calls, payload = exchange.repeats * message.calls, exchange.repeats * message.payload_bytes
-                if message.source == rank:
-                    found.append(Collective(key, "send", message.purpose, calls, payload))
-                if message.target == rank:
-                    found.append(Collective(key, "recv", message.purpose, calls, 0))
-            for call in one.calls:
-                if rank in call.ranks:
-                    calls, payload = exchange.repeats * call.calls, exchange.repeats * call.payload_bytes
-                    found.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
+    rounds = [(exchange.repeats, one) for exchange in explanation.exchanges for one in exchange.rounds]
+    for repeats, one in rounds:
+        for message in one.messages:
+            calls, payload = repeats * message.calls, repeats * message.payload_bytes
+            for operation, end, sent in (("send", message.source, payload), ("recv", message.target, 0)):
+                if end == rank:
+                    found.append(Collective(explanation.message_axis, operation, message.purpose, calls, sent))
+        for call in one.calls:
+            if rank in call.ranks:
+                calls, payload = repeats * call.calls, repeats * call.payload_bytes
+                found.append(Collective(call.axis, call.operation, call.purpose, calls, payload))
     return found
 
 
@@ -137,16 +135,13 @@ def calls_of(found: Iterable[Collective], plan: Plan, ranks: Sequence[int]) -> l
     Not for point-to-point rows, which do not contain the peers.
     """
 
-    def call(row: Collective, members: tuple[int, ...]) -> Call:
+    found_calls = []
+    for row in found:
         what = WORDS.get(row.purpose, row.purpose.replace("_", " "))
-        return Call(row.operation, members, what, row.payload_bytes, row.axis, row.purpose, row.calls)
-
-    return [tuple(call(row, members) for members in groups_over(plan, row.axis, ranks)) for row in found]
-
-
-def groups_over(plan: Plan, axis: str, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """The distinct groups over `axis` that contain the ranks."""
-    return list(dict.fromkeys(ranks_over(plan, axis, rank) for rank in ranks))
+        groups = dict.fromkeys(ranks_over(plan, row.axis, rank) for rank in ranks)
+        call = Call(row.operation, (), what, row.payload_bytes, row.axis, row.purpose, row.calls)
+        found_calls.append(tuple(replace(call, ranks=members) for members in groups))
+    return found_calls
 
 
 def explanation_of_calls(

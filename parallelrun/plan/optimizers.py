@@ -50,15 +50,11 @@ def check_lr_scale(config: Config) -> list[Problem]:
     return [Problem(what, LR_SCALE, f"{LR_SCALE}={LINEAR}")]
 
 
-def lr_scale(config: Config, num_replicas: int) -> float | None:
-    """The scale as a number; None if it is unset."""
-    scale = config.optimizer.lr_scale
-    return float(num_replicas) if scale == LINEAR else scale
-
-
 def with_lr_scale(config: Config, plan: Plan) -> Config:
     """`config` with the scale as a number under `plan`."""
-    return replace(config, optimizer=replace(config.optimizer, lr_scale=lr_scale(config, plan.mesh.size("dp"))))
+    if config.optimizer.lr_scale != LINEAR:
+        return config
+    return replace(config, optimizer=replace(config.optimizer, lr_scale=float(plan.mesh.size("dp"))))
 
 
 def filled_lr_scale(config: Config, num_replicas: int) -> tuple[str, ...]:

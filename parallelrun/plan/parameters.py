@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Plan, once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,11 +65,7 @@ def held_parameters(plan: Plan, pp_rank: int) -> tuple[HeldParameter, ...]:
     A tied copy follows its block's own parameters. A copy on the same pp rank as its original is the same tensor and is
     not listed.
     """
-    key = "held_parameters", pp_rank
-    if key not in plan.cache:
-        plan.cache[key] = tuple(_held(plan, pp_rank))
-    found: tuple[HeldParameter, ...] = plan.cache[key]
-    return found
+    return once(plan.cache, ("held_parameters", pp_rank), lambda: tuple(_held(plan, pp_rank)))
 
 
 def distinct_parameters(plan: Plan, pp_rank: int) -> list[tuple[HeldParameter, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -92,18 +92,19 @@ def _even_parts(prefix: list[float], num_stages: int, limit: float) -> list[int]
 
 def cut(spec: ModelSpec, config: Config, num_stages: int) -> tuple[list[tuple[str, ...]], list[Problem]]:
     """(block names per stage, violations) under `strategy.pipeline.partition` and `.split`; no stages if violated."""
-    blocks = spec.blocks
-    if config.strategy.pipeline.split:
-        sizes, problems = _manual(blocks, list(config.strategy.pipeline.split), num_stages)
-    elif config.strategy.pipeline.partition == "uniform":
-        sizes, problems = _uniform(blocks, num_stages)
+    asked = config.strategy.pipeline
+    if asked.split:
+        sizes = _manual(spec.blocks, list(asked.split), num_stages)
+    elif asked.partition == "uniform":
+        sizes = _uniform(spec.blocks, num_stages)
+    elif num_cuttable(spec) < num_stages:
+        sizes = []  # reported as one violation by `resolve`
     else:
-        sizes, problems = _by_cost(spec, num_stages)
-    if problems:
-        return [], problems
-    stops = list(accumulate(sizes))
-    names = [block.name for block in blocks]
-    return [tuple(names[stop - size : stop]) for size, stop in zip(sizes, stops)], []
+        sizes = partition([block.forward_flops for block in spec.blocks], num_stages)
+    if isinstance(sizes, Problem):
+        return [], [sizes]
+    names = iter(block.name for block in spec.blocks)
+    return [tuple(islice(names, size)) for size in sizes], []
 
 
 def num_cuttable(spec: ModelSpec) -> int:
@@ -111,13 +112,7 @@ def num_cuttable(spec: ModelSpec) -> int:
     return min(spec.num_layers or len(spec.blocks), len(spec.blocks))
 
 
-def _by_cost(spec: ModelSpec, num_stages: int) -> tuple[list[int], list[Problem]]:
-    if num_cuttable(spec) < num_stages:
-        return [], []  # reported as one violation by `resolve`
-    return partition([block.forward_flops for block in spec.blocks], num_stages), []
-
-
-def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int], list[Problem]]:
+def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> list[int] | Problem:
     """Equally many transformer blocks per stage; the embedding goes to the first stage, the head to the last."""
     middle = [i for i, block in enumerate(blocks) if block.is_recomputed] or list(range(len(blocks)))
     if len(middle) % num_stages:
@@ -126,15 +121,14 @@ def _uniform(blocks: tuple[BlockSpec, ...], num_stages: int) -> tuple[list[int],
             f"numbers of stages that do: {', '.join(map(str, divisors(len(middle))))}"
         )
         where = "strategy.pipeline.partition"
-        return [], [Problem(what, where, f"{where}=cost", kind="arithmetic")]
-    each = len(middle) // num_stages
-    sizes = [each] * num_stages
+        return Problem(what, where, f"{where}=cost", kind="arithmetic")
+    sizes = [len(middle) // num_stages] * num_stages
     sizes[0] += middle[0]
     sizes[-1] += len(blocks) - 1 - middle[-1]
-    return sizes, []
+    return sizes
 
 
-def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) -> tuple[list[int], list[Problem]]:
+def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) -> list[int] | Problem:
     """The stages that begin at the blocks of `split`, after a first stage that begins at the first block."""
     where = "strategy.pipeline.split"
     names = [block.name for block in blocks]
@@ -142,13 +136,14 @@ def _manual(blocks: tuple[BlockSpec, ...], split: list[str], num_stages: int) ->
     if unknown:
         nearest = [name if name in names else closest(name, names)[0] for name in split]
         what = f"the model has no block {' and no block '.join(map(repr, unknown))}"
-        return [], [Problem(what, where, f"{where}=[{','.join(nearest)}]")]
+        return Problem(what, where, f"{where}=[{','.join(nearest)}]")
     if len(split) != num_stages - 1:
         what = f"{num_stages} stages need {num_stages - 1} cuts, and {len(split)} are given"
-        return [], [Problem(what, where, f"leave {where} out", kind="arithmetic")]
-    starts = [0, *(names.index(name) for name in split)]
-    if any(later <= earlier for earlier, later in pairwise(starts)):
+        return Problem(what, where, f"leave {where} out", kind="arithmetic")
+    starts = [0, *(names.index(name) for name in split), len(blocks)]
+    sizes = [later - earlier for earlier, later in pairwise(starts)]
+    if min(sizes) <= 0:
         ordered = ",".join(sorted(set(split) - {names[0]}, key=names.index))
         what = f"the cuts {','.join(split)} are not in model order, so a stage would be empty"
-        return [], [Problem(what, where, f"{where}=[{ordered}]", kind="arithmetic")]
-    return [later - earlier for earlier, later in zip(starts, [*starts[1:], len(blocks)])], []
+        return Problem(what, where, f"{where}=[{ordered}]", kind="arithmetic")
+    return sizes

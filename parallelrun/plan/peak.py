@@ -8,14 +8,14 @@ and so does the optimizer, unless a step has hardly any activations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
-from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.parameters import HeldParameter, held_parameters
-from parallelrun.plan.structure import Plan, Stage
+from parallelrun.plan.structure import Plan, Stage, Value, once
 from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
 
@@ -66,11 +66,6 @@ class BackwardBlock:
         return self.again + most
 
 
-def worst(plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> Moment:
-    """The moment of a step at which a rank holds most."""
-    return _Walk(plan, pp_rank, coordinate).worst()
-
-
 def gradient_bytes(plan: Plan, held: Iterable[HeldParameter], coordinate: dict[str, int]) -> int:
     """Bytes of the gradients that backward produces: in the stored dtype, not sharded by the data strategy."""
     sizes, trained = plan.mesh.sizes, (p for p in held if not p.spec.frozen)
@@ -91,24 +86,32 @@ def alike_key(plan: Plan, pp_rank: int) -> object:
     )
 
 
-class _Walk:
+class Walk:
     """A walk through one rank's step. Each stage is measured once; the actions give the microbatches in flight."""
 
     def __init__(self, plan: Plan, pp_rank: int, coordinate: dict[str, int]):
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
-        self._stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
-        self._number = {index: number for number, index in enumerate(self._stages)}  # of a stage on this rank
+        stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
+        self._number = {index: number for number, index in enumerate(stages)}  # of a stage on this rank
         others = tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
         # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
-        self._shared: dict[object, Any] = plan.cache.setdefault(("peak", alike_key(plan, pp_rank), others), {})
-        self._gradients = {index: self._gradients_of(index) for index in self._stages}
+        self._shared: dict[object, Any] = once(plan.cache, ("peak", alike_key(plan, pp_rank), others), dict)
+        self._gradients = {
+            index: self._once("gradients", index, 0, partial(_by_block, stage, plan, pp_rank, coordinate))
+            for index, stage in stages.items()
+        }
         self._blocks = {
-            index: [self._backward_block(name) for name in stage.blocks] for index, stage in self._stages.items()
+            index: [_backward_block(name, plan) for name in stage.blocks] for index, stage in stages.items()
         }
         self._kept = {index: sum(block.kept for block in blocks) for index, blocks in self._blocks.items()}
-        self._waiting = {index: self._waits(index, 0) for index in self._stages}
+        self._waiting = {index: self._waits(index, 0) for index in stages}
+
+    def _once(self, what: str, index: int, number: int, compute: Callable[[], Value]) -> Value:
+        """What `compute` returns for backward pass `number` of a stage, computed once for equal pp ranks."""
+        return once(self._shared, (what, self._number[index], number), compute)
 
     def worst(self) -> Moment:
+        """The moment at which the rank holds most."""
         begun: Counter[int] = Counter()  # backward passes by stage
         waiting: Counter[int] = Counter()  # by stage: microbatches whose weight gradients are not computed yet
         batch = _batch_bytes(self._plan, self._pp_rank)
@@ -133,23 +136,6 @@ class _Walk:
         end = Moment(self._complete(begun), 0, last + batch)
         return end if worst is None or end.total > worst.total else worst
 
-    def _backward_block(self, name: str) -> BackwardBlock:
-        """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
-        spec = self._plan.spec
-        key = "backward block", spec.first_alike[name], name == spec.blocks[-1].name
-        if key not in self._plan.cache:
-            self._plan.cache[key] = _backward_block(spec.block(name), self._plan)
-        block: BackwardBlock = self._plan.cache[key]
-        return block
-
-    def _gradients_of(self, index: int) -> list[int]:
-        key = "gradients", self._number[index]
-        if key not in self._shared:
-            held = [p for p in held_parameters(self._plan, self._pp_rank) if p.stage == index]
-            self._shared[key] = _by_block(self._stages[index], held, self._plan, self._coordinate)
-        gradients: list[int] = self._shared[key]
-        return gradients
-
     def _apart(self, index: int) -> int:
         """Bytes that a microbatch of a stage holds from its I to its W pass, beyond the saved activations."""
         return sum(block.again + sum(one.reads for one in block.passes) for block in self._blocks[index])
@@ -159,12 +145,11 @@ class _Walk:
         return max((one.weights for block in self._blocks[index] for one in block.passes), default=0)
 
     def _waits(self, index: int, number: int) -> list[int] | None:
-        key = "waits", self._number[index], number
-        if key not in self._shared:
-            plan, alone = self._plan, self._plan.mesh.size("dp") == 1
-            self._shared[key] = None if alone else plan.data.backward_bytes(index, number, self._coordinate, plan)
-        waiting: list[int] | None = self._shared[key]
-        return waiting
+        plan = self._plan
+        if plan.mesh.size("dp") == 1:
+            return None
+        compute = partial(plan.data.backward_bytes, index, number, self._coordinate, plan)
+        return self._once("waits", index, number, compute)
 
     def _complete(self, begun: Iterable[int]) -> int:
         """Bytes of gradients of stages whose backward has run, unless the data strategy takes them away."""
@@ -174,11 +159,7 @@ class _Walk:
         """The peak of backward pass `number` of a stage beyond the saved activations of all microbatches in flight."""
         middle = 0 < number < self._plan.batch.microbatches - 1  # all equal from the third on
         number = min(number, 2) if middle else number
-        key = "beyond", self._number[index], number
-        if key not in self._shared:
-            self._shared[key] = self._compute_beyond(index, number)
-        most: int = self._shared[key]
-        return most
+        return self._once("beyond", index, number, partial(self._compute_beyond, index, number))
 
     def _compute_beyond(self, index: int, number: int) -> int:
         blocks, gradients, waiting = self._blocks[index], self._gradients[index], self._waits(index, number)
@@ -192,23 +173,31 @@ class _Walk:
         return most
 
 
-def _by_block(stage: Stage, held: Sequence[HeldParameter], plan: Plan, coordinate: dict[str, int]) -> list[int]:
+def _by_block(stage: Stage, plan: Plan, pp_rank: int, coordinate: dict[str, int]) -> list[int]:
     """Bytes of gradients per block of a stage. A tied weight counts in the block that reads it, which runs first."""
     reader = {original: block.name for block in plan.spec.blocks for layer in block.layers for original in [layer.tied]}
     sizes = dict.fromkeys(stage.blocks, 0)
-    for parameter in held:
-        reads = reader.get(parameter.spec.name)
-        block = reads if reads in sizes else parameter.block
-        sizes[block] += gradient_bytes(plan, [parameter], coordinate)
+    for parameter in held_parameters(plan, pp_rank):
+        if parameter.stage == stage.index:
+            reads = reader.get(parameter.spec.name)
+            block = reads if reads in sizes else parameter.block
+            sizes[block] += gradient_bytes(plan, [parameter], coordinate)
     return list(sizes.values())
 
 
-def _backward_block(block: BlockSpec, plan: Plan) -> BackwardBlock:
-    passes = plan.tensor.layer_backwards(block, plan)
-    extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
-    kept = plan.tensor.saved_bytes(block, plan) + extra
-    again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
-    return BackwardBlock(kept, passes, max(0, again))
+def _backward_block(name: str, plan: Plan) -> BackwardBlock:
+    """The block's backward pass, computed once for equal blocks; the last block also computes the loss."""
+
+    def compute() -> BackwardBlock:
+        block = plan.spec.block(name)
+        passes = plan.tensor.layer_backwards(block, plan)
+        extra = plan.expert.saved_bytes(block, plan) if plan.expert else 0
+        kept = plan.tensor.saved_bytes(block, plan) + extra
+        again = sum(one.kept for one in passes) - kept if plan.recompute == "full" and block.is_recomputed else 0
+        return BackwardBlock(kept, passes, max(0, again))
+
+    key = "backward block", plan.spec.first_alike[name], name == plan.spec.blocks[-1].name
+    return once(plan.cache, key, compute)
 
 
 def _batch_bytes(plan: Plan, pp_rank: int) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from parallelrun.config.schema import PipelineConfig
-from parallelrun.errors import Problem
+from parallelrun.plan.axis_strategy import AxisStrategy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from parallelrun.plan.messages import Explanation
     from parallelrun.plan.request import Request
     from parallelrun.plan.structure import Collective, Plan
 
@@ -27,18 +26,15 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PipelineSchedule(ABC):
+class PipelineSchedule(AxisStrategy):
     """The order in which the pp ranks compute the microbatches of their stages; `plan.pipeline` is one.
 
-    Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
-
-    kind: the registry's name. config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one
+    config_class: its keys of `strategy.pipeline`. takes_microbatches: more than one
     microbatch is allowed. takes_virtual_stages: a rank may hold several stages. splits_backward: input and weight
     gradients are computed in separate passes, so hooks of parameters fire for half of them and custom backward
     functions run twice. virtual_stages: stages per rank.
     """
 
-    kind: ClassVar[str]
     config_class: ClassVar[type[PipelineConfig]] = PipelineConfig
     takes_microbatches: ClassVar[bool] = True
     takes_virtual_stages: ClassVar[bool] = False
@@ -47,13 +43,7 @@ class PipelineSchedule(ABC):
     virtual_stages: int = 1
 
     @classmethod
-    @abstractmethod
-    def check(cls, request: Request) -> list[Problem]:
-        """Return every violation, each with the nearest legal value."""
-
-    @classmethod
     def resolve(cls, request: Request) -> Self:
-        """Return the schedule of a request without violations."""
         return cls(request.virtual_stages)
 
     @classmethod
@@ -80,7 +70,3 @@ class PipelineSchedule(ABC):
     @abstractmethod
     def collectives(self, pp_rank: int, plan: Plan) -> list[Collective]:
         """Return one rank's point-to-point messages of one step."""
-
-    @abstractmethod
-    def explain(self, plan: Plan) -> Explanation:
-        """Return every message of a step, for `parallelrun explain`."""

@@ -6,30 +6,19 @@ ranks is computed once, so 16,384 ranks take no longer than 16 (a test compares 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from parallelrun.layout import Layout
 from parallelrun.plan import peak, routing, sample_sets
-from parallelrun.plan.parameters import HeldParameter, distinct_parameters
+from parallelrun.plan.parameters import distinct_parameters
 from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
 from parallelrun.precision import BYTES
 
 CONTROL = "control"
 INT64_BYTES = 8
-# The part of a full-size buffer that each of n ranks sends under a bandwidth-optimal algorithm.
-WIRE: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "reduce": lambda n: (n - 1) / n,
-    "send": lambda n: 1,
-    "recv": lambda n: 0,
-}
 LEAVES_OUT = (
     "the framework's own memory (CUDA context, communicators)",
     "allocator fragmentation",
@@ -39,7 +28,9 @@ LEAVES_OUT = (
 
 def wire_bytes(row: Collective, size: int) -> int:
     """Bytes that one of `size` ranks sends for `row` under a bandwidth-optimal algorithm."""
-    return round(row.payload_bytes * WIRE[row.operation](size)) if size > 1 else 0
+    share = (size - 1) / size  # of the full-size buffer
+    share = {"all_reduce": 2 * (size - 1) / size, "send": 1, "recv": 0}.get(row.operation, share)
+    return round(row.payload_bytes * share) if size > 1 else 0
 
 
 def group_size(plan: Plan, axis: str) -> int:
@@ -90,24 +81,16 @@ def collectives(plan: Plan, rank: int) -> list[Collective]:
 
 def merge(rows: list[Collective]) -> list[Collective]:
     """Merge rows with equal axis, operation and purpose; sort them and drop those without calls."""
-    merged: dict[tuple[str, str, str], Collective] = {}
+    equal: dict[tuple[str, str, str], list[Collective]] = {}
     for row in rows:
-        key = row.axis, row.operation, row.purpose
-        before = merged.get(key, Collective(*key, calls=0, payload_bytes=0))
-        merged[key] = replace(
-            before,
-            calls=before.calls + row.calls,
-            payload_bytes=before.payload_bytes + row.payload_bytes,
-            most_bytes=_most(before, row),
-        )
-    return [merged[key] for key in sorted(merged) if merged[key].calls]
-
-
-def _most(a: Collective, b: Collective) -> int | None:
-    """The bound of the sum of two rows; None if both are exact."""
-    if a.most_bytes is None and b.most_bytes is None:
-        return None
-    return sum(row.payload_bytes if row.most_bytes is None else row.most_bytes for row in (a, b))
+        equal.setdefault(row.key, []).append(row)
+    merged = []
+    for key, same in sorted(equal.items()):
+        calls, payload = sum(row.calls for row in same), sum(row.payload_bytes for row in same)
+        bounds = [row.payload_bytes if row.most_bytes is None else row.most_bytes for row in same]
+        most = None if all(row.most_bytes is None for row in same) else sum(bounds)
+        merged += [Collective(*key, calls, payload, most)] if calls else []
+    return merged
 
 
 def matches_prediction(row: Mapping[str, Any]) -> bool:
@@ -116,34 +99,28 @@ def matches_prediction(row: Mapping[str, Any]) -> bool:
     return Collective("", "", "", *said).allows(row["calls"], row["payload_bytes"])
 
 
-def _numel(held: HeldParameter, layout: Layout, plan: Plan, coordinate: Mapping[str, int]) -> int:
-    return layout.local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
-
-
 def memory(plan: Plan, rank: int) -> Memory:
     """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers hold the optimizer state."""
     if plan.role(rank) == "server":
         return plan.data.server_memory(rank - plan.num_workers, plan)
     data, coordinate = plan.data, plan.mesh.coordinate(rank)
+    pp_rank, is_combined = coordinate["pp"], plan.mesh.size("dp") > 1
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
-    num_states = plan.optimizer_states + data.kept_states
-    is_combined = plan.mesh.size("dp") > 1
+    num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
     weights = gradients = states = 0
-    for held, count in distinct_parameters(plan, coordinate["pp"]):
-        for_weight = data.weight_layout(held.spec, held.layout, plan)
-        for_gradient = data.gradient_layout(held.spec, held.layout, plan)
-        for_state = data.state_layout(held.spec, held.layout, plan)
-        weights += count * _numel(held, for_weight, plan, coordinate) * stored
-        if held.spec.frozen:
-            continue
-        if is_combined and data.keeps_gradients:
-            gradients += count * _numel(held, for_gradient, plan, coordinate) * reduce
-        states += 0 if plan.servers else count * _numel(held, for_state, plan, coordinate) * stored * num_states
-    gradients += data.held_bytes(coordinate["pp"], coordinate, plan) if is_combined else 0
-    gathered = data.gathered_bytes(coordinate["pp"], coordinate, plan)
-    moment = peak.worst(plan, coordinate["pp"], coordinate)
-    gradients += moment.gradients
-    return Memory(weights + gathered, gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
+    for held, count in distinct_parameters(plan, pp_rank):
+        weight, gradient, state = (
+            count * layout_of(held.spec, held.layout, plan).local_numel(held.spec.shape, plan.mesh.sizes, coordinate)
+            for layout_of in (data.weight_layout, data.gradient_layout, data.state_layout)
+        )
+        weights += weight * stored
+        if not held.spec.frozen:
+            gradients += gradient * reduce if is_combined and data.keeps_gradients else 0
+            states += state * stored * num_states
+    weights += data.gathered_bytes(pp_rank, coordinate, plan)
+    gradients += data.held_bytes(pp_rank, coordinate, plan) if is_combined else 0
+    moment = peak.Walk(plan, pp_rank, coordinate).worst()
+    return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:
@@ -220,22 +197,19 @@ def traffic(plan: Plan) -> tuple[int, tuple[TrafficRow, ...]]:
         return sum(wire_bytes(row, group_size(plan, row.axis)) / steps_between(plan, row.purpose) for row in rows)
 
     busiest, _, busiest_rows = max(per_class, key=lambda item: sends(item[2]))
-    own = {(row.axis, row.operation, row.purpose): row for row in busiest_rows}
-    totals: dict[tuple[str, str, str], list[int]] = {}
+    own = {row.key: row for row in busiest_rows}
+    alike: dict[tuple[str, str, str], list[tuple[int, Collective]]] = {}
     for _, num_ranks, rows in per_class:
         for row in rows:
-            total = totals.setdefault((row.axis, row.operation, row.purpose), [0, 0, 0])
-            total[0] += num_ranks * row.calls
-            total[1] += num_ranks * row.payload_bytes
-            total[2] += num_ranks * wire_bytes(row, group_size(plan, row.axis))
+            alike.setdefault(row.key, []).append((num_ranks, row))
     table = []
-    for key in sorted(totals):
-        row = own.get(key, Collective(*key, calls=0, payload_bytes=0))
-        size = group_size(plan, row.axis)
+    for key, found in sorted(alike.items()):
+        row, size = own.get(key, Collective(*key, calls=0, payload_bytes=0)), group_size(plan, key[0])
+        calls = sum(number * one.calls for number, one in found)
+        payload = sum(number * one.payload_bytes for number, one in found)
+        wire = sum(number * wire_bytes(one, size) for number, one in found)
         sent = row.calls, row.payload_bytes, wire_bytes(row, size)
-        calls, payload, wire = totals[key]
-        every = steps_between(plan, row.purpose)
-        table.append(TrafficRow(*key, size, *sent, calls, payload, wire, every, row.most_bytes))
+        table.append(TrafficRow(*key, size, *sent, calls, payload, wire, steps_between(plan, key[2]), row.most_bytes))
     return busiest, tuple(table)
 
 

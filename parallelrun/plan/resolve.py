@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from parallelrun import definitions, registry
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import completed, narrowed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import ModelSpec
 from parallelrun.plan import batch as batches
-from parallelrun.plan import cluster_spec, expert_axes, partition, routing, rules, sample_sets, shorthands
+from parallelrun.plan import cluster_spec, expert_axes, partition, routing, rules, shorthands
 from parallelrun.plan import degrees as degree_rules
 from parallelrun.plan.cluster_spec import ClusterSpec
 from parallelrun.plan.degrees import Degrees
@@ -18,7 +16,7 @@ from parallelrun.plan.draft import PlanDraft
 from parallelrun.plan.load import data_strategy
 from parallelrun.plan.structure import Plan
 from parallelrun.plan.suggest import keep_helpful
-from parallelrun.wording import did_you_mean
+from parallelrun.wording import one_of
 
 
 def resolve(
@@ -81,23 +79,9 @@ def solve(
         if degrees.sound:
             batches.fill(config, degrees.dp, degrees.pp, batches.BatchRules(), degrees.filled, problems)
         return list(dict.fromkeys(problems))
-    return _solve_draft(PlanDraft.of(config, spec, degrees), problems, (*(problem.what for problem in unread), *notes))
-
-
-def _solve_draft(draft: PlanDraft, problems: list[Problem], notes: tuple[str, ...]) -> Plan | list[Problem]:
-    """Return the plan, or the first kind of violations: of the request, of its stages, or of its sample sets."""
-    request = draft.request(problems)
-    if problems:
-        return list(dict.fromkeys(problems))
-    stages, problems = draft.stages(request)
-    if problems:
-        return problems
-    sets, problems = draft.sample_sets(request)
-    if problems:
-        return problems
-    plan = draft.plan(request, stages, notes)
-    said = sample_sets.filled(draft.config.model.norm_samples, sets)
-    return replace(plan, sample_sets=sets, filled=(*plan.filled, *said))
+    said = (*(problem.what for problem in unread), *notes)
+    solved = PlanDraft.of(config, spec, degrees).solve(problems, said)
+    return solved if isinstance(solved, Plan) else list(dict.fromkeys(solved))
 
 
 def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
@@ -107,12 +91,11 @@ def _num_trial_problems(config: Config, spec: ModelSpec, trial: Degrees) -> int:
     if trial.pp > partition.num_cuttable(spec) or trial.tp > most_tp or (type(size) is int and size % trial.dp):
         return degree_rules.LARGEST
     problems = rules.check_images(spec, config, trial.tp)
-    if not problems:
-        trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
-        draft = PlanDraft.of(config, spec, trial)
-        request = draft.request(problems)
-        problems += [] if problems else draft.stages(request)[1] + draft.sample_sets(request)[1]
-    return len(problems)
+    if problems:
+        return len(problems)
+    trial.ep = expert_axes.degree(config, config.ep, trial.dp, spec.experts, trial.filled, problems)
+    solved = PlanDraft.of(config, spec, trial).solve(problems)
+    return 0 if isinstance(solved, Plan) else len(solved)
 
 
 def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem]) -> int:
@@ -132,9 +115,7 @@ def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
     """The model's spec, or None with its violations appended."""
     for kind, name in (("models", config.model.name), ("datasets", config.dataset.name)):
         if not registry.has(kind, name):
-            key, known = kind[:-1], registry.names(kind)
-            what = f"{key}={name} is unknown; it is one of {', '.join(known)}"
-            problems.append(Problem(what, key, did_you_mean(name, known, f"{key}="), f"parallelrun ls {kind}"))
+            problems += one_of(kind[:-1], name, registry.names(kind), f"parallelrun ls {kind}")
             return None
     if rules.out_of_bounds(config, "model."):
         return None

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
 from math import lcm
-from typing import Any
+from operator import attrgetter
 
+from parallelrun import registry
 from parallelrun.config.keys import known_keys
 from parallelrun.config.schema import Config, ExpertConfig, ModelConfig, RouterConfig
 from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
+from parallelrun.model_spec import ModelSpec, RouterSpec
 from parallelrun.plan import routing_statistics as statistics
+from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.load import expert_dispatcher
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import WORLD, Collective, Plan
 from parallelrun.precision import BYTES
-from parallelrun.registry import has
 from parallelrun.wording import counted, did_you_mean, divisors, either, nearest
 
 PURPOSE = "routing"
@@ -77,7 +78,7 @@ def check_model(config: Config, experts: int) -> list[Problem]:
         what = f"{KEY}top_k={top_k}, and a layer has {counted(experts, 'expert')} to choose from"
         fix = f"model.experts={top_k}" + (f" or {KEY}top_k={experts}" if kind not in CHOICES_OF else "")
         problems.append(Problem(what, f"{KEY}top_k", fix, kind="arithmetic"))
-    if router.eval_capacity_factor is not None and not _is_limited(router):
+    if router.eval_capacity_factor is not None and not RouterSpec(**vars(router)).limited:
         what = (
             f"{KEY}eval_capacity_factor={router.eval_capacity_factor}: without {KEY}capacity_factor an expert takes "
             "all that come, in evaluation too"
@@ -87,29 +88,29 @@ def check_model(config: Config, experts: int) -> list[Problem]:
     return problems
 
 
-def _is_limited(router: RouterConfig) -> bool:
-    return router.capacity_factor is not None or router.kind == "expert_choice"
-
-
-def dispatcher_kind(config: Config, spec: ModelSpec) -> str:
-    """The expert dispatcher of a plan with ep > 1: as given, else by whether experts have a capacity."""
+def dispatcher(config: Config, spec: ModelSpec) -> type[ExpertDispatcher]:
+    """The expert dispatcher of a plan with ep > 1: as given, else ours that needs a capacity, or none."""
+    if config.strategy.expert.kind:
+        return expert_dispatcher(config.strategy.expert.kind)
     assert spec.router is not None
-    return config.strategy.expert.kind or ("capacity" if spec.router.limited else "dropless")
-
-
-def sample_parts(spec: ModelSpec, parts: int) -> int:
-    """The divisor of micro_batch: each of the tensor strategy's `parts` must consist of complete routing groups."""
-    return parts * spec.router.group_samples if spec.router else parts
+    names = [name.partition(".")[2] for name in registry.STRATEGIES if name.startswith("expert.")]
+    return next(cls for cls in map(expert_dispatcher, names) if cls.needs_capacity == spec.router.limited)
 
 
 def check(request: Request, parts: int) -> list[Problem]:
-    """Return the router's violations by a plan. parts: the result of `sample_parts`."""
+    """Return the router's violations by a plan. parts: divides micro_batch, so that each of the tensor strategy's parts
+    consists of complete routing groups."""
     router, batch = request.spec.router, request.batch
     if router is None:
         return []
     problems = []
     kind = request.config.strategy.expert.kind
-    if kind and has("strategies", f"expert.{kind}") and expert_dispatcher(kind).needs_capacity and not router.limited:
+    if (
+        kind
+        and registry.has("strategies", f"expert.{kind}")
+        and expert_dispatcher(kind).needs_capacity
+        and not router.limited
+    ):
         what = (
             f"strategy.expert.kind={kind} sends equally many rows to every expert, and with model.router.kind="
             f"{router.kind} and no model.router.capacity_factor an expert takes all that come"
@@ -150,14 +151,15 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
         without = f"model={config.model.preset} has no experts"
         keys = [f"model.{key}" for key in ("expert_ffn", "expert_period", "dense_layers", "shared_experts")]
         keys += ["model.experts"] if config.model.experts else []  # set by the preset of a model without experts
-        return [_unread(key, config, without, MODEL) for key in sorted(given) if key in keys or _is_expert_key(key)]
+        keys += [key for key in given if key.startswith(KEY) or _is_dispatcher_key(key)]
+        return [_unread(key, config, without, MODEL) for key in sorted(given & set(keys))]
     found = []
     if ep == 1 and (config.ep or 1) == 1:
         without = "every rank has all experts (ep is 1)"
         found += [_unread(key, config, without, "ep=2") for key in sorted(given) if _is_dispatcher_key(key)]
     router = config.model.router
     chosen = f"{KEY}kind={router.kind}"
-    unlimited = "experts have no capacity" if not _is_limited(router) else ""
+    unlimited = "experts have no capacity" if not RouterSpec(**vars(router)).limited else ""
     by_experts = f"with {chosen} every expert takes equally many" if router.kind == "expert_choice" else ""
     one_choice = f"a token goes to one expert ({KEY}top_k=1)" if router.top_k == 1 and not by_experts else ""
     ignored = {
@@ -172,19 +174,14 @@ def unread(config: Config, given: frozenset[str], experts: int, ep: int) -> list
     return found
 
 
-def _is_expert_key(key: str) -> bool:
-    return key.startswith(KEY) or _is_dispatcher_key(key)
-
-
 def _is_dispatcher_key(key: str) -> bool:
     return key.startswith(DISPATCHER) and key != f"{DISPATCHER}fills"
 
 
 def _unread(key: str, config: Config, why: str, fix: str) -> Problem:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return Problem(f"{key}={value} is not read: {why}", key, f"{fix} or leave {key} out", kind="unread")
+    return Problem(
+        f"{key}={attrgetter(key)(config)} is not read: {why}", key, f"{fix} or leave {key} out", kind="unread"
+    )
 
 
 def warnings(spec: ModelSpec) -> tuple[str, ...]:
@@ -209,14 +206,9 @@ def collectives(plan: Plan) -> list[Collective]:
 def frozen(config: Config, plan: Plan) -> Config:
     """`config` with the plan's router as the model's own, its ep and its expert dispatcher: nothing left to fill in."""
     router = RouterConfig(**asdict(plan.spec.router)) if plan.spec.router else config.model.router
-    strategies = replace(config.strategy, router={}, expert=_frozen_dispatcher(config, plan))
+    expert = replace(config.strategy.expert, kind=plan.expert.kind, fills=False) if plan.expert else ExpertConfig()
+    strategies = replace(config.strategy, router={}, expert=expert)
     return replace(config, model=replace(config.model, router=router), strategy=strategies, ep=plan.mesh.size("ep"))
-
-
-def _frozen_dispatcher(config: Config, plan: Plan) -> ExpertConfig:
-    if plan.expert is None:
-        return ExpertConfig()
-    return replace(config.strategy.expert, kind=plan.expert.kind, fills=False)
 
 
 def single_device(config: Config, plan: Plan) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import isfinite
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 from parallelrun.config.keys import Key, known_keys
@@ -31,7 +32,7 @@ def too_large(config: Config) -> list[Problem]:
     for name, key in known_keys().items():
         if name in DEGREES or key.kind == "float":
             continue
-        value, most = _get(config, name), LARGEST if key.most is None else key.most
+        value, most = attrgetter(name)(config), LARGEST if key.most is None else key.most
         numbers = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if any(type(number) is int and number > most for number in numbers):
             what = f"{name}={value} is too large to plan with: at most {most}"
@@ -94,15 +95,8 @@ def out_of_bounds(config: Config, section: str = "") -> list[Problem]:
         problem
         for name, key in known_keys().items()
         if name.startswith(section)
-        for problem in _outside(key, _as_given(config, name), _get(config, name))
+        for problem in _outside(key, _as_given(config, name), attrgetter(name)(config))
     ]
-
-
-def _get(config: Config, key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def _as_given(config: Config, key: str) -> str:
@@ -122,28 +116,19 @@ def _outside(key: Key, name: str, value: Any) -> list[Problem]:
             return []
         what = f"{name}={value} is not a whole number of at least {key.least}"
         return [Problem(what, name, f"{name}={_default(name, max(int(key.least), 1))}")]
-    words = ("at least", key.least), ("above", key.above), ("at most", key.most), ("below", key.below)
-    limits = [f"{word} {bound}" for word, bound in words if bound is not None]
-    if not limits or (isinstance(value, (int, float)) and not isinstance(value, bool) and _holds(key, value)):
+    bounds = ("at least", ge, key.least), ("above", gt, key.above), ("at most", le, key.most), ("below", lt, key.below)
+    limits = [(word, holds, bound) for word, holds, bound in bounds if bound is not None]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    if not limits or (is_number and all(holds(value, bound) for _, holds, bound in limits)):
         return []
     inside = key.least if key.least is not None else 1.0 if key.below is None and key.most is None else 0.5
-    what = f"{name}={value} is not a finite number {' and '.join(limits)}"
+    what = f"{name}={value} is not a finite number {' and '.join(f'{word} {bound}' for word, _, bound in limits)}"
     return [Problem(what, name, f"{name}={_default(name, inside)}")]
-
-
-def _holds(key: Key, value: float) -> bool:
-    return (
-        isfinite(value)
-        and (key.least is None or value >= key.least)
-        and (key.above is None or value > key.above)
-        and (key.most is None or value <= key.most)
-        and (key.below is None or value < key.below)
-    )
 
 
 def _default(key: str, otherwise: object) -> object:
     """The schema's default of `key`, or `otherwise` if it is null."""
-    value = _get(completed(Config()), key) if key in known_keys() else None
+    value = attrgetter(key)(completed(Config())) if key in known_keys() else None
     return otherwise if value is None else value
 
 
@@ -170,8 +155,7 @@ def _peaks(given: Any) -> list[Problem]:
 
 
 def _betas(betas: list[float]) -> list[Problem]:
-    legal = len(betas) == 2 and all(isinstance(b, (int, float)) and isfinite(b) and 0 <= b < 1 for b in betas)
-    if legal:
+    if len(betas) == 2 and all(isinstance(b, (int, float)) and isfinite(b) and 0 <= b < 1 for b in betas):
         return []
     what = f"optimizer.betas={betas} are not two numbers, each at least 0 and below 1"
     return [Problem(what, "optimizer.betas", "optimizer.betas=[0.9,0.95]")]

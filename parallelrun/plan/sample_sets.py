@@ -24,39 +24,31 @@ def resolve(request: Request, data: DataStrategy) -> tuple[SampleSets | None, li
     if not any(layer.layer_role == SAMPLE_SET_ROLE for layer in request.spec.layers()):
         return None, []
     assert request.batch is not None
-    batch = request.batch
-    size, problems = _size(request.config.model.norm_samples, batch.global_batch, batch.micro_batch)
-    if size is None:
-        return None, problems
-    is_local = batch.micro_batch % size == 0
+    batch, asked = request.batch, request.config.model.norm_samples
+    size, text = batch.global_batch if asked is None else batch.micro_batch, str(asked)
+    if asked is not None and text != LOCAL:
+        size = int(text) if text.isdecimal() else 0
+        if not size or batch.global_batch % size:
+            close = nearest(size or batch.micro_batch, divisors(batch.global_batch))
+            around = [n for n in close if n > 1 or batch.global_batch == 1]
+            what = f"{KEY}={asked} does not divide global_batch={batch.global_batch} into equal sets"
+            return None, [Problem(what, KEY, f"{either(KEY, around)}, {LOCAL} or null", kind="arithmetic")]
+    sets = SampleSets(size, spread=batch.micro_batch % size != 0, exchanged=data.in_step and request.dp > 1)
+    said = f"{KEY}={size}" if asked is not None else f"{KEY} (unset: the global batch)"
     fix = f"{either(KEY, nearest(min(size, batch.micro_batch), divisors(batch.micro_batch)))} or {KEY}={LOCAL}"
-    said = f"{KEY}={size}" if request.config.model.norm_samples is not None else f"{KEY} (unset: the global batch)"
-    if not is_local and batch.microbatches > 1:
+    if sets.spread and batch.microbatches > 1:
         what = (
             f"{said}: a set of {size} samples needs several of the {batch.microbatches} microbatches of "
             f"{batch.micro_batch}, and each is normalised before the next is read"
         )
         first = "microbatches=1 or " if request.pp == 1 else ""
-        problems = [Problem(what, KEY, first + fix, kind="undefined")]
-    elif not is_local and not data.in_step:
+        return sets, [Problem(what, KEY, first + fix, kind="undefined")]
+    if sets.spread and not data.in_step:
         what = (
             f"{said}: a set of {size} samples is split over data replicas, which do not step together under {data.kind}"
         )
-        problems = [Problem(what, KEY, fix, kind="undefined")]
-    return SampleSets(size, spread=not is_local, exchanged=data.in_step and request.dp > 1), problems
-
-
-def _size(asked: str | None, global_batch: int, micro_batch: int) -> tuple[int | None, list[Problem]]:
-    """(samples of a set, no problems), or (None, problems)."""
-    if asked is None or str(asked) == LOCAL:
-        return (global_batch if asked is None else micro_batch), []
-    text = str(asked)
-    size = int(text) if text.isdecimal() else 0
-    if size and global_batch % size == 0:
-        return size, []
-    around = [n for n in nearest(size or micro_batch, divisors(global_batch)) if n > 1 or global_batch == 1]
-    what = f"{KEY}={asked} does not divide global_batch={global_batch} into equal sets"
-    return None, [Problem(what, KEY, f"{either(KEY, around)}, {LOCAL} or null", kind="arithmetic")]
+        return sets, [Problem(what, KEY, fix, kind="undefined")]
+    return sets, []
 
 
 def filled(config_value: str | None, sets: SampleSets | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from parallelrun import definitions
@@ -123,10 +124,6 @@ def _readers(axis: str, key: str) -> str:
     return " or ".join(f"strategy={kind}" for kind in found) if len(found) < MOST_NAMED else ""
 
 
-def _reads_no_path(config: Config) -> bool:
-    return has("datasets", config.dataset.name) and not definitions.dataset(config).reads_path
-
-
 def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     """Keys that were set although the chosen strategies do not read them (`config` is folded)."""
     problems = []
@@ -154,20 +151,16 @@ def unread(config: Config, given: frozenset[str], pp: int) -> list[Problem]:
     ignored = {name: _readers(axis, key) for name, (axis, key) in long.items() if name in given}
     ignored |= _ignored_elsewhere(config, pp)
     for key, suggestion in ignored.items():
-        if key in given:
-            asked: Any = config
-            for part in key.split("."):
-                asked = getattr(asked, part)
-            if asked is not None:  # a null key has not been set
-                complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
+        asked = attrgetter(key)(config) if key in given else None
+        if asked is not None:  # a null key has not been set
+            complain(key, asked, f"{suggestion} or leave {key} out" if suggestion else f"leave {key} out")
     return problems
 
 
 def _ignored_elsewhere(config: Config, pp: int) -> dict[str, str]:
     """Keys of the pipeline, dataset and optimizer that are ignored, each with the change that makes it read."""
-    found = dict.fromkeys([f"strategy.pipeline.{key}" for key in ("kind", "partition", "split")], "pp=2")
-    found = found if pp == 1 else {}
-    if _reads_no_path(config):
+    found = {f"strategy.pipeline.{key}": "pp=2" for key in ("kind", "partition", "split") if pp == 1}
+    if has("datasets", config.dataset.name) and not definitions.dataset(config).reads_path:
         found["dataset.path"] = "dataset=text"
     if config.optimizer.name in OPTIMIZERS:
         own_keys = OPTIMIZERS[config.optimizer.name].own_keys

@@ -161,16 +161,12 @@ def of_plan(plan: Plan) -> Simulation:
 
 def of_schedule(plan: Plan) -> Simulation:
     """Simulate the full step with equal stages: a forward takes 1, a backward 2."""
-    return simulate(plan.pipeline.actions(plan), _equal_times(plan), len(plan.stages))
-
-
-def _equal_times(plan: Plan) -> Times:
-    return {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    times = {kind: [time] * len(plan.stages) for kind, time in (("F", 1.0), ("B", 2.0), ("I", 1.0), ("W", 1.0))}
+    return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
 
 
 def _simulate_with(plan: Plan, count: int) -> Simulation:
-    batch = replace(plan.batch, microbatches=count)
-    times: Times = action_times(plan)
+    plan, times = replace(plan, batch=replace(plan.batch, microbatches=count)), action_times(plan)
     if not any(times["F"]):  # the model gives no FLOPs
-        times = _equal_times(plan)
-    return simulate(plan.pipeline.actions(replace(plan, batch=batch)), times, len(plan.stages))
+        return of_schedule(plan)
+    return simulate(plan.pipeline.actions(plan), times, len(plan.stages))

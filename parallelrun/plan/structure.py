@@ -6,20 +6,23 @@ not sent between processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallelrun.model_spec import ModelSpec
-from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.mesh_shape import MeshShape
-from parallelrun.plan.pipeline_schedule import PipelineSchedule
 from parallelrun.precision import Precision
 
 if TYPE_CHECKING:
     from parallelrun.plan.data_strategy import DataStrategy
+    from parallelrun.plan.expert_dispatcher import ExpertDispatcher
+    from parallelrun.plan.pipeline_schedule import PipelineSchedule
     from parallelrun.plan.tensor_strategy import TensorStrategy
 
+Value = TypeVar("Value")
 # fp64 numbers that are summed over all ranks in every step (`train.step`): loss sum, valid targets and stop, besides
 # the squared norms of `Plan.num_norms` gradients
 CONTROL_ELEMENTS = 3
@@ -77,6 +80,14 @@ class Equivalence:
     bound: float | None = None
 
 
+def once(cache: dict[object, Any], key: object, compute: Callable[[], Value]) -> Value:
+    """The value under `key`, computed if it is not in the cache yet."""
+    if key not in cache:
+        cache[key] = compute()
+    found: Value = cache[key]
+    return found
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that a worker must know except hyper-parameters.
@@ -117,6 +128,11 @@ class Plan:
     def degrees(self) -> dict[str, int]:
         """pp, dp, tp, ep in rank order."""
         return {axis: self.mesh.size(axis) for axis in ("pp", "dp", "tp", "ep")}
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the matrix that a layer reads: positions of all samples of a replica's microbatch."""
+        return self.batch.micro_batch * prod(self.spec.boundary_shape[:-1])
 
     @property
     def num_norms(self) -> int:
@@ -172,6 +188,11 @@ class Collective:
     calls: int
     payload_bytes: int
     most_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What distinguishes the rows of a rank."""
+        return self.axis, self.operation, self.purpose
 
     def allows(self, calls: int, payload_bytes: int) -> bool:
         """Return whether the measured calls and bytes match this prediction.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from parallelrun.config.schema import Config
@@ -54,8 +54,8 @@ def _nearest_cures(problem: Problem, config: Config, solve: Solve) -> list[str]:
     keys = dict.fromkeys(key for key, _ in _PAIR.findall(f"{problem.where}= {problem.what} {problem.suggestion}"))
     trials = 0
     for key in keys:
-        value = _current(config, key)
-        if not isinstance(value, int) or isinstance(value, bool):
+        value = attrgetter(key)(config) if with_value(config, key, None) else None
+        if type(value) is not int:
             continue
         for candidate in _around(value):
             changed = with_value(config, key, candidate)
@@ -80,31 +80,16 @@ def _around(value: int) -> Iterator[int]:
         yield value * factor
 
 
-def with_value(config: Config, key: str, value: object) -> Config | None:
-    """A copy of `config` with `key` set, or None if the schema has no such key."""
-    *sections, last = key.split(".")
-    changed = node = copy(config)
-    for section in sections:
-        if not _has(node, section):
-            return None
-        inner = copy(getattr(node, section))
-        setattr(node, section, inner)
-        node = inner
-    if not _has(node, last) or is_dataclass(getattr(node, last)):
+def with_value(config: Any, key: str, value: object) -> Any:
+    """A copy of a configuration with `key` set, or None if the schema has no such key."""
+    name, _, inner = key.partition(".")
+    if not is_dataclass(config) or name not in {item.name for item in fields(config)}:
         return None
-    setattr(node, last, value)
-    return changed
-
-
-def _current(config: Config, key: str) -> object:
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part) if _has(node, part) else None
-    return node
-
-
-def _has(node: Any, name: str) -> bool:
-    return is_dataclass(node) and any(item.name == name for item in fields(node))
+    if inner:
+        value = with_value(getattr(config, name), inner, value)
+    if is_dataclass(getattr(config, name)) != bool(inner) or (inner and value is None):
+        return None
+    return replace(config, **{name: value})  # type: ignore[type-var]
 
 
 def _value(text: str) -> object:
@@ -115,10 +100,3 @@ def _value(text: str) -> object:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(text, text)
-
-
-def pairs(suggestion: str) -> Iterator[tuple[str, str]]:
-    """Every (key, value) of a suggestion."""
-    for alternative in _SEPARATOR.split(suggestion):
-        if match := _PAIR.fullmatch(alternative):
-            yield match[1], match[2]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.config.schema import Config, TensorStrategyConfig
-from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, ParameterSpec
-from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.plan.axis_strategy import AxisStrategy
+from parallelrun.plan.structure import Collective, Plan
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from parallelrun.plan.messages import Explanation
     from parallelrun.plan.request import Request
 
 MeshDims = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, tuple[str, ...]], ...]]
@@ -50,12 +47,10 @@ class LayerBackward:
 
 
 @dataclass(frozen=True)
-class TensorStrategy(ABC):
+class TensorStrategy(AxisStrategy):
     """How weights and activations are split over the tp ranks; `plan.tensor` is one.
 
-    Class methods answer questions about a request that may still be illegal; methods answer questions about a plan.
-
-    kind: the registry's name. layout_name: the value of `layout` that chooses it. config_class: its keys of
+    layout_name: the value of `layout` that chooses it. config_class: its keys of
     `strategy.tensor`; others are refused. is_one_dimensional: every layer is split over one axis, tp, as the
     layout that all others are compared with. splits_images: it splits the large linear layers of image classifiers.
     copies_weights: groups of tp ranks hold copies of the same weights, whose gradients are summed once per step.
@@ -66,7 +61,6 @@ class TensorStrategy(ABC):
     what forward gathered; False: it gathers again.
     """
 
-    kind: ClassVar[str]
     layout_name: ClassVar[str]
     config_class: ClassVar[type[TensorStrategyConfig]] = TensorStrategyConfig
     is_one_dimensional: ClassVar[bool] = False
@@ -78,16 +72,6 @@ class TensorStrategy(ABC):
     kv_copies: int = 1
     forms: tuple[tuple[tuple[int, int, int, int], tuple[str, str]], ...] = ()
     save_gathered: bool = True
-
-    @classmethod
-    @abstractmethod
-    def check(cls, request: Request) -> list[Problem]:
-        """Return every violation, each with the nearest legal values."""
-
-    @classmethod
-    @abstractmethod
-    def resolve(cls, request: Request) -> Self:
-        """Return the strategy of a request without violations, with every setting chosen."""
 
     @classmethod
     @abstractmethod
@@ -103,11 +87,6 @@ class TensorStrategy(ABC):
     def micro_batch_divisor(cls, request: Request) -> int:
         """Return the number that micro_batch must be a multiple of, because samples are split over so many ranks."""
         return 1
-
-    @classmethod
-    def filled(cls, request: Request) -> tuple[str, ...]:
-        """Return sentences on what was filled in, such as `depth=2 (filled: the largest legal)`."""
-        return ()
 
     @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
@@ -156,11 +135,3 @@ class TensorStrategy(ABC):
     @abstractmethod
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Return one rank's collectives over the tensor axes in one step (all microbatches) for those blocks."""
-
-    def equivalence(self, plan: Plan) -> Equivalence:
-        """Return what training promises against one device."""
-        return Equivalence("exact")
-
-    @abstractmethod
-    def explain(self, plan: Plan) -> Explanation:
-        """Return every collective of a step, for `parallelrun explain`."""

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from parallelrun.plan.comparison import Comparison, InsideNode
+from parallelrun.plan.compare import Comparison, InsideNode
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.report.screen import table

@@ -90,13 +90,17 @@ class Gradients:
     def clip(self, norm: float, max_norm: float, scale: float = 1.0) -> float:
         """Divide the gradients by the loss scale and clip them to `max_norm` (0: no clipping); return the coefficient.
 
-        norm: the global norm of the unscaled gradients, the same on every rank. The coefficient is
-        min(1, max_norm / (norm + 1e-6)).
+        norm: the global norm of the unscaled gradients, the same on every rank.
         """
-        coefficient = min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
+        coefficient = clip_coefficient(norm, max_norm)
         if coefficient / scale != 1.0:
             torch_private.multiply([*self._flat, *(_gradient(p) for p in self._loose)], coefficient / scale)
         return coefficient
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return the factor that clips gradients of norm `norm` to `max_norm` (0: no clipping)."""
+    return min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
 
 
 def _are_everywhere(flat: list[Tensor], parameters: list[LocalParameter], plan: Plan) -> bool:

@@ -16,5 +16,5 @@ zbv          Qi et al. 2023, section 6 (ZB-V)   about 0               as 1f1b   
 
 Proof: exact. Loss, every gradient and every update equal one device's in fp64 (`tests/ranks/test_pipeline.py`), and the
 predicted orders equal torch's own (`tests/unit/strategies/pipeline/test_orders.py`).
-Read `plan.py` first (the schedules and what they predict), then `orders.py`, `messages.py`, `runtime.py`.
+Read `plan.py` first (the schedules), then `schedule.py` (what they predict), `orders.py`, `messages.py`, `runtime.py`.
 """

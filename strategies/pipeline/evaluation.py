@@ -20,7 +20,7 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train.reader import Batch
 
 from . import messages
-from .plan import Schedule, boundary_shape
+from .schedule import Schedule, boundary_shape
 from .stage import compute_dtype
 
 
@@ -63,10 +63,8 @@ class ForwardPass:
                 while len(sends) > messages.SENDS_IN_FLIGHT:
                     sends.popleft()[1].wait()
             else:
-                part, samples = (
-                    self._part_of[step.stage],
-                    batch.microbatch(step.microbatch, self._plan.batch.micro_batch),
-                )
+                part = self._part_of[step.stage]
+                samples = batch.microbatch(step.microbatch, self._plan.batch.micro_batch)
                 x = samples.inputs if step.stage == 0 else _wait(*arrived.pop((step.stage, step.microbatch)))
                 output = part(x, samples.sample_ids)
                 if step.stage == last:

@@ -1,8 +1,9 @@
 """Schedules as lists of actions: the order in which every pp rank computes. Torch-free.
 
-Each function returns, per pp rank, the order of the schedule of the same name in torch.distributed.pipelining; a test
-compares the two. Action F is a forward, B a full backward, I a backward for inputs only, W for weights only. On stage 0
-torch defers the whole backward to W (no input gradient is sent), so I costs nothing there.
+Each function takes pp, the virtual stages of a rank and the number of microbatches. It returns, per pp rank, the order
+of the schedule of the same name in torch.distributed.pipelining; a test compares the two. Action F is a forward, B a
+full backward, I a backward for inputs only, W for weights only. On stage 0 torch defers the whole backward to W (no
+input gradient is sent), so I costs nothing there.
 
 Sources: GPipe (Huang 2019, section 2); 1F1B and interleaving (Narayanan 2021, section 2.2); ZB1P and ZB-V (Qi 2023,
 sections 3 and 6).
@@ -20,16 +21,19 @@ from parallelrun.plan.pipeline_schedule import Action
 Orders = tuple[tuple[Action, ...], ...]
 
 
+def accumulation(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
+    """One stage: forward and backward of one microbatch after the other."""
+    return (tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in "FB"),)
+
+
 @lru_cache(maxsize=64)
-def gpipe(pp: int, num_microbatches: int) -> Orders:
+def gpipe(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
     """All forwards, then all backwards in the same order."""
-    forwards = [[Action("F", stage, m) for m in range(num_microbatches)] for stage in range(pp)]
-    backwards = [[Action("B", stage, m) for m in range(num_microbatches)] for stage in range(pp)]
-    return tuple(tuple(f + b) for f, b in zip(forwards, backwards))
+    return tuple(tuple(Action(kind, stage, m) for kind in "FB" for m in range(num_microbatches)) for stage in range(pp))
 
 
 @lru_cache(maxsize=64)
-def one_f_one_b(pp: int, num_microbatches: int) -> Orders:
+def one_f_one_b(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
     """Rank r starts with pp - 1 - r forwards, then goes on one forward, one backward, and drains."""
     return tuple(_looped(rank, pp, 1, num_microbatches, warmup=pp - 1 - rank) for rank in range(pp))
 
@@ -64,13 +68,10 @@ def zero_bubble(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
 
 
 @lru_cache(maxsize=64)
-def zbv(pp: int, num_microbatches: int) -> Orders:
+def zbv(pp: int, virtual_stages: int, num_microbatches: int) -> Orders:
     """ZB-V: two virtual stages in a V, for at least 2 pp - 1 microbatches; the order omits those that do not exist."""
-    orders = []
-    for rank in range(pp):
-        order = _v_order(rank, pp, max(2 * pp - 1, num_microbatches))
-        orders.append(tuple(action for action in order if action.microbatch < num_microbatches))
-    return tuple(orders)
+    whole = (_v_order(rank, pp, max(2 * pp - 1, num_microbatches)) for rank in range(pp))
+    return tuple(tuple(action for action in order if action.microbatch < num_microbatches) for order in whole)
 
 
 def _looped(rank: int, pp: int, virtual_stages: int, num_microbatches: int, warmup: int) -> tuple[Action, ...]:

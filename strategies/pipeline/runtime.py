@@ -19,17 +19,8 @@ from parallelrun.train.pipeline_runner import PipelineRunner
 from parallelrun.train.reader import Batch
 
 from .evaluation import ForwardPass
-from .plan import Schedule
+from .schedule import Schedule
 from .stage import ScheduledStage, Sends
-
-TORCH_SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
-    "naive": pipelining.ScheduleGPipe,
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-}
 
 
 def build(model_parts: Sequence[Network], plan: Plan, mesh: Mesh) -> PipelineRunner:
@@ -38,7 +29,7 @@ def build(model_parts: Sequence[Network], plan: Plan, mesh: Mesh) -> PipelineRun
         return AccumulationRunner(model_parts, plan, mesh)
     if plan.pipeline.splits_backward:
         prepare_for_split_backward(model_parts)
-    return ScheduleRunner(model_parts, plan, mesh, TORCH_SCHEDULES[plan.pipeline.kind])
+    return ScheduleRunner(model_parts, plan, mesh)
 
 
 class AccumulationRunner(PipelineRunner):
@@ -80,13 +71,7 @@ class ScheduleRunner(PipelineRunner):
     batch before backward. The first `train` sends additional messages in which the stages agree on static metadata.
     """
 
-    def __init__(
-        self,
-        model_parts: Sequence[Network],
-        plan: Plan,
-        mesh: Mesh,
-        torch_schedule: type[PipelineScheduleSingle] | type[PipelineScheduleMulti],
-    ):
+    def __init__(self, model_parts: Sequence[Network], plan: Plan, mesh: Mesh):
         group, schedule = mesh.group("pp"), plan.pipeline
         assert group.process_group is not None, "a pipeline of one rank has no group"
         assert isinstance(schedule, Schedule)
@@ -100,13 +85,10 @@ class ScheduleRunner(PipelineRunner):
         ]
         self._inputs_here = indices[0] == 0
         self._losses_here = indices[-1] == len(plan.stages) - 1
-        held: Any = self._stages[0] if issubclass(torch_schedule, PipelineScheduleSingle) else self._stages
-        self._schedule = torch_schedule(
-            held,
-            n_microbatches=plan.batch.microbatches,
-            loss_fn=_loss_of_output,
-            scale_grads=False,
-        )
+        make: Any = getattr(pipelining, schedule.torch_name)
+        held = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
+        options = {"n_microbatches": plan.batch.microbatches, "loss_fn": _loss_of_output, "scale_grads": False}
+        self._schedule = make(held, **options)
         if isinstance(self._schedule, PipelineScheduleMulti):
             listed = [[(step.kind, step.stage, step.microbatch) for step in order] for order in steps]
             torch_private.set_messages(self._schedule, listed)

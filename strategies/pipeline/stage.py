@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from parallelrun import comm, torch_private
+from parallelrun.models.autograd import apply
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Plan
 
 from .messages import SENDS_IN_FLIGHT
-from .plan import boundary_shape
+from .schedule import boundary_shape
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -156,7 +157,7 @@ class ScheduledStage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         if self.is_last:
             return output
-        stand_in = _WithoutStorage.apply(output)  # type: ignore[no-untyped-call]
+        stand_in = apply(_WithoutStorage, output)
         self.fwd_cache[fwd_chunk_id] = ((stand_in,), self.fwd_cache[fwd_chunk_id][1])
         if self.stage_index_to_group_rank[self.stage_index + 1] == self.group_rank:
             return output  # the turn of a V: torch hands it to the next stage
@@ -185,45 +186,37 @@ class ScheduledStage(PipelineStage):
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         for operation in operations:
             operation.tensor = self._outputs.pop(fwd_chunk_id)
-        return self._send(operations, "SEND_F", fwd_chunk_id)
+        return self._post(operations, "SEND_F", fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
         info = self.args_recv_info[fwd_chunk_id][0]
         info.buffer = torch.empty_like(self._no_activation, device=self.device).requires_grad_()
-        return self._receive(super().get_fwd_recv_ops(fwd_chunk_id), "RECV_F", fwd_chunk_id)
+        return self._post(super().get_fwd_recv_ops(fwd_chunk_id), "RECV_F", fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id), "SEND_B", bwd_chunk_id)
+        return self._post(super().get_bwd_send_ops(bwd_chunk_id), "SEND_B", bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
         info = self.grad_recv_info[bwd_chunk_id][0]
         info.buffer = torch.empty_like(self._no_gradient, device=self.device)
-        return self._receive(super().get_bwd_recv_ops(bwd_chunk_id), "RECV_B", bwd_chunk_id)
+        return self._post(super().get_bwd_recv_ops(bwd_chunk_id), "RECV_B", bwd_chunk_id)
 
-    def _send(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
+    def _post(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
         """Post the messages, contiguous (a block may end in a permutation); return those that torch is to post."""
         for operation in operations:
-            operation.tag = comm.MESSAGE_TAGS[_PURPOSES[kind]]
+            operation.tag = comm.MESSAGE_TAGS["activations" if kind.endswith("F") else "gradients"]
             operation.tensor = operation.tensor.contiguous()
         if (kind, microbatch) in self._joined:
             self._posted += operations
             return operations
-        if operations:
+        if kind.startswith("RECV"):
+            self._receives[kind, microbatch] = torch_private.start_messages(operations)
+        elif operations:
             self._sends.start(operations)
-        return []
-
-    def _receive(self, operations: list[dist.P2POp], kind: str, microbatch: int) -> list[dist.P2POp]:
-        """Post the receives; return those that torch is to post."""
-        for operation in operations:
-            operation.tag = comm.MESSAGE_TAGS[_PURPOSES[kind]]
-        if (kind, microbatch) in self._joined:
-            self._posted += operations
-            return operations
-        self._receives[kind, microbatch] = torch_private.start_messages(operations)
         return []
 
     def _wait(self, kind: str, microbatch: int) -> None:
@@ -236,6 +229,3 @@ class ScheduledStage(PipelineStage):
             self._posted.clear()
         for work in self._receives.pop((kind, microbatch), ()):
             work.wait()
-
-
-_PURPOSES = {"SEND_F": "activations", "RECV_F": "activations", "SEND_B": "gradients", "RECV_B": "gradients"}

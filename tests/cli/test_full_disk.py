@@ -19,7 +19,7 @@ import pytest
 from parallelrun import reserve
 from parallelrun.cli.main import main
 from parallelrun.launch import directory as directory_module
-from parallelrun.launch.output import Log
+from parallelrun.launch.output import Output
 from tests.cli.launcher import run_launcher
 
 TINY = ["model=gpt", "strategy=single", "dataset=synthetic", "model.layers=1", "model.hidden=32", "model.seq=8"]
@@ -83,7 +83,7 @@ def test_a_log_on_a_full_disk_ends_nothing():
 
         flush = write
 
-    log = Log(Full())
+    log = Output(Full())
     print("a line", file=log, flush=True)
     log.writelines(["more\n"])
 

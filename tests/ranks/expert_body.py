@@ -207,9 +207,7 @@ def strided_output() -> None:
 def with_fault(fault: str, case: Case) -> tuple[dict[str, Tensor], int]:
     """`passes`, with a bug planted."""
     if fault == "arrival order":  # experts read rows as they come, by rank
-        BlockTranspose.apply = BlockTranspose.invert = RowPermutation.apply = RowPermutation.invert = (
-            lambda self, rows: rows
-        )
+        BlockTranspose.apply = RowPermutation.apply = lambda self, rows: rows
     elif fault == "expert order":  # rows are packed for one level
         ExpertGroups.send_order = lambda self, device: torch.arange(EXPERTS, device=device)
     elif fault == "gradient of the row alone":  # as if every row that comes back had weight 1 in backward

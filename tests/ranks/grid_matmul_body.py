@@ -21,7 +21,7 @@ from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.structure import Collective
 from parallelrun.product import ActivationLayout, Move, Product
-from parallelrun.strategies.tensor.grid import matmul
+from parallelrun.strategies.tensor.grid import lookup, matmul
 from parallelrun.verify.measure import tensor_errors
 
 GRID, DEEP, CUBE = (
@@ -178,7 +178,7 @@ def local_of(case: Case, mesh: Mesh) -> dict[str, Tensor]:
 
 def multiply(case: Case, local: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, ...]:
     if case.product.lookup:
-        return (matmul.look_up(local["ids"], local["weight0"], case.product, mesh, case.options, VOCAB),)
+        return (lookup.look_up(local["ids"], local["weight0"], case.product, mesh, case.options, VOCAB),)
     weights = [(local[f"weight{i}"], local.get(f"bias{i}")) for i in range(len(case.outputs))]
     return matmul.multiply(local["x"], weights, case.product, mesh, case.options, case.outputs)
 

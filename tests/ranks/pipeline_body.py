@@ -16,7 +16,7 @@ from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models import initialise
 from parallelrun.models.network import Network
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.plan import boundary_bytes, boundary_shape
+from parallelrun.strategies.pipeline.schedule import boundary_bytes, boundary_shape
 from parallelrun.train.build import build_model_parts
 from parallelrun.train.pipeline_runner import build_runner
 from parallelrun.train.reader import Batch

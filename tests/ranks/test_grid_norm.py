@@ -57,7 +57,7 @@ def split_norm(kind: str, dtype: torch.dtype, bias: bool, mean: float, naive: bo
 
     for parameter in whole.parameters():
         parameter.data = part(parameter.data)
-    layer = norm.GridNorm(whole, group)
+    layer = norm.GridNorm(whole, group=group)
     return run(layer, part(rows(mean, dtype)), part(values("gradient", SHAPE).to(dtype)))
 
 
@@ -113,7 +113,7 @@ def calls(kind: str) -> list[tuple[str, str, str, int, int]]:
     """Body of a rank: what a forward and a backward pass send."""
     _, plan = gpt_plan({"tp": 2})
     mesh = build_mesh(plan, torch.device("cpu"))
-    layer = norm.GridNorm(whole_norm(kind, torch.float32, False), mesh.group("tp"))
+    layer = norm.GridNorm(whole_norm(kind, torch.float32, False), group=mesh.group("tp"))
     layer.weight.data = layer.weight.data[: SHAPE[-1] // 2]
     x = rows(0.0, torch.float32)[..., : SHAPE[-1] // 2].requires_grad_()
     with CommunicationCounter(mesh) as counter:
@@ -132,7 +132,7 @@ def test_one_small_collective_forward_and_one_backward() -> None:
 
 def kept() -> list[tuple[int, ...]]:
     """Body of a rank: shapes of what autograd saves besides weights."""
-    layer = norm.GridNorm(whole_norm("layernorm", torch.float32, True), group_of_all())
+    layer = norm.GridNorm(whole_norm("layernorm", torch.float32, True), group=group_of_all())
     for parameter in layer.parameters():
         parameter.data = parameter.data[: SHAPE[-1] // 2]
     own = {parameter.data_ptr() for parameter in layer.parameters()}
@@ -158,6 +158,6 @@ def test_recompute_does_not_run_a_norm_again_that_sends() -> None:
     with torch.device("meta"):
         network = gpt.build(config, plan.spec, plan.precision)
     layer = network.block("layers.0")
-    layer.mlp_norm = norm.GridNorm(layer.mlp_norm, Group("col", (0, 1), 0, None))
+    layer.mlp_norm = norm.GridNorm(layer.mlp_norm, group=Group("col", (0, 1), 0, None))
     recompute.apply(network, "selective")
     assert len(layer.attention_norm._forward_hooks) == 1 and not layer.mlp_norm._forward_hooks

@@ -168,7 +168,7 @@ def test_all_ranks_get_the_same_bits_and_the_pairs_of_pairs(world):
     for number, part in enumerate(results[0].split(lengths)):
         level = [one[number] for one in parts]
         while len(level) > 1:
-            level = [adasum.combine(a, b) for a, b in zip(level[::2], level[1::2])]
+            level = [adasum.weigh(a, b, adasum.dots(a, b)) for a, b in zip(level[::2], level[1::2])]
         torch.testing.assert_close(part, level[0], rtol=1e-12, atol=1e-14)
 
 

@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 import torch
 
+from parallelrun.config.strategy_keys import narrowed
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.strategies.pipeline.plan import boundary_bytes
+from parallelrun.strategies.pipeline.schedule import boundary_bytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
 from tests.ranks import pipeline_body as body
@@ -61,7 +62,7 @@ def reference(setting: tuple) -> body.Outcome:
 
 def run(overrides: dict, function=body.train_and_evaluate, plan: Plan | None = None) -> list:
     plan = plan or tiny_plan(overrides)
-    return run_ranks(plan.world, function, tiny_config(overrides), plan)
+    return run_ranks(plan.world, function, narrowed(tiny_config(overrides)), plan)
 
 
 def merged(outcomes: list[body.Outcome], plan: Plan, field: str = "gradients") -> dict[str, torch.Tensor]:

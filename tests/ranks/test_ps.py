@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from parallelrun.data.order import Sampler
+from parallelrun.errors import VerificationError
 from parallelrun.strategies.data.ps import apply_log
 from parallelrun.strategies.data.ps.reference import LogReplay, checked
 from parallelrun.train.build import build
@@ -165,6 +166,9 @@ def test_async_applies_every_push_on_arrival_and_its_log_replays_the_run(tmp_pat
     replay.run(apply_log.read(tmp_path))
     final = final_weights(tmp_path)
     assert all(torch.equal(value, final[name]) for name, value in replay.weights().items())
+    complete = apply_log.read(tmp_path)
+    with pytest.raises(VerificationError, match="update 7 of server 0 follows update 5"):
+        LogReplay(ps_config(settings), ps_plan(settings), torch.device("cpu")).run(complete[:5] + complete[6:])
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 25))
     assert all(line["staleness"] == row.staleness[0] for line, row in zip(lines, rows))

@@ -27,7 +27,7 @@ APART = {"strategy.tensor.overlap": False}
 def bias_added_on_every_rank():
     def forward(self, x):
         partial = single_device.linear(x, self.weight, self.bias, self.compute_dtype)
-        return operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
+        return operators.reduce_or_scatter(partial, self.tp)
 
     layers.RowParallelLinear.forward = forward
 

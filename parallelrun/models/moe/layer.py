@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.model_spec import RouterSpec
+from parallelrun.models.autograd import apply
 from parallelrun.models.layers import ExpertInput, ExpertOutput, TensorModule
 from parallelrun.models.transformer.modules import FeedForward, LayerFactory
 
@@ -89,5 +90,5 @@ class MoE(TensorModule):
         if extra is not None:
             y = y + extra
         if routing.auxiliary is not None:
-            y = AuxiliaryLoss.apply(y, routing.auxiliary, self.auxiliary_scale)  # type: ignore[no-untyped-call]
+            y = apply(AuxiliaryLoss, y, routing.auxiliary, self.auxiliary_scale)
         return self.dropout(y)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models.autograd import apply
+
 from .routing import Routing
 
 
@@ -54,17 +56,14 @@ def order_rows(assignments: Tensor, tokens: Tensor, counts: Tensor, num_tokens: 
 
 def spread(x: Tensor, order: RowOrder) -> Tensor:
     """x (T, hidden) -> (n, hidden): each row's token."""
-    out: Tensor = _SpreadRows.apply(x, order.tokens, order.by_token, order.starts)  # type: ignore[no-untyped-call]
-    return out
+    return apply(_SpreadRows, x, order.tokens, order.by_token, order.starts)
 
 
 def combine(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
     """rows (n, hidden), weights of the Routing (A,) -> (T, hidden): the weighted sum over each token's rows, 0 for a
     token without rows. A new tensor."""
     of_rows = weights.index_select(0, order.assignments).to(rows.dtype)
-    combine: Any = _CombineRows.apply
-    out: Tensor = combine(rows, of_rows, order.tokens, order.by_token, order.starts)
-    return out
+    return apply(_CombineRows, rows, of_rows, order.tokens, order.by_token, order.starts)
 
 
 class _SpreadRows(torch.autograd.Function):

@@ -1,7 +1,8 @@
-"""What the user can set for Horovod, what it refuses, and how it completes process sets. Torch-free."""
+"""Horovod's keys, the settings that Horovod refuses too, and the completion of process sets. Torch-free."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,14 +31,14 @@ class HorovodConfig(AlgorithmKeys):
 
 
 def check(request: Request) -> list[Problem]:
-    """What Horovod refuses too, with the nearest that is legal."""
+    """Return the violations of process sets, join and Adasum."""
     data = HorovodConfig.of(request.config)
     adasum = _adasum(request) if data.reduction == ADASUM else []
     return [*_sets(request), *_batches(request), *adasum, *(_experts(request) if request.ep > 1 else [])]
 
 
 def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """`sets`, and a set of its own for each worker that is in none of them; () where no sets are given.
+    """Return `sets` and a set of one for each worker that is in none of them; () if there are no sets.
 
     As in Horovod: a DistributedOptimizer reduces gradients only on members of its process set, so that every other
     worker steps by its own gradients.
@@ -50,7 +51,7 @@ def completed(sets: Sequence[Sequence[int]], num_workers: int) -> tuple[tuple[in
 
 
 def filled(request: Request) -> tuple[str, ...]:
-    """Which workers no process set holds."""
+    """Return a sentence on the workers that are in no process set."""
     sets = HorovodConfig.of(request.config).process_sets
     alone = [one[0] for one in completed(sets, request.dp)[len(sets) :]]
     if not alone:
@@ -64,24 +65,22 @@ def filled(request: Request) -> tuple[str, ...]:
 def _sets(request: Request) -> list[Problem]:
     sets, where = HorovodConfig.of(request.config).process_sets, "strategy.data.process_sets"
     workers = [worker for one in sets for worker in one]
-    twice = sorted({worker for worker in workers if workers.count(worker) > 1})
-    unknown = sorted({worker for worker in workers if not 0 <= worker < request.dp})
-    wrongs = [
-        (twice, f"worker {twice[:1]} is in several sets, and a worker averages in one"),
-        (unknown, f"there is no worker {unknown[:1]}: the {request.dp} workers are 0 to {request.dp - 1}"),
-        (any(not one for one in sets), "a set has no workers"),
-    ]
+    twice = [worker for worker in workers if workers.count(worker) > 1]
+    unknown = [worker for worker in workers if not 0 <= worker < request.dp]
+    found = []
+    if twice:
+        found.append(f"worker {min(twice)} is in several sets, and a worker averages in one")
+    if unknown:
+        found.append(f"there is no worker {min(unknown)}: the {request.dp} workers are 0 to {request.dp - 1}")
+    if not all(sets):
+        found.append("a set has no workers")
     legal, seen = [], set()
     for one in sets:
         kept = [worker for worker in dict.fromkeys(one) if 0 <= worker < request.dp and worker not in seen]
         seen.update(kept)
         legal += [kept] if kept else []
     fix = f"{where}={_text(legal)}"
-    return [
-        Problem(f"{where}={_text(sets)}: {what.replace('[', '').replace(']', '')}", where, fix, kind="arithmetic")
-        for wrong, what in wrongs
-        if wrong
-    ]
+    return [Problem(f"{where}={_text(sets)}: {what}", where, fix, kind="arithmetic") for what in found]
 
 
 def _batches(request: Request) -> list[Problem]:
@@ -93,38 +92,37 @@ def _batches(request: Request) -> list[Problem]:
             return []
         what = "strategy.data.join_divisor is read only where workers run out of batches"
         return [Problem(what, "strategy.data.join_divisor", "leave strategy.data.join_divisor out", kind="unread")]
-    steps = {"verify": config.verify.steps, "bench": config.bench.warmup + config.bench.steps}.get(
-        config.verb, config.steps
-    )
+    verb_key, steps = {
+        "verify": ("verify.steps", config.verify.steps),
+        "bench": ("bench.steps", config.bench.warmup + config.bench.steps),
+    }.get(config.verb, ("steps", config.steps))
     if len(batches) != request.dp or min(batches) < 0:
         legal = (list(map(abs, batches)) + [max(batches)] * request.dp)[: request.dp]
-        if max(legal) < steps:  # somebody must have a batch for every step
+        if max(legal) < steps:  # at least one worker needs a batch for every step
             legal[-1] = steps
-        what = f"{where}={_text(batches)}: one number of batches for each of the {request.dp} workers"
+        what = f"{where}={_text(batches)}: give one number of batches for each of the {request.dp} workers"
         return [Problem(what, where, f"{where}={_text(legal)}", kind="arithmetic")]
     problems = []
     if steps > max(batches):
-        key = {"verify": "verify.steps", "bench": "bench.steps"}.get(config.verb, "steps")
         what = f"{where}={_text(batches)}: nobody has a batch for step {max(batches) + 1} of {steps}"
-        problems.append(Problem(what, where, f"{key}={max(batches)}", kind="arithmetic"))
+        problems.append(Problem(what, where, f"{verb_key}={max(batches)}", kind="arithmetic"))
     if data.reduction == ADASUM or data.process_sets:
-        with_what = "adasum" if data.reduction == ADASUM else "process sets"
-        what = f"join is not defined with {with_what}, as in Horovod"
+        other = "adasum" if data.reduction == ADASUM else "process sets"
+        what = f"join is not defined with {other}, as in Horovod"
         problems.append(Problem(what, where, f"leave {where} out", kind="undefined"))
     return problems
 
 
 def _adasum(request: Request) -> list[Problem]:
-    data, where = HorovodConfig.of(request.config), "strategy.data.reduction"
-    problems = []
-    sizes = [len(one) for one in data.process_sets] or [request.dp]
-    for size in sorted({size for size in sizes if size & (size - 1)}):
+    data, problems = HorovodConfig.of(request.config), []
+    sizes = {len(one) for one in data.process_sets} or {request.dp}
+    for size in sorted(size for size in sizes if size & (size - 1)):
         powers = [2**n for n in range(size.bit_length() + 1)]
-        what = f"adasum combines workers in pairs: {size} is no power of two"
         fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
-        problems.append(Problem(what, where, fix, kind="undefined"))
+        what = f"adasum combines workers in pairs: {size} is no power of two"
+        problems.append(Problem(what, "strategy.data.reduction", fix, kind="undefined"))
     if data.compression == "powersgd":
-        what = "powersgd compresses sums, and adasum is none"
+        what = "powersgd compresses sums of gradients, and adasum computes none"
         fix = "strategy.data.compression=fp16"
         problems.append(Problem(what, "strategy.data.compression", fix, kind="undefined"))
     if data.algorithm not in (None, "native"):
@@ -134,12 +132,12 @@ def _adasum(request: Request) -> list[Problem]:
 
 
 def _experts(request: Request) -> list[Problem]:
-    """Tokens go to experts on other workers in every step: all workers must hold one model, and be there."""
+    """Tokens go to experts on other workers in every step, so all workers must train one model in every step."""
     data, ep = HorovodConfig.of(request.config), request.ep
     settings = [
         ("reduction", data.reduction == ADASUM, "adasum steps every worker by its own gradient", "=average"),
-        ("process_sets", bool(data.process_sets), "process sets train models of their own", "=[]"),
-        ("worker_batches", bool(data.worker_batches), "a worker that has joined has no step to take part in", "=[]"),
+        ("process_sets", bool(data.process_sets), "each process set trains a model of its own", "=[]"),
+        ("worker_batches", bool(data.worker_batches), "a worker that has joined takes no more steps", "=[]"),
     ]
     return [
         Problem(
@@ -154,4 +152,4 @@ def _experts(request: Request) -> list[Problem]:
 
 
 def _text(value: Sequence[object]) -> str:
-    return str([list(one) if isinstance(one, (list, tuple)) else one for one in value]).replace(" ", "")
+    return json.dumps(value, separators=(",", ":"))

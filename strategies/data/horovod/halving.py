@@ -1,8 +1,8 @@
-"""The table of Adasum's exchange: vector halving, distance doubling. Torch-free.
+"""The exchange of Adasum as a table: vector halving, distance doubling. Torch-free.
 
-At level k a rank and the one whose number differs in bit k hold the same part of two vectors. Each gives the other one
-half of it and combines the half that it keeps; for that, the 2^(k+1) ranks that hold parts of the same two vectors sum
-their dot products, in k + 1 swaps between pairs. At the end the parts are put together on the way back.
+At level k a rank and the rank whose number differs in bit k hold the same part of two vectors. Each gives the other one
+half of it and combines the half that it keeps. For that, the 2^(k+1) ranks that hold parts of the same two vectors sum
+their dot products, in k + 1 swaps between pairs. At the end the parts are gathered in reverse order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HalvingLevel:
 
 
 def levels(numel: int, size: int, index: int) -> tuple[HalvingLevel, ...]:
-    """What member `index` of `size` (a power of two) does with a vector of `numel` elements."""
+    """Return the halvings of member `index` of `size` (a power of two) for a vector of `numel` elements."""
     start, stop, distance, out = 0, numel, 1, []
     while distance < size:
         middle = start + (stop - start) // 2
@@ -38,14 +38,13 @@ def levels(numel: int, size: int, index: int) -> tuple[HalvingLevel, ...]:
 
 
 def rows(vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str) -> list[Collective]:
-    """What member `index` sends to combine vectors of (elements, tensors in them): messages and their bytes."""
+    """Return the messages of member `index` that combine vectors, each (its elements, the tensors in it)."""
     calls = payload = 0
     for numel, num_tensors in vectors:
         for number, level in enumerate(levels(numel, size, index), start=1):
-            pieces = (level.give, level.keep)  # one on the way there, the other on the way back
-            calls += len(pieces) + number
-            payload += sum(stop - start for start, stop in pieces) * element_bytes
-            payload += number * NUM_DOTS * DOT_BYTES * num_tensors
+            sizes = [stop - start for start, stop in (level.give, level.keep)]  # while halving, while gathering
+            calls += len(sizes) + number
+            payload += sum(sizes) * element_bytes + number * NUM_DOTS * DOT_BYTES * num_tensors
     return [
         Collective(axis, "send", "parameters", calls, payload),
         Collective(axis, "recv", "parameters", calls, 0),

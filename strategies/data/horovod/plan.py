@@ -127,11 +127,11 @@ class Horovod(AlgorithmAllReduce):
         """The workers of the process set of `worker`, itself among them."""
         return next(one for one in self.process_sets if worker in one)
 
-    @property
-    def last_joiner(self) -> int | None:
-        """The worker that joins last, as Horovod's `join()` returns it: the highest of those with most batches."""
-        most = max(self.worker_batches, default=0)
-        return max((w for w, num in enumerate(self.worker_batches) if num == most), default=None)
+    def rank_groups(self, plan: Plan) -> list[tuple[int, ...]]:
+        """The ranks that sum with each other: those of each group of dp, or of each process set in it."""
+        everyone = range(plan.mesh.size("dp"))
+        sets = self.process_sets or (everyone,)
+        return [tuple(ranks[worker] for worker in one) for ranks in plan.mesh.groups("dp") for one in sets]
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""

@@ -1,4 +1,4 @@
-"""The rules of horovod in plain words: process sets average apart, joined workers add nothing, Adasum in pairs."""
+"""The reference rules of horovod: means within process sets, and Adasum in pairs of workers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from torch import Tensor
 
 from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
-from parallelrun.verify.replay import ReplayRule
+from parallelrun.verify.replay import ReplayRule, Tensors
 
 from ..common.compression.reference import compressed_sum, stored_parts
 from .checks import ADASUM
 from .plan import Horovod
 
-Tensors = dict[str, Tensor]
-
 
 def rule(config: Config, plan: Plan) -> ReplayRule:
-    """The rule of a plan."""
+    """Return the rule of a plan."""
     strategy = Horovod.of(plan)
     sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
     if strategy.reduction == ADASUM:
@@ -28,13 +26,13 @@ def rule(config: Config, plan: Plan) -> ReplayRule:
 
 
 class ProcessSetRule(ReplayRule):
-    """Each set of workers has a rule of its own for its sums, and takes the mean."""
+    """Averages the gradients within each process set. rules: of the sums of each set."""
 
     def __init__(self, rules: dict[tuple[int, ...], ReplayRule]):
         self._rules = rules
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """For each worker the mean over its set."""
+        """Return the mean over its process set for each worker."""
         out: list[Tensors] = [{} for _ in local]
         for members, one in self._rules.items():
             for worker, summed in zip(members, one.gradients(step, [local[member] for member in members])):
@@ -43,7 +41,7 @@ class ProcessSetRule(ReplayRule):
 
 
 class AdasumRule(ReplayRule):
-    """Workers keep their gradients; what their optimizers have changed the weights by is combined in pairs of pairs."""
+    """Every worker steps by its own gradient; then the workers' updates are combined, in pairs and pairs of pairs."""
 
     def __init__(self, plan: Plan, sets: list[tuple[int, ...]], half: bool):
         self._parts = stored_parts(plan)
@@ -51,15 +49,15 @@ class AdasumRule(ReplayRule):
         self._before: list[Tensors] = []
 
     def begin(self, weights: list[Tensors]) -> None:
-        """Remember what the first update starts from."""
+        """Keep a copy of the weights from which the first update starts."""
         self._before = [{name: value.clone() for name, value in one.items()} for one in weights]
 
     def gradients(self, step: int, local: list[Tensors]) -> list[Tensors]:
-        """Each worker's own."""
+        """Return each worker's own gradients."""
         return local
 
     def after_update(self, step: int, weights: list[Tensors]) -> None:
-        """Weights before, plus the combination of what each worker of the set has changed them by."""
+        """Set the weights to those before the update plus the combination of the updates of the set's workers."""
         for members in self._sets:
             for name, parts in self._parts.items():
                 for _, _, place in parts.values():
@@ -76,7 +74,7 @@ class AdasumRule(ReplayRule):
         return updates[0]
 
     def _pair(self, a: Tensor, b: Tensor) -> Tensor:
-        """(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b; a vector of zeros changes nothing."""
+        """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b; a vector of zeros changes nothing."""
         dot = float((a.double() * b.double()).sum())
         squares = [float(one.double().square().sum()) for one in (a, b)]
         of_a, of_b = (1 - dot / (2 * square) if square else 1.0 for square in squares)

@@ -11,11 +11,11 @@ parallel); Chen et al. 2016 (synchronous with backup workers).
 5. Every update is one line of `apply_log.jsonl`, so that a run can be replayed although its order is not fixed.
 
 Costs: a worker sends each gradient and receives each weight once per step. A server exchanges its shards with every
-worker, so its link is the busiest (closed form in protocol.py). Workers hold no optimizer state.
+worker, so its link is the busiest (closed form in plan.py). Workers hold no optimizer state.
 Proof: exact for sync without backup workers; else a replay of its apply log (bit for bit: reference.py,
 tests/ranks/test_ps.py, tests/cli/test_ps_failures.py).
 
-Files: plan.py (settings, checks, prediction), shards.py, protocol.py (messages and their traffic), apply_log.py and
+Files: plan.py (settings, checks, prediction), shards.py, protocol.py (headers of messages), apply_log.py and
 synchronization.py are torch-free. connections.py sends and receives, store.py holds a server's shards, server.py and
 worker.py are the two roles, metrics.py writes the records, runtime.py is the entry, reference.py is the proof.
 """

@@ -7,6 +7,7 @@ push, and the version of this server's weights with which the gradient was compu
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,54 @@ def _row(fields: dict[str, Any]) -> LogRow:
 def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
     """Turn null, as which JSON stores a non-finite number, into nan."""
     return {name: float("nan") if value is None else value for name, value in fields.items()}
+
+
+class LogStatistics:
+    """Staleness, clock gap, dropped pushes, queue and rates, from one server's rows of the apply log."""
+
+    def __init__(self) -> None:
+        self._updates: Counter[bool] = Counter()  # by whether they were applied
+        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)  # by worker
+        self._dropped: Counter[int] = Counter()
+        self._queue: Counter[int] = Counter()
+        self._gap, self._seconds = 0, 0.0
+
+    def add(self, row: LogRow) -> None:
+        """Count one row."""
+        if isinstance(row, DroppedPush):
+            self._dropped[row.worker] += 1
+            return
+        self._updates[row.applied] += 1
+        for push, staleness in zip(row.pushes, row.staleness):
+            self._staleness[push.worker][staleness] += 1
+        self._queue[row.queue] += 1
+        self._gap, self._seconds = max(self._gap, row.gap), row.time_s
+
+    def document(self) -> dict[str, Any]:
+        """Return the fields of servers.json."""
+        staleness = sum(self._staleness.values(), Counter[int]())
+        return {
+            "updates": self._updates[True],
+            "skipped_updates": self._updates[False],
+            "updates_per_s": self._updates[True] / self._seconds if self._seconds else None,
+            "staleness_mean": _mean(staleness),
+            "staleness_max": max(staleness, default=None),
+            "staleness": _histogram(staleness),
+            "staleness_of_worker": {w: _histogram(counts) for w, counts in sorted(self._staleness.items())},
+            "staleness_mean_of_worker": {w: _mean(counts) for w, counts in sorted(self._staleness.items())},
+            "clock_gap_max": self._gap,
+            "dropped_gradients": self._dropped.total(),
+            "dropped_of_worker": _histogram(self._dropped),
+            "server_queue_mean": _mean(self._queue),
+            "server_queue_max": max(self._queue, default=None),
+            "server_queue": _histogram(self._queue),
+        }
+
+
+def _histogram(counts: Counter[int]) -> dict[int, int]:
+    return dict(sorted(counts.items()))
+
+
+def _mean(counts: Counter[int]) -> float | None:
+    total = counts.total()
+    return sum(value * count for value, count in counts.items()) / total if total else None

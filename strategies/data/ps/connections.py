@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Collective, Plan
 
 from .plan import sharding
-from .protocol import AXIS, CONTROL, HEADER_ELEMENTS, PULL, PUSH, Ask, ServerReply, WorkerRequest
+from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .shards import Shard
 
+Header = TypeVar("Header", WorkerRequest, ServerReply)
 _TAGS = {CONTROL: 21, PUSH: 22, PULL: 23}
 _FACTS = "parallelrun/ps/facts/{rank}"
 
@@ -45,14 +46,13 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def unflatten(flat: Tensor, into: Sequence[Tensor]) -> None:
     """Copy a flat tensor back into the tensors that it was made of."""
-    for tensor, part in zip(into, torch.split(flat, [tensor.numel() for tensor in into])):
+    for tensor, part in zip(into, flat.split([tensor.numel() for tensor in into])):
         tensor.copy_(part.view_as(tensor))
 
 
 def shard_views(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
     """Views of a flat buffer, one per shard, in the shape of its rows."""
-    parts = torch.split(flat, [shard.numel for shard in shards])
-    return [part.view(shard.shape) for shard, part in zip(shards, parts)]
+    return [part.view(shard.shape) for shard, part in zip(shards, flat.split([shard.numel for shard in shards]))]
 
 
 class PeerLost(RuntimeError):
@@ -100,15 +100,10 @@ class Channel:
         self._counted.append(Collective(AXIS, "recv", purpose, 1, 0))
         return into
 
-    def receive_request(self) -> WorkerRequest:
-        """Wait for the worker's next request. Raises PeerLost."""
-        ask, clock, pulled, *rest = self._receive_header()
-        return WorkerRequest(Ask(int(ask)), int(clock), int(pulled), *rest)
-
-    def receive_reply(self) -> ServerReply:
-        """Wait for the server's reply. Raises PeerLost."""
-        ready, version, clock, *rest = self._receive_header()
-        return ServerReply(int(ready), int(version), int(clock), *rest)
+    def receive_header(self, kind: type[Header]) -> Header:
+        """Wait for a header of that kind; its numbers get the types of the kind's defaults. Raises PeerLost."""
+        values = self.receive(torch.empty(len(kind._fields), dtype=torch.float64), CONTROL).tolist()
+        return kind(*(type(default)(value) for default, value in zip(kind._field_defaults.values(), values)))
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -117,33 +112,37 @@ class Channel:
         except RuntimeError as error:
             raise PeerLost(f"the connection to rank {self.peer} is lost: {error}") from error
 
-    def _receive_header(self) -> list[float]:
-        header = self.receive(torch.empty(HEADER_ELEMENTS, dtype=torch.float64), CONTROL)
-        return cast("list[float]", header.tolist())
-
 
 class WorkerConnection:
-    """A server's end of the connection to one worker: the channel and one buffer per direction."""
+    """A server's end of the connection to one worker: the channel, one buffer per direction, and what it measures.
+
+    num_exchanges: pushes that were answered. messages: of the counted exchange. blocked_s: seconds for which answers
+    were held back.
+    """
 
     def __init__(self, worker: int, weights: Tensor):
         self.worker, self.channel = worker, Channel(worker)
         self.push, self.pull = torch.zeros_like(weights), torch.zeros_like(weights)
+        self.num_exchanges, self.blocked_s = 0, 0.0
+        self.messages: list[Collective] = []
+
+    def exchanged(self, messages: list[Collective]) -> None:
+        """Count a push and its answer."""
+        self.num_exchanges += 1
+        if self.num_exchanges == COUNTED:
+            self.messages = messages
 
 
 class ShardBuffers:
-    """A worker's flat CPU buffers, one per server and direction.
-
-    pushes: gradients in the reduce dtype. pulls: weights in the stored dtype.
-    """
+    """A worker's flat CPU buffers, one per server and direction: gradients to push and weights as pulled."""
 
     def __init__(self, plan: Plan, parameters: Sequence[LocalParameter]):
-        stored, reduce = getattr(torch, plan.precision.stored), getattr(torch, plan.precision.reduce)
         self._parameters = {parameter.name: parameter.tensor for parameter in parameters}
         self._by_server = sharding(plan).of_server
         self._shards = [shard for shards in self._by_server for shard in shards]
         numels = [sum(shard.numel for shard in shards) for shards in self._by_server]
-        self.pushes = [torch.zeros(numel, dtype=reduce) for numel in numels]
-        self.pulls = [torch.zeros(numel, dtype=stored) for numel in numels]
+        dtype = getattr(torch, plan.precision.stored)
+        self.pushes, self.pulls = ([torch.zeros(numel, dtype=dtype) for numel in numels] for _ in range(2))
         self._push_views, self._pull_views = self._views(self.pushes), self._views(self.pulls)
         self._weights = [_rows(self._parameters[shard.name].detach(), shard) for shard in self._shards]
 
@@ -202,13 +201,16 @@ class ServerClient:
 
         waiting: called about once a second meanwhile.
         """
-        assert request.ask in (Ask.SAVE, Ask.END)
-        pending, succeeded = self._channels, True
-        while pending:
-            replies = self._exchange(pending, [request] * len(pending))
-            succeeded = succeeded and all(reply.ready >= 0 for reply in replies)
-            pending = [channel for channel, reply in zip(pending, replies) if not reply.ready]
+        for channel in self._channels:
+            channel.send_header(request)
+        waiting_for, succeeded = self._channels, True
+        while waiting_for:
+            replies = [channel.receive_header(ServerReply) for channel in waiting_for]
+            succeeded = succeeded and all(reply.accepted > 0 for reply in replies)
+            waiting_for = [channel for channel, reply in zip(waiting_for, replies) if not reply.ready]
             waiting()
+        for channel in self._channels:
+            channel.flush()
         return succeeded
 
     def read_frozen(self) -> None:
@@ -258,7 +260,7 @@ class ServerClient:
                 channel.send(pushes[number], PUSH)
         replies = []
         for number, channel in enumerate(channels):
-            replies.append(channel.receive_reply())
+            replies.append(channel.receive_header(ServerReply))
             if pulls:
                 channel.receive(pulls[number], PULL)
         for channel in channels:

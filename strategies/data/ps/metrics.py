@@ -7,14 +7,10 @@ apply log is a row; the newest row is held back until the next one, so that an e
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from parallelrun.context import WorkerContext
-from parallelrun.plan.prediction import merge
-from parallelrun.plan.structure import Collective
 from parallelrun.records import write_json
 from parallelrun.train.build import Training
 from parallelrun.train.recorder import Recorder, StepRecord
@@ -22,108 +18,14 @@ from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import Evaluation
 from parallelrun.train.timing import StepClock
 
-from .apply_log import AppliedUpdate, ApplyLogReader, DroppedPush, LogRow
+from .apply_log import AppliedUpdate, ApplyLogReader
 from .plan import ParameterServer, sharding
-from .protocol import AXIS, CONTROL, ServerReply
+from .protocol import ServerReply
 
-COUNTED = 2  # the exchange whose messages are counted: the first one has set-up traffic
-
-
-class ServerTraffic:
-    """What a server measures: the messages of a steady step, total payloads, and the seconds that replies were held.
-
-    A steady step is the second exchange with every worker and the second sum over servers, which belongs to no worker.
-    """
-
-    def __init__(self) -> None:
-        self.blocked_s: dict[int, float] = {}  # by worker
-        self.pushed_bytes = self.pulled_bytes = 0
-        self._rows: list[Collective] = []
-        self._exchanges: Counter[int] = Counter()
-        self._sums = 0
-
-    def exchanged(self, worker: int, rows: Iterable[Collective]) -> None:
-        """Note the messages of one push of `worker` and its answer."""
-        self._exchanges[worker] += 1
-        if self._exchanges[worker] == COUNTED:
-            self._rows += rows
-
-    def norm_summed(self, payload_bytes: int) -> None:
-        """Note that the servers have summed the norm of one update."""
-        self._sums += 1
-        if self._sums == COUNTED:
-            self._rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, payload_bytes))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts for worker 0. rows: None while some worker's exchange is not counted."""
-        complete = self._exchanges and min(self._exchanges.values()) >= COUNTED
-        return {
-            "rows": [asdict(row) for row in merge(self._rows)] if complete else None,
-            "blocked_s": self.blocked_s,
-            "pushed_bytes": self.pushed_bytes,
-            "pulled_bytes": self.pulled_bytes,
-        }
-
-
-class LogStatistics:
-    """Staleness, clock gap, dropped pushes, queue and rates, from the first server's rows of the apply log."""
-
-    def __init__(self) -> None:
-        self._updates = self._skipped = self._gap = 0
-        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)  # by worker
-        self._dropped: Counter[int] = Counter()
-        self._queue: Counter[int] = Counter()
-        self._seconds = 0.0
-
-    def add(self, row: LogRow) -> None:
-        """Count one row."""
-        if row.server != 0:
-            return
-        if isinstance(row, DroppedPush):
-            self._dropped[row.worker] += 1
-            return
-        self._updates += row.applied
-        self._skipped += not row.applied
-        for push, staleness in zip(row.pushes, row.staleness):
-            self._staleness[push.worker][staleness] += 1
-        self._queue[row.queue] += 1
-        self._gap = max(self._gap, row.gap)
-        self._seconds = row.time_s
-
-    def summary(self) -> dict[str, Any]:
-        """Return the fields of summary.json."""
-        staleness = sum(self._staleness.values(), Counter[int]())
-        return {
-            "updates": self._updates,
-            "updates_per_s": self._updates / self._seconds if self._seconds else None,
-            "staleness_mean": _mean(staleness),
-            "staleness_max": max(staleness, default=None),
-            "clock_gap_max": self._gap,
-            "dropped_gradients": self._dropped.total(),
-            "server_queue_mean": _mean(self._queue),
-            "server_queue_max": max(self._queue, default=None),
-        }
-
-    def document(self) -> dict[str, Any]:
-        """Return the fields of servers.json: the summary and the histograms behind it."""
-        return {
-            **self.summary(),
-            "skipped_updates": self._skipped,
-            "staleness": _histogram(sum(self._staleness.values(), Counter[int]())),
-            "staleness_of_worker": {w: _histogram(counts) for w, counts in sorted(self._staleness.items())},
-            "staleness_mean_of_worker": {w: _mean(counts) for w, counts in sorted(self._staleness.items())},
-            "dropped_of_worker": _histogram(self._dropped),
-            "server_queue": _histogram(self._queue),
-        }
-
-
-def _histogram(counts: Counter[int]) -> dict[int, int]:
-    return dict(sorted(counts.items()))
-
-
-def _mean(counts: Counter[int]) -> float | None:
-    total = counts.total()
-    return sum(value * count for value, count in counts.items()) / total if total else None
+SUMMARY = (  # the fields of `LogStatistics` that summary.json has too
+    "updates", "updates_per_s", "staleness_mean", "staleness_max", "clock_gap_max", "dropped_gradients",
+    "server_queue_mean", "server_queue_max",
+)  # fmt: skip
 
 
 class MetricsWriter:
@@ -135,7 +37,7 @@ class MetricsWriter:
         self.by_log = not self._settings.in_step
         num_rows = (training.config.steps - start) * (1 if self._settings.synchronous else plan.num_workers)
         self.recorder = Recorder(training, context, num_rows if self.by_log else None)
-        self._reader, self._statistics = ApplyLogReader(context.directory), LogStatistics()
+        self._reader = ApplyLogReader(context.directory)
         self._held: StepRecord | None = None
         self._samples = start * plan.batch.global_batch
         self._last_s = 0.0
@@ -145,28 +47,26 @@ class MetricsWriter:
         self, clock: int, reply: ServerReply, timer: StepClock, evaluation: Evaluation | None, loss_scale: float
     ) -> None:
         """Record this worker's step `clock`."""
-        lr = learning_rate(self._training.config.optimizer, clock, self._training.config.steps)
-        val_loss, top1 = (evaluation.loss, evaluation.top1) if evaluation else (None, None)
-        now = time.perf_counter() - self._began
+        config = self._training.config
+        lr, now = learning_rate(config.optimizer, clock, config.steps), time.perf_counter() - self._began
         record = StepRecord(
-            clock, reply.loss, reply.norm, lr, reply.applied > 0, timer.seconds, now, val_loss, loss_scale,
-            timer.times, top1,
+            clock, reply.loss, reply.norm, lr, reply.applied > 0, timer.seconds, now,
+            evaluation.loss if evaluation else None, loss_scale, timer.times, evaluation.top1 if evaluation else None,
         )  # fmt: skip
-        if self.by_log:
-            self.recorder.remember(record)
-        else:
+        if not self.by_log:
             self.recorder.step(record)
+            return
+        self.recorder.remember(record)
         self.follow_log()
-        if self.by_log and evaluation is not None:
+        if evaluation is not None:
             self.add_evaluation(evaluation)
 
     def follow_log(self) -> None:
-        """Read the new rows of the apply log."""
-        if self._context.rank != 0:
+        """Record the new updates in the apply log, unless this worker's own steps are the records."""
+        if self._context.rank != 0 or not self.by_log:
             return
         for row in self._reader.new_rows():
-            self._statistics.add(row)
-            if self.by_log and isinstance(row, AppliedUpdate) and row.server == 0:
+            if isinstance(row, AppliedUpdate) and row.server == 0:
                 self._hold(self._record(row))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
@@ -180,9 +80,9 @@ class MetricsWriter:
         self._hold(None)
         plan, settings = self._training.plan, self._settings
         servers = [everyone[plan.num_workers + index] for index in range(plan.servers)]
+        found = servers[0]["statistics"]
         blocked = {int(worker): seconds for worker, seconds in servers[0]["blocked_s"].items()}
         facts = {
-            **self._statistics.summary(),
             "servers": plan.servers,
             "consistency": settings.consistency,
             "staleness_bound": settings.staleness,
@@ -193,7 +93,7 @@ class MetricsWriter:
             "shard_imbalance": sharding(plan).imbalance,
         }
         document = {
-            **self._statistics.document(),
+            **found,
             **facts,
             "blocked_s_of_worker": blocked,
             "lost_worker_numbers": servers[0]["lost"],
@@ -202,7 +102,8 @@ class MetricsWriter:
             "pulled_bytes": [one["pulled_bytes"] for one in servers],
         }
         write_json(self._context.directory / "servers.json", document)
-        self.recorder.write_end(everyone, state, {"steps": clock, **facts, **more})
+        summary = {"steps": clock, **{name: found[name] for name in SUMMARY}, **facts, **more}
+        self.recorder.write_end(everyone, state, summary)
 
     def _record(self, row: AppliedUpdate) -> StepRecord:
         """One update as a row: loss and norm are of the worker that pushed, or means over those averaged."""

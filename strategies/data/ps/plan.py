@@ -12,13 +12,13 @@ from parallelrun.config.schema import CONSISTENCIES, Config, DataStrategyConfig,
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
-from parallelrun.plan.messages import Explanation
+from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import counted
 
-from . import protocol
+from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
 from .shards import Sharding, assign, cut
 
 if TYPE_CHECKING:
@@ -128,21 +128,59 @@ class ParameterServer(DataStrategy):
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """One worker's messages in a step."""
-        return protocol.worker_traffic(plan, sharding(plan).num_bytes)
-
-    def explain(self, plan: Plan) -> Explanation:
-        return protocol.explanation(plan, sharding(plan).num_bytes, self.synchronous)
+        servers = plan.servers
+        return [
+            Collective(AXIS, "send", CONTROL, servers, servers * REQUEST_BYTES),
+            Collective(AXIS, "recv", CONTROL, servers, 0),
+            Collective(AXIS, "send", PUSH, servers, sum(sharding(plan).num_bytes)),
+            Collective(AXIS, "recv", PULL, servers, 0),
+        ]
 
     def server_collectives(self, server: int, plan: Plan) -> list[Collective]:
         """One server's messages while every worker does one step."""
-        return protocol.server_traffic(plan, sharding(plan).num_bytes[server], self.synchronous)
+        workers = plan.num_workers
+        rows = [
+            Collective(AXIS, "send", CONTROL, workers, workers * REPLY_BYTES),
+            Collective(AXIS, "recv", CONTROL, workers, 0),
+            Collective(AXIS, "send", PULL, workers, workers * sharding(plan).num_bytes[server]),
+            Collective(AXIS, "recv", PUSH, workers, 0),
+        ]
+        if self.synchronous and plan.servers > 1:
+            rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
+        return rows
+
+    def explain(self, plan: Plan) -> Explanation:
+        """Every message of one step of every worker."""
+        pushes, pulls = [], []
+        for worker in range(plan.num_workers):
+            for server, size in enumerate(sharding(plan).num_bytes):
+                rank, shards = plan.num_workers + server, f"of server {server}'s shards"
+                pushes.append(ExplainedMessage(worker, rank, "header: step, loss, norm", REQUEST_BYTES, CONTROL))
+                pushes.append(ExplainedMessage(worker, rank, f"gradient {shards}", size, PUSH))
+                pulls.append(ExplainedMessage(rank, worker, "header: version, loss, norm", REPLY_BYTES, CONTROL))
+                pulls.append(ExplainedMessage(rank, worker, f"weights {shards}", size, PULL))
+        rounds = [ExplainedRound("push: each worker sends its gradient to every server", tuple(pushes))]
+        if self.synchronous and plan.servers > 1:
+            servers = tuple(range(plan.num_workers, plan.world))
+            norm = Call("all_reduce", servers, "squared norm", NORM_BYTES, AXIS, CONTROL)
+            rounds.append(ExplainedRound("the servers sum the squared norm of the gradient", calls=(norm,)))
+        rounds.append(ExplainedRound("pull: each server sends its updated weights back", tuple(pulls)))
+        title = f"one step of {counted(plan.num_workers, 'worker')} and {counted(plan.servers, 'server')}"
+        text = (
+            "The servers own the weights, cut into shards of about equal bytes, and the optimizer. A worker pushes "
+            "each server the gradient of its shards; the server "
+            f"{'waits for all workers' if self.synchronous else 'does not wait for other workers'}, updates, and sends "
+            "its weights back. The busiest link is a server's: it carries every worker's bytes."
+        )
+        exchanges = (ExplainedExchange(title, tuple(rounds)),)
+        source, ranks = "Li et al. 2014; Dean et al. 2012", tuple(range(plan.world))
+        return Explanation("data", self.kind, text, source, ranks, 1, AXIS, exchanges)
 
     def server_memory(self, server: int, plan: Plan) -> Memory:
         """Bytes of one server: weights, an update's gradient and one arriving push, and the optimizer's state."""
         weights = sharding(plan).num_bytes[server]
         leaves_out = ("the framework's own memory", "messages on their way")
-        gradients = 2 * protocol.gradient_bytes(plan, weights)
-        return Memory(weights, gradients, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
+        return Memory(weights, 2 * weights, weights * plan.optimizer_states, 0, leaves_out=leaves_out)
 
     def num_shards(self, server: int, plan: Plan) -> int:
         """Tensors, or pieces of tensors, that one server owns."""

@@ -1,30 +1,24 @@
-"""The messages between workers and servers, and their traffic in closed form. Torch-free.
+"""The messages between workers and servers. Torch-free.
 
-In each step a worker sends every server one header (`control`) and the gradient of that server's shards (`push`, in the
-reduce dtype). Each server answers with one header (`control`) and its weights (`pull`, in the stored dtype). Payloads
-are flat, in the order of `shards.assign`. Where one update averages several pushes and there are several servers,
-these sum two numbers per update (`control`): the squared gradient norm, so that all clip alike, and the number of stop
-requests. Set-up, evaluation and barriers are outside a steady step and not counted.
+In each step a worker sends every server a header (`control`) and the gradient of that server's shards (`push`). Each
+server answers with a header (`control`) and its weights (`pull`). Gradients and weights are flat, in the order of
+`shards.assign`, and of one dtype. Where one update averages several pushes and there are several servers, these sum the
+squared gradient norm (`control`), so that all clip alike.
 
-A header is HEADER_ELEMENTS fp64 numbers: gloo's receives need a size known beforehand, and fp64 keeps integers exact.
+A header is a fixed number of fp64 numbers: gloo's receives need a size known beforehand, and fp64 keeps integers exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
+from math import isfinite
 from typing import NamedTuple
 
-from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedMessage, ExplainedRound, Explanation
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.precision import BYTES
-from parallelrun.wording import counted
+from .apply_log import Push
 
 AXIS = "world"
 PUSH, PULL, CONTROL = "push", "pull", "control"
-HEADER_ELEMENTS = 9
-HEADER_BYTES = 8 * HEADER_ELEMENTS
-NORM_BYTES = 8 * 2
+COUNTED = 2  # the exchange whose messages are counted: the first one has set-up traffic
 
 
 class Ask(IntEnum):
@@ -43,30 +37,39 @@ class Ask(IntEnum):
 class WorkerRequest(NamedTuple):
     """A worker's header. clock: its step (from 1). pulled: the version of this server's weights that it used.
 
-    loss_sum, num_valid: of its samples. norm: of its gradient. finite: 0 if the loss or gradient is not finite. stop: 1
-    if it was asked to stop. paused_s: seconds of evaluation and saving since its last push.
+    loss_sum, num_valid: of its samples. norm: of its gradient, 0 if the servers measure it. stop: 1 if it was asked to
+    stop. step_time_s: seconds since its last push, without evaluation and saving.
     """
 
-    ask: Ask
+    ask: Ask = Ask.READ
     clock: int = 0
     pulled: int = 0
     loss_sum: float = 0.0
     num_valid: float = 0.0
     norm: float = 0.0
-    finite: float = 1.0
     stop: float = 0.0
-    paused_s: float = 0.0
+    step_time_s: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the measured norm are finite."""
+        return isfinite(self.loss_sum) and isfinite(self.norm)
+
+    def logged(self, worker: int) -> Push:
+        """The push as the apply log has it."""
+        loss = self.loss_sum / self.num_valid if self.num_valid else float("nan")
+        return Push(worker, self.clock, self.pulled, loss, self.num_valid, self.norm)
 
 
 class ServerReply(NamedTuple):
-    """A server's header. ready: of a barrier, 1 = released, 0 = ask again, -1 = released, but its action failed.
+    """A server's header. ready: 0 = the worker must wait on for the barrier; another reply follows.
 
     version: of the weights that follow. clock: the last step that this worker has completed. applied: whether the
-    update changed the weights. accepted: whether this push is part of it (0 for a late one, with backup workers). loss,
-    norm: of the update. stop: 1 if a worker was asked to stop. blocked_s: seconds for which the reply was held back.
+    update changed the weights. accepted: whether this push is part of it (0 for a late one, with backup workers) or the
+    checkpoint of this barrier was written. loss, norm: of the update. stop: 1 if a worker was asked to stop.
     """
 
-    ready: int
+    ready: int = 1
     version: int = 0
     clock: int = 0
     applied: float = 1.0
@@ -74,65 +77,7 @@ class ServerReply(NamedTuple):
     loss: float = 0.0
     norm: float = 0.0
     stop: float = 0.0
-    blocked_s: float = 0.0
 
 
-assert len(WorkerRequest._fields) == len(ServerReply._fields) == HEADER_ELEMENTS
-
-
-def gradient_bytes(plan: Plan, weight_bytes: int) -> int:
-    """Bytes of the gradient of that many bytes of weights."""
-    return weight_bytes // BYTES[plan.precision.stored] * BYTES[plan.precision.reduce]
-
-
-def worker_traffic(plan: Plan, shard_bytes: Sequence[int]) -> list[Collective]:
-    """Messages of one worker in one step. shard_bytes: weights of each server."""
-    servers = plan.servers
-    return [
-        Collective(AXIS, "send", CONTROL, servers, servers * HEADER_BYTES),
-        Collective(AXIS, "recv", CONTROL, servers, 0),
-        Collective(AXIS, "send", PUSH, servers, gradient_bytes(plan, sum(shard_bytes))),
-        Collective(AXIS, "recv", PULL, servers, 0),
-    ]
-
-
-def server_traffic(plan: Plan, weight_bytes: int, synchronous: bool) -> list[Collective]:
-    """Messages of one server while every worker does one step."""
-    workers = plan.num_workers
-    rows = [
-        Collective(AXIS, "send", CONTROL, workers, workers * HEADER_BYTES),
-        Collective(AXIS, "recv", CONTROL, workers, 0),
-        Collective(AXIS, "send", PULL, workers, workers * weight_bytes),
-        Collective(AXIS, "recv", PUSH, workers, 0),
-    ]
-    if synchronous and plan.servers > 1:
-        rows.append(Collective(AXIS, "all_reduce", CONTROL, 1, NORM_BYTES))
-    return rows
-
-
-def explanation(plan: Plan, shard_bytes: Sequence[int], synchronous: bool) -> Explanation:
-    """Every message of one step of every worker."""
-    pushes, pulls = [], []
-    for worker in range(plan.num_workers):
-        for server, weights in enumerate(shard_bytes):
-            rank, gradient = plan.num_workers + server, gradient_bytes(plan, weights)
-            pushes.append(ExplainedMessage(worker, rank, "header: step, loss, norm", HEADER_BYTES, CONTROL))
-            pushes.append(ExplainedMessage(worker, rank, f"gradient of server {server}'s shards", gradient, PUSH))
-            pulls.append(ExplainedMessage(rank, worker, "header: version, loss, norm", HEADER_BYTES, CONTROL))
-            pulls.append(ExplainedMessage(rank, worker, f"weights of server {server}'s shards", weights, PULL))
-    rounds = [ExplainedRound("push: each worker sends its gradient to every server", tuple(pushes))]
-    if synchronous and plan.servers > 1:
-        servers = tuple(range(plan.num_workers, plan.world))
-        norm = Call("all_reduce", servers, "squared norm, stop requests", NORM_BYTES, AXIS, CONTROL)
-        rounds.append(ExplainedRound("the servers sum the squared norm of the gradient", calls=(norm,)))
-    rounds.append(ExplainedRound("pull: each server sends its updated weights back", tuple(pulls)))
-    waits = "waits for all workers" if synchronous else "does not wait for other workers"
-    text = (
-        "The servers own the weights, cut into shards of about equal bytes, and the optimizer. A worker pushes each "
-        f"server the gradient of its shards; the server {waits}, updates, and sends its weights back. The busiest link "
-        "is a server's: it carries every worker's bytes."
-    )
-    title = f"one step of {counted(plan.num_workers, 'worker')} and {counted(plan.servers, 'server')}"
-    exchanges = (ExplainedExchange(title, tuple(rounds)),)
-    source, ranks = "Li et al. 2014; Dean et al. 2012", tuple(range(plan.world))
-    return Explanation("data", plan.data.kind, text, source, ranks, 1, AXIS, exchanges)
+REQUEST_BYTES, REPLY_BYTES = (8 * len(header._fields) for header in (WorkerRequest, ServerReply))
+NORM_BYTES = 8

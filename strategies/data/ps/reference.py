@@ -6,7 +6,7 @@ each server, the version that the log names) and applies the updates in the logg
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,12 +20,11 @@ from parallelrun.data.order import Sampler
 from parallelrun.errors import Problem, VerificationError
 from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.precision import TABLE
 from parallelrun.train.build import Training, build
 from parallelrun.train.reader import Reader
 from parallelrun.train.schedules import learning_rate
 from parallelrun.train.step import evaluate
-from parallelrun.verify.run import checked_config, conclude, judge, reference_trace
+from parallelrun.verify.run import checked_config, checked_plan, conclude, judge, reference_trace
 from parallelrun.verify.single_device import single_device
 from parallelrun.verify.trace import Trace
 
@@ -42,8 +41,7 @@ PushKey = tuple[int, int]  # (worker, clock)
 def checked(config: Config, plan: Plan) -> tuple[Config, Plan]:
     """Return what is run in order to verify: verify's precision, optimizer and number of steps. On all ranks alike."""
     config = checked_config(config)
-    config = replace(config, steps=config.verify.steps)
-    return config, replace(plan, precision=TABLE[config.precision.name], optimizer=config.optimizer.name)
+    return replace(config, steps=config.verify.steps), checked_plan(config, plan)
 
 
 def verify(config: Config, plan: Plan, context: WorkerContext) -> int:
@@ -74,20 +72,17 @@ def _record(training: Training, context: WorkerContext, in_step: bool) -> Trace:
         trace.initial = _weights(training)
     while clock < training.config.steps:
         context.heartbeat(clock + 1, "step")
-        clock, reply = worker.step(clock + 1, False)
-        trace.losses.append(reply.loss)
-        trace.grad_norms.append(reply.norm)
+        clock, _ = worker.step(clock + 1, False)
     worker.end(clock)
     if worker.is_chief:
         trace.final = _weights(training)
-        if not in_step:
-            rows = [r for r in apply_log.read(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
-            trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
-            trace.val_loss = worker.evaluate().loss
-        versions = range(1, len(trace.losses) + 1)
-        trace.gradients = [_with_frozen(worker.client.read_gradient(version), training) for version in versions]
+        rows = [r for r in apply_log.read(context.directory) if isinstance(r, AppliedUpdate) and r.server == 0]
+        trace.losses, trace.grad_norms = [row.loss for row in rows], [row.norm for row in rows]
+        trace.gradients = [_with_frozen(worker.client.read_gradient(row.version), training) for row in rows]
     if in_step:
         trace.val_loss = evaluate(training)
+    elif worker.is_chief:
+        trace.val_loss = worker.evaluate().loss
     worker.client.leave()
     return trace
 
@@ -141,27 +136,25 @@ class LogReplay:
         self.stores = [ShardStore(config, plan, server) for server in range(plan.servers)]
         for store in self.stores:
             store.initialise()
+        self._versions = [[store.weights.clone()] for store in self.stores]  # every version of every server's weights
+        self._recomputed: dict[PushKey, RecomputedPush] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self._squares: dict[int, float] = defaultdict(float)
-        self._gradients: dict[int, list[Tensor]] = defaultdict(list)
+        self._squares: dict[int, float] = defaultdict(float)  # by version
+        self._gradients: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by version and server
 
     def run(self, rows: Sequence[LogRow]) -> None:
-        """Apply every update of the log. Raises VerificationError if rows are missing or contradict each other."""
+        """Apply every update in the order of the log: the weights that a push used were logged before its update.
+
+        Raises VerificationError if rows are missing or contradict each other.
+        """
         updates = [row for row in rows if isinstance(row, AppliedUpdate)]
         self._pulled = _pulled_versions(rows, len(self.stores))
         # A run keeps the running statistics of worker 0 only.
         first = [row for row in updates if row.server == 0 and row.applied]
         self._kept_statistics = {(p.worker, p.clock) for row in first for p in row.pushes if p.worker == 0}
-        self._versions = [[store.weights.clone()] for store in self.stores]  # every version of every server's weights
-        self._recomputed: dict[PushKey, RecomputedPush] = {}
-        queues = [deque(row for row in updates if row.server == server) for server in range(len(self.stores))]
-        while any(queues):
-            ready = [queue for queue in queues if queue and self._can_apply(queue[0])]
-            if not ready:
-                raise VerificationError(Problem("the apply log lacks rows: an update needs weights that no row makes"))
-            for queue in ready:
-                self._apply(queue.popleft())
+        for row in updates:
+            self._apply(row)
         if self._synchronous:
             self.norms = [self._squares[version] ** 0.5 for version in sorted(self._squares)]
 
@@ -171,7 +164,8 @@ class LogReplay:
 
     def gradients(self) -> list[dict[str, Tensor]]:
         """Return each version's gradient by name; of several async servers, their updates of equal number together."""
-        return [self._buffers.by_name(self._gradients[version]) for version in sorted(self._gradients)]
+        of_server = [[found[server] for server in sorted(found)] for _, found in sorted(self._gradients.items())]
+        return [self._buffers.by_name(flats) for flats in of_server]
 
     def load_final(self) -> Training:
         """Return the training with the current weights, to be evaluated."""
@@ -183,37 +177,30 @@ class LogReplay:
             pull.copy_(flat)
         self._buffers.unpack()
 
-    def _can_apply(self, row: AppliedUpdate) -> bool:
-        """Whether the weights that the pushes of the row used have been replayed."""
-        return all(
-            version <= store.version
-            for push in row.pushes
-            for version, store in zip(self._pulled[push.worker, push.clock], self.stores)
-        )
-
     def _apply(self, row: AppliedUpdate) -> None:
         store = self.stores[row.server]
         if row.version != store.version + 1:
             said = f"update {row.version} of server {row.server} follows update {store.version} in the apply log"
             raise VerificationError(Problem(said))
         pushes = [self._recompute(push) for push in row.pushes]
-        averages = self._synchronous and sum(push.num_valid for push in pushes) > 0
-        counts = [float(push.num_valid) if averages else 1.0 for push in pushes]
+        num_valid = sum(push.num_valid for push in pushes)
+        counts = [float(push.num_valid) if self._synchronous and num_valid else 1.0 for push in pushes]
         store.mean([push.gradients[row.server] for push in pushes], counts)
-        self._gradients[row.version].append(store.gradient.clone())
+        self._gradients[row.version][row.server] = store.gradient.clone()
         self._squares[row.version] += store.squared_norm()
         if row.server == 0:
-            self.losses.append(sum(push.loss_sum for push in pushes) / (sum(push.num_valid for push in pushes) or 1))
+            self.losses.append(sum(push.loss_sum for push in pushes) / (num_valid or 1))
             self.norms.append(pushes[0].norm)
         if row.applied:
-            lr = learning_rate(self._config.optimizer, row.clock, self._config.steps)
-            store.update(lr, row.coefficient)
+            store.update(learning_rate(self._config.optimizer, row.clock, self._config.steps), row.coefficient)
         store.version = row.version
         self._versions[row.server].append(store.weights.clone())
 
     def _recompute(self, push: Push) -> RecomputedPush:
         key = push.worker, push.clock
         if key not in self._recomputed:
+            if any(pulled > store.version for pulled, store in zip(self._pulled[key], self.stores)):
+                raise VerificationError(Problem("the apply log lacks rows: an update needs weights that no row makes"))
             self._load([versions[pulled] for versions, pulled in zip(self._versions, self._pulled[key])])
             loss_sum, num_valid = compute(self.training, self._readers[push.worker].batch(push.clock))
             self.training.statistics.finish_step(key in self._kept_statistics)

@@ -23,7 +23,8 @@ from parallelrun.train.timing import StepClock
 
 from . import reference
 from .connections import collect_facts, publish_facts
-from .metrics import COUNTED, MetricsWriter
+from .metrics import MetricsWriter
+from .protocol import COUNTED
 from .server import Server
 from .worker import Worker
 
@@ -100,7 +101,8 @@ def _evaluate(worker: Worker, writer: MetricsWriter, before: int, clock: int) ->
     if not due and clock != config.steps:
         return None
     worker.context.heartbeat(clock, "evaluate")
-    return worker.paused(lambda: measure(worker.training))
+    with worker.pause():
+        return measure(worker.training)
 
 
 def _end(

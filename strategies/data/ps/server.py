@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from math import isfinite
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,22 @@ from parallelrun.config.schema import Config
 from parallelrun.context import WorkerContext
 from parallelrun.errors import SaveFailed
 from parallelrun.mesh import build_server_group
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.prediction import merge
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.train.checkpointing import MAX_FAILED_SAVES
-from parallelrun.train.gradients import EPSILON
+from parallelrun.train.gradients import clip_coefficient
 from parallelrun.train.recorder import peak_bytes
 from parallelrun.train.schedules import learning_rate
 
 from . import apply_log
-from .apply_log import AppliedUpdate, DroppedPush, Push
+from .apply_log import AppliedUpdate, DroppedPush, LogRow, LogStatistics, Push
 from .connections import PeerLost, WorkerConnection, flatten, publish_facts, unflatten
-from .metrics import ServerTraffic
 from .plan import ParameterServer
-from .protocol import AXIS, CONTROL, PULL, PUSH, Ask, ServerReply, WorkerRequest
+from .protocol import AXIS, CONTROL, COUNTED, PULL, PUSH, Ask, ServerReply, WorkerRequest
 from .store import ShardStore
 from .synchronization import Barrier, WorkerClocks
 
-POLL_S = 1.0  # how long a worker waits at a barrier until the server replies "not yet"
+WAIT_S = 1.0  # a worker at a barrier gets a reply as often, for its heartbeat and before gloo's timeout
 HEARTBEAT_S = 0.2
 
 
@@ -50,24 +52,25 @@ class Server:
         self._store = ShardStore(config, plan, group.index)
         self._store.initialise()
         self._clocks = WorkerClocks(self._store.load())
+        self._connections = [WorkerConnection(worker, self._store.weights) for worker in self._clocks.completed]
         self._changed = threading.Condition()  # the lock of everything below
-        self._pending: dict[int, dict[int, tuple[WorkerRequest, Tensor]]] = {}  # synchronous: pushes by clock, worker
-        self._replies: dict[int, ServerReply] = {}  # synchronous: the reply to the pushes of a clock
+        self._pending: dict[int, tuple[WorkerRequest, Tensor]] = {}  # synchronous: pushes of the next update, by worker
+        self._last_reply = ServerReply()  # synchronous: to the pushes of the last update
         self._barriers = {Ask.SAVE: Barrier(), Ask.END: Barrier()}
         self._num_open = 0  # pushes that have arrived and are not answered
         self._error: BaseException | None = None
         self._left: set[int] = set()
-        self._gradients: dict[int, Tensor] = {}  # verify: of every update
+        self._gradients: list[Tensor] = []  # verify: of every update
         self._failed_saves = 0  # in a row
-        self._traffic = ServerTraffic()
+        self._statistics = LogStatistics()
+        self._norm_sums: list[Collective] = []  # the first ones; the last of them is counted
         self._began = time.perf_counter()
-        self._last_push = dict.fromkeys(self._clocks.completed, self._began)
         self.stopped = False  # whether a worker was asked to stop
 
     def serve(self) -> None:
         """Serve until all workers have left. Raises the first error of a thread."""
-        for worker in self._clocks.completed:
-            threading.Thread(target=self._attend, args=(worker,), daemon=True, name=f"worker-{worker}").start()
+        for one in self._connections:
+            threading.Thread(target=self._attend, args=(one,), daemon=True, name=f"worker-{one.worker}").start()
         while True:
             with self._changed:
                 self._changed.wait(HEARTBEAT_S)
@@ -79,41 +82,39 @@ class Server:
 
     # one thread per worker
 
-    def _attend(self, worker: int) -> None:
-        connection = WorkerConnection(worker, self._store.weights)
-        channel = connection.channel
+    def _attend(self, connection: WorkerConnection) -> None:
+        worker, channel = connection.worker, connection.channel
         try:
-            while (request := channel.receive_request()).ask != Ask.LEAVE:
+            while (request := channel.receive_header(WorkerRequest)).ask != Ask.LEAVE:
                 reply, payload = self._reply(connection, request)
                 channel.send_header(reply)
                 if payload is not None:
                     channel.send(payload, PULL)
-                counted = channel.flush()
+                messages = channel.flush()
                 if request.ask == Ask.UPDATE:
-                    self._traffic.exchanged(worker, counted)
+                    connection.exchanged(messages)
             with self._changed:
                 self._left.add(worker)
                 self._changed.notify_all()
         except BaseException as error:  # any kind: the main thread must hear of it
             with self._changed:
-                self._error = self._error or self._lose(worker, error)
+                try:
+                    if self._error is None:
+                        self._lose(worker, error)
+                except BaseException as fatal:
+                    self._error = fatal
                 self._changed.notify_all()
 
-    def _lose(self, worker: int, error: BaseException) -> BaseException | None:
-        """Go on without a worker whose connection is lost if the plan can spare it; else return the error."""
+    def _lose(self, worker: int, error: BaseException) -> None:
+        """Go on without a worker whose connection is lost. Raise any other error, or if the plan cannot spare it."""
         spare = self._settings.spare_workers(self._plan.num_workers)
         if not isinstance(error, PeerLost) or worker == 0 or len(self._clocks.lost) >= spare:
-            return error
-        try:
-            self._clocks.lost.add(worker)
-            for pushes in self._pending.values():
-                pushes.pop(worker, None)
-            if self._index == 0:
-                self._context.rank_died(worker)
-            self._release_barriers()
-        except BaseException as further:
-            return further
-        return None
+            raise error
+        self._clocks.lost.add(worker)
+        self._pending.pop(worker, None)
+        if self._index == 0:
+            self._context.rank_died(worker)
+        self._release_barriers()
 
     def _reply(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor | None]:
         """Do what a worker asks; return the reply, and what is sent after it."""
@@ -121,142 +122,132 @@ class Server:
             connection.channel.receive(connection.push, PUSH)
             return self._update(connection, request)
         if request.ask in self._barriers:
-            return self._wait_at_barrier(connection.worker, request), None
+            return self._wait_at_barrier(connection, request), None
         if request.ask == Ask.READ_GRADIENT:
-            return ServerReply(1), self._gradients[request.clock]
+            return ServerReply(), self._gradients[request.clock - 1]
         if request.ask == Ask.READ:
             with self._changed:
-                clock = self._clocks.completed[connection.worker]
-                reply = ServerReply(1, self._store.version, clock, stop=float(self.stopped))
+                clock, stop = self._clocks.completed[connection.worker], float(self.stopped)
+                reply = ServerReply(version=self._store.version, clock=clock, stop=stop)
                 return reply, connection.pull.copy_(self._store.weights)
         frozen = [parameter.tensor for parameter in self._store.frozen]
         if request.ask == Ask.READ_FROZEN:
-            return ServerReply(1), flatten(frozen)
+            return ServerReply(), flatten(frozen)
         flat = connection.channel.receive(torch.empty_like(flatten(frozen)), PUSH)
         with self._changed:
             unflatten(flat, frozen)
-        return ServerReply(1), None
+        return ServerReply(), None
 
     def _update(self, connection: WorkerConnection, request: WorkerRequest) -> tuple[ServerReply, Tensor]:
         """Take in one push; return the reply and the weights, when the worker may have them."""
         with self._changed:
-            arrived, worker = time.perf_counter(), connection.worker
+            arrived = time.perf_counter()
             self._num_open += 1
-            self._traffic.pushed_bytes += connection.push.nbytes
-            self.stopped = self.stopped or (request.stop > 0 and not self._settings.synchronous)
-            if self._settings.synchronous:
-                reply = self._join_update(worker, request, connection.push)
-            else:
-                step_time = arrived - self._last_push[worker] - request.paused_s
-                reply = self._apply_at_once(worker, request, connection.push, step_time)
-            self._last_push[worker] = arrived
+            self.stopped = self.stopped or request.stop > 0
+            take = self._join_update if self._settings.synchronous else self._apply_at_once
+            reply = take(connection.worker, request, connection.push)
             self._num_open -= 1
-            blocked = time.perf_counter() - arrived
-            self._traffic.blocked_s[worker] = self._traffic.blocked_s.get(worker, 0.0) + blocked
-            self._traffic.pulled_bytes += connection.pull.nbytes
-            weights = self._store.weights
-            if not self._settings.in_step:  # other workers may change the weights while these are being sent
-                weights = connection.pull.copy_(weights)
-            return reply._replace(blocked_s=blocked), weights
+            connection.blocked_s += time.perf_counter() - arrived
+            if self._settings.in_step:
+                return reply, self._store.weights
+            # Other workers may change the weights while these are being sent.
+            return reply, connection.pull.copy_(self._store.weights)
 
-    # one update per push (async, ssp)
-
-    def _apply_at_once(self, worker: int, request: WorkerRequest, gradient: Tensor, step_time: float) -> ServerReply:
-        clock, finite = request.clock, request.finite > 0
-        self._clocks.tick(worker, clock)
-        if finite:
-            self._set_gradient([gradient], [1.0])
-        loss = request.loss_sum / request.num_valid if request.num_valid else float("nan")
-        push = Push(worker, clock, request.pulled, loss, request.num_valid, request.norm)
-        reply = self._apply(clock, (push,), loss, request.norm, finite, step_time=step_time)
+    def _apply_at_once(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
+        """Make one update of one push (async, ssp)."""
+        self._clocks.tick(worker, request.clock)
+        if request.finite:
+            self._store.mean([gradient], [1.0])
+        push, step_time = request.logged(worker), request.step_time_s
+        reply = self._apply(request.clock, (push,), push.loss, push.norm, request.finite, step_time_s=step_time)
         self._wait_until(lambda: self.stopped or self._clocks.may_read(worker, self._settings.staleness))
         return reply._replace(version=self._store.version, stop=float(self.stopped))
 
-    # one update per clock, of several pushes (sync, backup workers, ssp with staleness 0)
-
     def _join_update(self, worker: int, request: WorkerRequest, gradient: Tensor) -> ServerReply:
+        """Make one update per clock, of several pushes (sync, backup workers, ssp with staleness 0).
+
+        A worker pushes for the next update, since it waits for each, or, with backup workers, for an earlier one.
+        """
         clock, version = request.clock, self._store.version
         if clock <= version:
-            row = DroppedPush(self._index, worker, clock, request.pulled, version, self._seconds())
-            apply_log.append(self._context.directory, row)
+            self._log(DroppedPush(self._index, worker, clock, request.pulled, version))
             self._clocks.tick(worker, version)
-            return self._replies[version]._replace(accepted=0.0)
-        self._pending.setdefault(clock, {})[worker] = (request, gradient)
-        quorum = self._settings.quorum(self._plan.num_workers)
-        while len(self._pending.get(self._store.version + 1, {})) >= quorum:
-            ready = self._store.version + 1
-            reply = self._average_and_update(ready, self._pending.pop(ready))
-            self._replies = {one: old for one, old in self._replies.items() if one == ready - 1} | {ready: reply}
+            return self._last_reply._replace(accepted=0.0)
+        assert clock == version + 1, f"worker {worker} pushed clock {clock} at version {version}"
+        self._pending[worker] = request, gradient
+        if len(self._pending) >= self._settings.quorum(self._plan.num_workers):
+            self._last_reply = self._average_and_update(clock)
         self._wait_until(lambda: self._store.version >= clock)
         self._clocks.tick(worker, self._store.version)
-        return self._replies[self._store.version]
+        return self._last_reply
 
-    def _average_and_update(self, clock: int, pushes: dict[int, tuple[WorkerRequest, Tensor]]) -> ServerReply:
-        """Average in the order of workers, sum the norm with the other servers, clip, step."""
-        workers = sorted(pushes)
-        requests = [pushes[worker][0] for worker in workers]
-        counts = [max(request.num_valid, 0.0) for request in requests]
+    def _average_and_update(self, clock: int) -> ServerReply:
+        """Average the pending pushes in the order of workers, sum the norm with the other servers, clip, step."""
+        pending = sorted(self._pending.items())
+        self._pending.clear()
+        requests = [request for _, (request, _) in pending]
+        counts = [request.num_valid for request in requests]
         counts = counts if sum(counts) else [1.0] * len(counts)
-        self._set_gradient([pushes[worker][1] for worker in workers], counts)
-        finite = all(request.finite > 0 for request in requests)
-        squares = self._store.squared_norm() if finite else float("inf")
-        squares, stops = self._sum_over_servers(squares, sum(request.stop for request in requests))
-        norm = squares**0.5
+        self._store.mean([gradient for _, (_, gradient) in pending], counts)
+        finite = all(request.finite for request in requests)
+        norm = self._sum_over_servers(self._store.squared_norm() if finite else float("inf")) ** 0.5
         loss = sum(request.loss_sum for request in requests) / sum(counts)
-        applied, limit = isfinite(norm) and isfinite(loss), self._config.optimizer.clip
-        coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and applied else 1.0
-        self.stopped = self.stopped or stops > 0
-        parts = tuple(
-            Push(worker, clock, request.pulled, request.loss_sum / (request.num_valid or 1.0), count)
-            for worker, request, count in zip(workers, requests, counts)
-        )
-        return self._apply(clock, parts, loss, norm, applied, coefficient)
+        applied = isfinite(norm) and isfinite(loss)
+        coefficient = clip_coefficient(norm, self._config.optimizer.clip) if applied else 1.0
+        pushes = tuple(request.logged(worker) for worker, (request, _) in pending)
+        return self._apply(clock, pushes, loss, norm, applied, coefficient)
 
-    def _sum_over_servers(self, squares: float, stops: float) -> tuple[float, float]:
-        """All servers clip by one norm and stop after the same step."""
+    def _sum_over_servers(self, squares: float) -> float:
+        """All servers clip by one norm."""
         if self._group is None:
-            return squares, stops
-        numbers = torch.tensor([squares, stops], dtype=torch.float64)
+            return squares
+        total = torch.tensor([squares], dtype=torch.float64)
         with comm.label(AXIS, CONTROL, "sum"):
-            dist.all_reduce(numbers, group=self._group)
-        self._traffic.norm_summed(numbers.nbytes)
-        return float(numbers[0]), float(numbers[1])
-
-    def _set_gradient(self, gradients: list[Tensor], weights: list[float]) -> None:
-        self._store.mean(gradients, weights)
-        if self._config.verb == "verify":
-            self._gradients[self._store.version + 1] = self._store.gradient.clone()
+            dist.all_reduce(total, group=self._group)
+        if len(self._norm_sums) < COUNTED:
+            self._norm_sums.append(Collective(AXIS, "all_reduce", CONTROL, 1, total.nbytes))
+        return total.item()
 
     def _apply(
         self, clock: int, pushes: tuple[Push, ...], loss: float, norm: float, applied: bool, coefficient: float = 1.0,
-        step_time: float = 0.0,
+        step_time_s: float = 0.0,
     ) -> ServerReply:  # fmt: skip
         """Step the optimizer, unless a value is not finite, and log the update; return the reply to its workers."""
+        if self._config.verb == "verify":
+            self._gradients.append(self._store.gradient.clone())
         lr = learning_rate(self._config.optimizer, clock, self._config.steps)
         if applied:
             self._store.update(lr, coefficient)
         self._store.version += 1
-        version, queue, gap = self._store.version, self._num_open - 1, self._clocks.gap
-        row = AppliedUpdate(
-            self._index, version, clock, pushes, lr, loss, norm, applied, coefficient, queue, gap, self._seconds(),
-            step_time,
-        )  # fmt: skip
-        apply_log.append(self._context.directory, row)
+        version = self._store.version
+        row = AppliedUpdate(self._index, version, clock, pushes, lr, loss, norm, applied, coefficient)
+        self._log(replace(row, queue=self._num_open - 1, gap=self._clocks.gap, step_time_s=step_time_s))
         self._changed.notify_all()
         return ServerReply(1, version, clock, float(applied), 1.0, loss, norm, float(self.stopped))
 
+    def _log(self, row: LogRow) -> None:
+        row = replace(row, time_s=time.perf_counter() - self._began)
+        apply_log.append(self._context.directory, row)
+        self._statistics.add(row)
+
     # barriers
 
-    def _wait_at_barrier(self, worker: int, request: WorkerRequest) -> ServerReply:
+    def _wait_at_barrier(self, connection: WorkerConnection, request: WorkerRequest) -> ServerReply:
+        """Return the reply when the barrier is released; meanwhile tell the worker about once a second to wait on."""
+        worker, barrier = connection.worker, self._barriers[request.ask]
         with self._changed:
-            barrier = self._barriers[request.ask]
             if request.ask == Ask.END:
                 self._clocks.finished.add(worker)
             barrier.arrive(worker, request.stop > 0)
             self._release_barriers()
             self._changed.notify_all()
-            self._wait_until(lambda: not barrier.is_waiting(worker), POLL_S)
-            return ServerReply(barrier.fetch(worker), self._store.version, self._clocks.completed[worker])
+        while True:
+            with self._changed:
+                self._wait_until(lambda: worker not in barrier.waiting, WAIT_S)
+                if worker not in barrier.waiting:
+                    return ServerReply(1, self._store.version, accepted=float(barrier.succeeded))
+            connection.channel.send_header(ServerReply(ready=0))
+            connection.channel.flush()
 
     def _release_barriers(self) -> None:
         """Run the action of each barrier at which all expected workers have arrived, and release it."""
@@ -264,9 +255,23 @@ class Server:
         if saving.is_complete(self._clocks.running):
             saving.release(self._save(saving.final))
         if ending.is_complete(self._clocks.live):
-            facts = {"peak_bytes": peak_bytes(torch.device("cpu")), "times": {}, "lost": sorted(self._clocks.lost)}
-            publish_facts(self._context.rank, {**facts, **self._traffic.facts()})
+            publish_facts(self._context.rank, self._facts())
             ending.release(True)
+
+    def _facts(self) -> dict[str, Any]:
+        """What worker 0 writes of this server. rows: of a steady step, the second exchange with every worker."""
+        connections, messages = self._connections, self._norm_sums[COUNTED - 1 :]
+        rows = [asdict(row) for row in merge(messages + [row for one in connections for row in one.messages])]
+        return {
+            "peak_bytes": peak_bytes(torch.device("cpu")),
+            "times": {},
+            "lost": sorted(self._clocks.lost),
+            "statistics": self._statistics.document(),
+            "rows": rows if all(one.num_exchanges >= COUNTED for one in connections) else None,
+            "blocked_s": {one.worker: one.blocked_s for one in connections},
+            "pushed_bytes": sum(one.num_exchanges * one.push.nbytes for one in connections),
+            "pulled_bytes": sum(one.num_exchanges * one.pull.nbytes for one in connections),
+        }
 
     def _save(self, final: bool) -> bool:
         """Write a checkpoint; return False if that failed and will be tried again. All servers decide alike.
@@ -292,6 +297,3 @@ class Server:
         self._changed.wait_for(lambda: self._error is not None or condition(), timeout)
         if self._error is not None:
             raise ServerAborted
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._began

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -64,16 +63,19 @@ class ShardStore:
 
     def initialise(self) -> None:
         """Fill in the initial weights, which are the same under every plan."""
-        own = self._own_values()
+        config, plan = self._config, self._plan
+        with torch.device("meta"):  # a user's module may compute initial values itself
+            network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
+        own = network.own_values(config.seed) if network.own_values is not None else {}
         for one in self._held:
-            initialise.fill(one.tensor, one.spec, self._ranges(one), self._config.seed, own)
+            initialise.fill(one.tensor, one.spec, self._ranges(one), config.seed, own)
 
     def mean(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Set the gradient to the weighted mean of `gradients`, summed in their order."""
         total = sum(weights)
-        torch.mul(gradients[0].to(self.gradient.dtype), weights[0] / total, out=self.gradient)
+        torch.mul(gradients[0], weights[0] / total, out=self.gradient)
         for gradient, weight in zip(gradients[1:], weights[1:]):
-            self.gradient.add_(gradient.to(self.gradient.dtype), alpha=weight / total)
+            self.gradient.add_(gradient, alpha=weight / total)
 
     def squared_norm(self) -> float:
         """The squared norm of the gradient, summed in fp64."""
@@ -138,16 +140,6 @@ class ShardStore:
 
     def _as_part(self, key: str, tensor: Tensor, parameter: LocalParameter) -> LocalPart:
         return LocalPart(key, tensor, parameter.spec.shape, tuple(start for start, _ in self._ranges(parameter)))
-
-    def _own_values(self) -> dict[str, Tensor]:
-        """Initial values that a user's module computes itself."""
-        config, plan = self._config, self._plan
-        if all(spec.initialiser.kind != "own" for spec in plan.spec.parameters.values()):
-            return {}
-        with torch.device("meta"):
-            network = registry.load("models", config.model.name, "network").build(config, plan.spec, plan.precision)
-        assert network.own_values is not None, "only a user's module initialises its parameters itself"
-        return cast("dict[str, Tensor]", network.own_values(config.seed))
 
 
 def _local(name: str, tensor: Tensor, spec: ParameterSpec) -> LocalParameter:

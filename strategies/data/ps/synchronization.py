@@ -52,35 +52,25 @@ class WorkerClocks:
 class Barrier:
     """A reusable barrier that runs an action when all expected workers have arrived.
 
-    A worker arrives, polls until the barrier is released, and fetches the result once. final: one of the workers that
-    have arrived has announced that it will not arrive again.
+    waiting: the workers that have arrived since the last release. final: one of them will not arrive again. succeeded:
+    how the action of the last release ended; it stays until all who were released have arrived again.
     """
 
     def __init__(self) -> None:
-        self._arrived: set[int] = set()
-        self._results: dict[int, int] = {}  # of a released barrier, not fetched yet
+        self.waiting: set[int] = set()
         self.final = False
+        self.succeeded = True
 
     def arrive(self, worker: int, final: bool) -> None:
-        """Note that `worker` is here, or polls again."""
-        if worker not in self._results:
-            self._arrived.add(worker)
-            self.final = self.final or final
+        """Note that `worker` is here."""
+        self.waiting.add(worker)
+        self.final = self.final or final
 
     def is_complete(self, expected: Set[int]) -> bool:
         """Whether all expected workers have arrived. False if none has."""
-        return bool(self._arrived) and self._arrived >= expected
+        return bool(self.waiting) and self.waiting >= expected
 
     def release(self, succeeded: bool) -> None:
-        """Let the workers that have arrived go on, and tell them how the action ended."""
-        self._results |= dict.fromkeys(self._arrived, 1 if succeeded else -1)
-        self._arrived.clear()
-        self.final = False
-
-    def is_waiting(self, worker: int) -> bool:
-        """Whether `worker` has arrived and has not been released since."""
-        return worker in self._arrived
-
-    def fetch(self, worker: int) -> int:
-        """Return 1 (released), -1 (released, the action failed) or 0 (not yet). A release is reported once."""
-        return self._results.pop(worker, 0)
+        """Let the workers that have arrived go on."""
+        self.waiting.clear()
+        self.final, self.succeeded = False, succeeded

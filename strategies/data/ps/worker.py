@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from parallelrun.context import WorkerContext
 from parallelrun.data.order import Sampler
 from parallelrun.train.build import Training
 from parallelrun.train.checkpointing import due
-from parallelrun.train.gradients import EPSILON
+from parallelrun.train.gradients import clip_coefficient
 from parallelrun.train.loop import check_finite
 from parallelrun.train.reader import Batch, Reader
 from parallelrun.train.schedules import LossScaler
@@ -24,8 +24,6 @@ from parallelrun.train.step import Evaluation, StepResult
 from .connections import ServerClient
 from .plan import ParameterServer
 from .protocol import Ask, ServerReply, WorkerRequest
-
-T = TypeVar("T")
 
 
 def pause_before_push(settings: ParameterServer, worker: int, clock: int) -> None:
@@ -45,13 +43,14 @@ class Worker:
         self.scaler = LossScaler(training.config.precision, scaled=training.plan.precision.scaled)
         self.failed_saves: list[int] = []
         self._settings = ParameterServer.of(training.plan)
-        self._paused_s = 0.0
+        self._pushed_at = time.perf_counter()  # moved forward by pauses
         self._skips = 0
 
     def begin(self) -> int:
         """Pull the weights; return the last clock that this worker has completed (0 unless the run was resumed)."""
         reply = self.client.read()
         self.client.read_frozen()
+        self._pushed_at = time.perf_counter()
         return reply.clock
 
     def step(self, clock: int, stop: bool) -> tuple[int, ServerReply]:
@@ -61,15 +60,15 @@ class Worker:
         """
         loss_sum, num_valid = compute(self.training, self.training.reader.batch(clock), self.scaler.scale)
         self.client.buffers.pack()
-        finite, norm = isfinite(loss_sum), 0.0
-        if not self._settings.synchronous:
+        norm, synchronous = 0.0, self._settings.synchronous
+        if not synchronous:
             norm = clip(self.client.buffers.pushes, self.training.config.optimizer.clip)
-            finite = finite and isfinite(norm)
         pause_before_push(self._settings, self.index, clock)
-        request = WorkerRequest(Ask.UPDATE, clock, 0, loss_sum, num_valid, norm, finite, stop, self._paused_s)
-        self._paused_s = 0.0
+        now = time.perf_counter()
+        request = WorkerRequest(Ask.UPDATE, clock, 0, loss_sum, num_valid, norm, stop, now - self._pushed_at)
+        self._pushed_at = now
         reply = self.client.update(request)
-        finite = reply.applied > 0 if self._settings.synchronous else finite
+        finite = reply.applied > 0 if synchronous else request.finite
         self.training.statistics.finish_step(finite and reply.accepted > 0)
         result = StepResult(reply.loss, reply.norm, finite, reply.stop > 0)
         self._skips = check_finite(self.training, result, self.scaler, clock, self._skips)
@@ -87,9 +86,10 @@ class Worker:
         """Wait at a barrier of all running workers while the servers save. Print a warning if that fails."""
         if self.is_chief:
             self.client.keep_frozen()
-        request, heartbeat = WorkerRequest(Ask.SAVE, step, stop=final), self.context.heartbeat
-        if self.paused(lambda: self.client.wait_at_barrier(request, lambda: heartbeat(step, "save"))):
-            return
+        request = WorkerRequest(Ask.SAVE, step, stop=final)
+        with self.pause():
+            if self.client.wait_at_barrier(request, lambda: self.context.heartbeat(step, "save")):
+                return
         self.failed_saves.append(step)
         self.context.save_failed(step)
         if self.context.console_owner:
@@ -107,17 +107,16 @@ class Worker:
 
     def evaluate(self) -> Evaluation:
         """Evaluate the weights as last pulled, in this worker alone: the others may be busy or lost."""
-        training, heartbeat = self.training, self.context.heartbeat
-        return self.paused(
-            lambda: evaluate_locally(training, training.plan.num_workers, lambda number: heartbeat(number, "evaluate"))
-        )
+        plan, heartbeat = self.training.plan, self.context.heartbeat
+        with self.pause():
+            return evaluate_locally(self.training, plan.num_workers, lambda number: heartbeat(number, "evaluate"))
 
-    def paused(self, action: Callable[[], T]) -> T:
-        """Return the result of `action`, whose time is not part of a step."""
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the time of the block out of the next step's."""
         began = time.perf_counter()
-        result = action()
-        self._paused_s += time.perf_counter() - began
-        return result
+        yield
+        self._pushed_at += time.perf_counter() - began
 
 
 def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float, int]:
@@ -139,7 +138,7 @@ def compute(training: Training, batch: Batch, scale: float = 1.0) -> tuple[float
 def clip(gradients: list[Tensor], limit: float) -> float:
     """Clip the gradients by their common norm (limit 0: not at all); return the norm before, summed in fp64."""
     norm = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64).square()) for g in gradients) ** 0.5
-    coefficient = min(1.0, limit / (norm + EPSILON)) if limit > 0 and isfinite(norm) else 1.0
+    coefficient = clip_coefficient(norm, limit) if isfinite(norm) else 1.0
     if coefficient != 1.0:
         torch_private.multiply(gradients, coefficient)
     return float(norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallelrun.models.moe.memory import num_assignments, num_kept, num_slots
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
@@ -22,10 +23,10 @@ class CapacityDispatcher(common.AllToAllDispatcher):
     )
 
     def rows(self, plan: Plan) -> tuple[common.Rows, ...]:
-        return (common.Rows(common.num_slots(plan)),) * (len(common.levels(plan)) + 1)
+        return (common.Rows(num_slots(plan)),) * (len(common.levels(plan)) + 1)
 
     def index_bytes(self, plan: Plan) -> int:
         """Per slot the token, the assignment and the weight, as a local row has; per assignment whether it was kept."""
-        empty = common.num_slots(plan) - common.num_local_rows(plan)
+        empty = num_slots(plan) - num_kept(plan)
         slot_bytes = 2 * common.INDEX_BYTES + BYTES[plan.precision.compute]
-        return empty * slot_bytes + common.num_assignments(plan) * common.FLAG_BYTES
+        return empty * slot_bytes + num_assignments(plan) * common.FLAG_BYTES

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models.autograd import apply
 from parallelrun.models.moe.routing import Routing
 
 
@@ -29,14 +30,12 @@ class CapacitySlots:
 
     def permute(self, x: Tensor) -> Tensor:
         """x (T, hidden) -> (s, hidden); zeros in empty slots."""
-        filled: Tensor = _FillSlots.apply(x, self.sources, self.taken, self.kept, self.starts)  # type: ignore[no-untyped-call]
-        return filled
+        return apply(_FillSlots, x, self.sources, self.taken, self.kept, self.starts)
 
     def combine(self, rows: Tensor) -> Tensor:
         """rows (s, hidden) -> (T, hidden), a new tensor: weighted sums; 0 where nothing was kept."""
-        inputs = rows, self.weights.to(rows.dtype), self.sources, self.taken, self.kept, self.starts
-        combined: Tensor = _CombineSlots.apply(*inputs)  # type: ignore[no-untyped-call]
-        return combined
+        weights = self.weights.to(rows.dtype)
+        return apply(_CombineSlots, rows, weights, self.sources, self.taken, self.kept, self.starts)
 
 
 def assign_slots(routing: Routing, slots: Tensor, chunks: int) -> list[CapacitySlots]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh import Group
+from parallelrun.models.autograd import apply
 
 from .plan import COUNTS, ROWS
 
@@ -108,14 +109,12 @@ class _Finish(torch.autograd.Function):
 
 def start(rows: Tensor, all_to_all: AllToAll) -> Tensor:
     """Send `rows`; only `finish` may read the returned tensor. Evaluation is not counted."""
-    arriving: Tensor = _Start.apply(rows, all_to_all, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return arriving
+    return apply(_Start, rows, all_to_all, torch.is_grad_enabled())
 
 
 def finish(arriving: Tensor, all_to_all: AllToAll) -> Tensor:
     """Return the rows that have arrived, ordered by source rank."""
-    arrived: Tensor = _Finish.apply(arriving, all_to_all)  # type: ignore[no-untyped-call]
-    return arrived
+    return apply(_Finish, arriving, all_to_all)
 
 
 def exchange_counts(counts: Tensor, group: Group, counter: ByteCounter) -> Tensor:

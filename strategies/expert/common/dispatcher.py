@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +23,22 @@ from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.structure import Plan
 
 from .all_to_all import ByteCounter
-from .rows import DispatchedRows, ExpertGroups, Level, Reorder, ReturningRows, expert_groups
-
-
-class TokenPermutation(Protocol):
-    """How the rows of one chunk of tokens are packed for sending."""
-
-    def permute(self, x: Tensor) -> Tensor:
-        """Return x (tokens, hidden) as rows in the order of `ExpertGroups.send_order`."""
-
-    def combine(self, rows: Tensor) -> Tensor:
-        """Return the weighted sums (tokens, hidden) of rows as `permute` ordered them, after the experts."""
+from .plan import AXIS, levels
+from .rows import ExpertGroups, Level, RowsInTransit
 
 
 @dataclass(frozen=True)
 class ChunkDispatch:
     """How a rank sends one chunk of its tokens.
 
-    levels: the all-to-alls. by_expert: reorders arrived rows from source rank to expert. counts: rows of each of this
-    rank's experts; None where all have equally many.
+    pack: x (tokens, hidden) -> rows in the order of `ExpertGroups.send_order`. combine: rows as `pack` ordered them,
+    after the experts -> their weighted sums (tokens, hidden). levels: the all-to-alls, after which rows are ordered by
+    expert. counts: rows of each of this rank's experts; None where all have equally many.
     """
 
-    tokens: TokenPermutation
+    pack: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor], Tensor]
     levels: tuple[Level, ...]
-    by_expert: Reorder
     counts: Tensor | None
 
 
@@ -69,22 +60,22 @@ class TokenDispatcher(LocalDispatcher, ABC):
     ) -> tuple[Tensor, Tensor | None]:
         chunks = self.chunks(routing)
         tokens = x.split(x.size(0) // len(chunks))
-        sent = [DispatchedRows(chunk.tokens.permute(own), chunk.levels) for own, chunk in zip(tokens, chunks)]
+        sent = [RowsInTransit(chunk.pack(own), chunk.levels) for own, chunk in zip(tokens, chunks)]
         shared = beside() if beside is not None else None
         for rows_of_chunk in sent:
             rows_of_chunk.advance()
-        returning: list[ReturningRows] = []
+        returning: list[RowsInTransit] = []
         for rows_of_chunk, chunk in zip(sent, chunks):
-            rows = chunk.by_expert.apply(rows_of_chunk.wait())
+            rows = rows_of_chunk.wait()
             if chunk.counts is None:
                 rows = experts(rows.unflatten(0, (self.groups.num_local, -1)), None).flatten(0, 1)
             else:
                 rows = experts(rows, chunk.counts)
-            returning.append(ReturningRows(chunk.by_expert.invert(rows), chunk.levels))
+            returning.append(RowsInTransit(rows, (level.reversed for level in reversed(chunk.levels))))
         for rows_of_chunk in returning:
             rows_of_chunk.advance()
         arrived = [rows_of_chunk.wait() for rows_of_chunk in returning]
-        sums = [chunk.tokens.combine(rows) for chunk, rows in zip(chunks, arrived)]
+        sums = [chunk.combine(rows) for chunk, rows in zip(chunks, arrived)]
         return sums[0] if len(sums) == 1 else torch.cat(sums), shared
 
 
@@ -99,7 +90,7 @@ def chunk_and_group(routing: Routing, chunks: int) -> tuple[Tensor, Tensor]:
 def parallelize(network: Network, plan: Plan, mesh: Mesh, dispatcher: type[TokenDispatcher]) -> None:
     """Keep only this rank's experts in every MoE layer (parameters uninitialised) and give the layer its dispatcher."""
     assert plan.expert is not None
-    groups = expert_groups(plan, mesh)
+    groups = ExpertGroups(tuple(map(mesh.group, levels(plan))), plan.spec.experts // plan.mesh.size(AXIS))
     for layer in network.modules():
         if isinstance(layer, MoE):
             for name, weight in list(layer.experts.named_parameters()):

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar, NamedTuple
 
 from parallelrun.errors import Problem
-from parallelrun.model_spec import BlockSpec, LayerSpec
-from parallelrun.models.moe.spec import inside_dim
+from parallelrun.model_spec import BlockSpec
+from parallelrun.models.moe.memory import num_kept, num_slots, router_of, row_bytes
 from parallelrun.plan.data_strategy import FlattenedDims, MeshDims
 from parallelrun.plan.expert_dispatcher import ExpertDispatcher
 from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
@@ -35,7 +34,6 @@ WHAT = {
     ROWS: "rows of tokens to their experts and back, then their gradients, of all microbatches",
     COUNTS: "how many rows will come",
 }
-NO_EXPERTS = "an expert dispatcher for a model without experts"
 INDEX_BYTES, FLAG_BYTES = 8, 1  # of a row number, and of "kept or dropped"
 
 
@@ -113,9 +111,9 @@ class AllToAllDispatcher(ExpertDispatcher):
         """
         if plan.recompute == "full" and block.is_recomputed:
             return 0
-        extra, index_bytes = self.rows(plan)[-1].even - num_local_rows(plan), self.index_bytes(plan)
+        extra, index_bytes = self.rows(plan)[-1].even - num_kept(plan), self.index_bytes(plan)
         experts = [layer for layer in block.layers if layer.layer_role == "expert"]
-        return sum(extra * _row_bytes(layer, block, plan) + index_bytes for layer in experts)
+        return sum(extra * row_bytes(layer, block, plan) + index_bytes for layer in experts)
 
     def explain(self, plan: Plan) -> Explanation:
         """Return the all-to-alls of the layers with experts of rank 0's stages."""
@@ -144,27 +142,6 @@ def levels(plan: Plan) -> tuple[str, ...]:
     return (INNER, OUTER) if plan.expert.group_size > 1 else (AXIS,)
 
 
-def num_tokens(plan: Plan) -> int:
-    """Return the tokens of a microbatch."""
-    return plan.batch.micro_batch * prod(plan.spec.boundary_shape[:-1])
-
-
-def num_slots(plan: Plan, num_experts: int | None = None) -> int:
-    """Return the capacity slots that so many experts (None: all) have for a microbatch."""
-    router, spec = plan.spec.router, plan.spec
-    assert router is not None, NO_EXPERTS
-    groups = plan.batch.micro_batch // router.group_samples
-    capacity = router.capacity(num_tokens(plan) // groups, spec.experts)
-    return (spec.experts if num_experts is None else num_experts) * groups * capacity
-
-
-def num_assignments(plan: Plan) -> int:
-    """Return the assignments of a microbatch's tokens to experts, dropped ones included."""
-    router = plan.spec.router
-    assert router is not None, NO_EXPERTS
-    return num_slots(plan) if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
-
-
 def kept_rows(plan: Plan) -> tuple[Rows, ...]:
     """Return the rows of `AllToAllDispatcher.rows` where only kept assignments are sent."""
     experts, ep = plan.spec.experts, plan.mesh.size("ep")
@@ -177,31 +154,15 @@ def kept_rows(plan: Plan) -> tuple[Rows, ...]:
 
 def _kept(num_ranks: int, num_experts: int, plan: Plan) -> Rows:
     """Return the kept rows of so many ranks for so many experts. A token never goes twice to the same expert."""
-    router, tokens, slots = plan.spec.router, num_tokens(plan), num_slots(plan, num_experts)
-    assert router is not None, NO_EXPERTS
+    router, slots = router_of(plan), num_slots(plan, num_experts)
     if router.kind == "expert_choice":
         return Rows(num_ranks * slots)  # every expert takes its fixed number of every group
-    even = min(num_assignments(plan), num_slots(plan))
-    return Rows(even, num_ranks * min(tokens * min(router.top_k, num_experts), slots))
-
-
-def num_local_rows(plan: Plan) -> int:
-    """Return the rows of a microbatch without a dispatcher: the kept assignments of an even load."""
-    return kept_rows(plan)[0].even
-
-
-def _row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
-    """Return what one row keeps for backward: the row, the inside of its expert, and the expert's output."""
-    weight = layer.parameters[0]
-    inside = weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
-    opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps its output
-    activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
-    return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]
+    return Rows(num_kept(plan), num_ranks * min(plan.num_rows * min(router.top_k, num_experts), slots))
 
 
 def _check_chunks(request: Request) -> list[Problem]:
     chunks, batch, router = request.config.strategy.expert.chunks, request.batch, request.spec.router
-    assert router is not None, NO_EXPERTS
+    assert router is not None, "a dispatcher for a model without experts"
     if batch is None or batch.micro_batch % router.group_samples:
         return []  # another violation
     groups = batch.micro_batch // router.group_samples

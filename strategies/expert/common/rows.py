@@ -7,26 +7,17 @@ between the inner groups instead of many small ones. Rows come back over the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Group, Mesh
-from parallelrun.plan.structure import Plan
+from parallelrun.mesh import Group
+from parallelrun.models.autograd import apply
 
 from .all_to_all import AllToAll, finish, start
-from .plan import AXIS, levels
-
-
-class Reorder(Protocol):
-    """An invertible reordering of rows."""
-
-    def apply(self, rows: Tensor) -> Tensor: ...
-
-    def invert(self, rows: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -37,16 +28,13 @@ class BlockTranspose:
     second: int
 
     def apply(self, rows: Tensor) -> Tensor:
-        return _transposed(rows, self.first, self.second)
+        block = rows.size(0) // (self.first * self.second)
+        blocks: Tensor = rows.unflatten(0, (self.first, self.second, block))
+        return blocks.transpose(0, 1).flatten(0, 2)
 
-    def invert(self, rows: Tensor) -> Tensor:
-        return _transposed(rows, self.second, self.first)
-
-
-def _transposed(rows: Tensor, first: int, second: int) -> Tensor:
-    block = rows.size(0) // (first * second)
-    blocks: Tensor = rows.unflatten(0, (first, second, block))
-    return blocks.transpose(0, 1).flatten(0, 2)
+    @property
+    def inverse(self) -> BlockTranspose:
+        return BlockTranspose(self.second, self.first)
 
 
 class _Permute(torch.autograd.Function):
@@ -63,32 +51,31 @@ class _Permute(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def _permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    permuted: Tensor = _Permute.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
-    return permuted
-
-
 @dataclass(frozen=True)
 class RowPermutation:
-    """Row n becomes row inverse[n]; row index[n] becomes row n."""
+    """Row index[n] becomes row n; row n becomes row target[n]."""
 
     index: Tensor
-    inverse: Tensor
+    target: Tensor
 
     def apply(self, rows: Tensor) -> Tensor:
-        return _permute(rows, self.index, self.inverse)
+        return apply(_Permute, rows, self.index, self.target)
 
-    def invert(self, rows: Tensor) -> Tensor:
-        return _permute(rows, self.inverse, self.index)
+    @property
+    def inverse(self) -> RowPermutation:
+        return RowPermutation(self.target, self.index)
+
+
+Reorder = BlockTranspose | RowPermutation
 
 
 def sort_segments(lengths: Tensor, keys: Tensor, num_rows: int) -> RowPermutation:
     """Return the stable sort of segments of rows by their keys. lengths, keys: int64, one per segment."""
     of_row = keys.repeat_interleave(lengths, output_size=num_rows)
     index = torch.sort(of_row, stable=True).indices
-    inverse = torch.empty_like(index)
-    inverse[index] = torch.arange(num_rows, device=index.device)
-    return RowPermutation(index, inverse)
+    target = torch.empty_like(index)
+    target[index] = torch.arange(num_rows, device=index.device)
+    return RowPermutation(index, target)
 
 
 @dataclass(frozen=True)
@@ -119,24 +106,26 @@ class ExpertGroups:
         return order.view(inner, outer, self.num_local).transpose(0, 1).reshape(-1)
 
 
-def expert_groups(plan: Plan, mesh: Mesh) -> ExpertGroups:
-    """Return this rank's groups."""
-    groups = tuple(mesh.group(axis) for axis in levels(plan))
-    return ExpertGroups(groups, plan.spec.experts // plan.mesh.size(AXIS))
-
-
 @dataclass(frozen=True)
 class Level:
-    """One all-to-all on the way to the experts. reorder: applied before sending; None where rows are in order."""
+    """One all-to-all of rows. before, after: how rows are reordered before they are sent, and when they have arrived;
+    None where they are in order."""
 
     all_to_all: AllToAll
-    reorder: Reorder | None = None
+    before: Reorder | None = None
+    after: Reorder | None = None
+
+    @property
+    def reversed(self) -> Level:
+        """The level that brings every row back to where it was."""
+        before, after = (reorder.inverse if reorder else None for reorder in (self.after, self.before))
+        return Level(self.all_to_all.reversed(), before, after)
 
 
-class DispatchedRows:
-    """Rows on their way to experts over `levels`; the first level has begun."""
+class RowsInTransit:
+    """Rows on their way over `levels`; the first level has begun."""
 
-    def __init__(self, rows: Tensor, levels: Sequence[Level]):
+    def __init__(self, rows: Tensor, levels: Iterable[Level]):
         self._levels = list(levels)
         self._send(rows)
 
@@ -146,28 +135,15 @@ class DispatchedRows:
             self._send(self._receive())
 
     def wait(self) -> Tensor:
-        """Return the rows, ordered by source rank."""
+        """Return the rows that have arrived over the last level."""
         self.advance()
         return self._receive()
 
     def _send(self, rows: Tensor) -> None:
         level = self._levels[0]
-        self._arriving = start(level.reorder.apply(rows) if level.reorder else rows, level.all_to_all)
-
-    def _receive(self) -> Tensor:
-        return finish(self._arriving, self._levels.pop(0).all_to_all)
-
-
-class ReturningRows(DispatchedRows):
-    """Rows on their way back from experts, over the levels that brought them."""
-
-    def __init__(self, rows: Tensor, levels: Sequence[Level]):
-        super().__init__(rows, [Level(level.all_to_all.reversed(), level.reorder) for level in reversed(levels)])
-
-    def _send(self, rows: Tensor) -> None:
-        self._arriving = start(rows, self._levels[0].all_to_all)
+        self._arriving = start(level.before.apply(rows) if level.before else rows, level.all_to_all)
 
     def _receive(self) -> Tensor:
         level = self._levels.pop(0)
         rows = finish(self._arriving, level.all_to_all)
-        return level.reorder.invert(rows) if level.reorder else rows
+        return level.after.apply(rows) if level.after else rows

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from parallelrun.mesh import Mesh
 from parallelrun.models.moe import rows
 from parallelrun.models.moe.routing import Routing
-from parallelrun.models.network import Network
-from parallelrun.plan.structure import Plan
 
 from ..common import dispatcher
 from ..common.all_to_all import AllToAll, exchange_counts
 from ..common.dispatcher import ChunkDispatch, TokenDispatcher, chunk_and_group
-from ..common.rows import Level, sort_segments
+from ..common.rows import Level, RowPermutation, sort_segments
 
-
-def parallelize(network: Network, plan: Plan, mesh: Mesh) -> None:
-    """Keep this rank's experts and dispatch exactly the kept rows."""
-    dispatcher.parallelize(network, plan, mesh, DroplessTokenDispatcher)
+Sizes = list[tuple[list[int], list[int]]]  # of a chunk, by level: rows to every member, rows from every member
 
 
 @dataclass(frozen=True)
@@ -37,20 +32,6 @@ class _RowCounts:
     arrived: Tensor
 
 
-@dataclass(frozen=True)
-class _KeptRows:
-    """The kept rows of one chunk. weights: of the whole Routing."""
-
-    order: rows.RowOrder
-    weights: Tensor
-
-    def permute(self, x: Tensor) -> Tensor:
-        return rows.spread(x, self.order)
-
-    def combine(self, returned: Tensor) -> Tensor:
-        return rows.combine(returned, self.weights, self.order)
-
-
 class DroplessTokenDispatcher(TokenDispatcher):
     """Rows are sorted by expert, as many as there are."""
 
@@ -63,17 +44,9 @@ class DroplessTokenDispatcher(TokenDispatcher):
         bounds = torch.searchsorted(ordered, torch.arange(chunks * num_experts + 1, device=key.device))
         counts = self._exchange(bounds.diff().view(chunks, *self.groups.shape, self.groups.num_local))
         sizes = self._sizes(counts)
-        parts = [size.packed for size in sizes]
-        return [
-            self._chunk(chunk, self._tokens(routing, kept, counts.packed[chunk]), counts, size)
-            for chunk, (kept, size) in enumerate(zip(order[: sum(parts)].split(parts), sizes))
-        ]
-
-    def _tokens(self, routing: Routing, kept: Tensor, counts: Tensor) -> _KeptRows:
-        """Return the rows of one chunk. kept: the assignments that are sent, in send order."""
-        num_tokens = routing.num_tokens // self.settings.chunks
-        tokens = routing.tokens[kept].remainder(num_tokens)
-        return _KeptRows(rows.order_rows(kept, tokens, counts.flatten(), num_tokens), routing.weights)
+        sent = [sum(of_chunk[0][0]) for of_chunk in sizes]
+        by_chunk = order[: sum(sent)].split(sent)
+        return [self._chunk(chunk, routing, by_chunk[chunk], counts, sizes[chunk]) for chunk in range(chunks)]
 
     def _exchange(self, packed: Tensor) -> _RowCounts:
         inner, *outer = self.groups.groups
@@ -83,7 +56,7 @@ class DroplessTokenDispatcher(TokenDispatcher):
         second = exchange_counts(first.permute(2, 0, 1, 3), outer[0], self.counter)  # (outer, inner, chunks, local)
         return _RowCounts(packed, first, second.flatten(0, 1))
 
-    def _sizes(self, counts: _RowCounts) -> list[_ChunkSizes]:
+    def _sizes(self, counts: _RowCounts) -> list[Sizes]:
         """Return the sizes of every chunk, read from the device at once."""
         inner, outer = self.groups.shape
         by_chunk = counts.arrived.sum(-1).t()  # (chunks, source ranks)
@@ -92,35 +65,32 @@ class DroplessTokenDispatcher(TokenDispatcher):
             halfway = counts.halfway.sum(3)  # (inner source, chunks, outer)
             parts = [parts[0], halfway.sum(2).t(), halfway.sum(0), by_chunk.unflatten(1, (outer, inner)).sum(2)]
         widths = [part.size(1) for part in parts]
-        return [_ChunkSizes(*_cut(row, widths)) for row in torch.cat(parts, dim=1).tolist()]
+        table = [[part.tolist() for part in row.split(widths)] for row in torch.cat(parts, dim=1).cpu()]
+        return [list(zip(row[::2], row[1::2])) for row in table]
 
-    def _chunk(self, chunk: int, tokens: _KeptRows, counts: _RowCounts, sizes: _ChunkSizes) -> ChunkDispatch:
+    def _chunk(self, chunk: int, routing: Routing, kept: Tensor, counts: _RowCounts, sizes: Sizes) -> ChunkDispatch:
+        """Return how a chunk is sent. kept: the assignments that are sent, in send order."""
+        num_tokens = routing.num_tokens // self.settings.chunks
+        tokens = routing.tokens[kept].remainder(num_tokens)
+        order = rows.order_rows(kept, tokens, counts.packed[chunk].flatten(), num_tokens)
         arrived = counts.arrived[:, chunk]
         local = torch.arange(arrived.size(1), device=arrived.device).repeat(arrived.size(0))
-        by_expert = sort_segments(arrived.flatten(), local, sizes.arrived)
-        return ChunkDispatch(tokens, self._levels(chunk, counts, sizes), by_expert, arrived.sum(0))
+        by_expert = sort_segments(arrived.flatten(), local, sum(sizes[-1][1]))
+        combine = partial(rows.combine, weights=routing.weights, order=order)
+        levels = self._levels(chunk, counts, sizes, by_expert)
+        return ChunkDispatch(partial(rows.spread, order=order), combine, levels, arrived.sum(0))
 
-    def _levels(self, chunk: int, counts: _RowCounts, sizes: _ChunkSizes) -> tuple[Level, ...]:
-        all_to_alls = [
+    def _levels(self, chunk: int, counts: _RowCounts, sizes: Sizes, by_expert: RowPermutation) -> tuple[Level, ...]:
+        first, *second = [
             AllToAll(group, self.counter, self.settings.overlap, sends, receives)
-            for group, (sends, receives) in zip(self.groups.groups, sizes.levels)
+            for group, (sends, receives) in zip(self.groups.groups, sizes)
         ]
         if counts.halfway is None:
-            return (Level(all_to_alls[0]),)
+            return (Level(first, after=by_expert),)
         lengths = counts.halfway[:, chunk]  # (inner source, outer, local)
         outer = torch.arange(lengths.size(1), device=lengths.device).view(1, -1, 1).expand_as(lengths)
-        halfway = sort_segments(lengths.flatten(), outer.flatten(), sum(sizes.levels[0][1]))
-        return Level(all_to_alls[0]), Level(all_to_alls[1], halfway)
+        halfway = sort_segments(lengths.flatten(), outer.flatten(), sum(sizes[0][1]))
+        return Level(first), Level(second[0], halfway, by_expert)
 
 
-class _ChunkSizes:
-    """Of one chunk. levels: (rows to every member, rows from every member) of each level in order."""
-
-    def __init__(self, *rows: list[int]):
-        self.levels = tuple(zip(rows[::2], rows[1::2]))
-        self.packed, self.arrived = sum(rows[0]), sum(rows[-1])
-
-
-def _cut(values: list[int], widths: list[int]) -> list[list[int]]:
-    cut = iter(values)
-    return [[next(cut) for _ in range(width)] for width in widths]
+parallelize = partial(dispatcher.parallelize, dispatcher=DroplessTokenDispatcher)

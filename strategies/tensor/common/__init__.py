@@ -1,1 +1,1 @@
-"""What several tensor-parallel strategies share: traffic and memory by layer, the split loss, sharding of networks."""
+"""What tensor strategies share: traffic and memory by layer, checks, the split loss, sharding of networks."""

@@ -1,18 +1,12 @@
-"""What norms, attention, activations and the loss save for backward, on a rank's rows and features. Torch-free.
-
-Shared by all tensor strategies; counted per storage, as autograd keeps them.
-"""
+"""What norms, attention and activations save for backward, on a rank's rows and features. Torch-free."""
 
 from __future__ import annotations
 
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
-from parallelrun.product import Product
 
 INDEX, MASK = 8, 1  # bytes of a token id and of a dropped-or-kept flag
-RESIDUAL_KINDS = ("transformer", "mlp")
 
 
 def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
@@ -20,42 +14,9 @@ def local_numel(parameter: ParameterSpec, plan: Plan) -> int:
     return plan.tensor.layout(parameter, plan).local_numel(parameter.shape, plan.mesh.sizes, {})
 
 
-def weight_gradients(layer: LayerSpec, plan: Plan) -> list[int]:
-    """Bytes of the gradient of each of a layer's weights, as backward leaves them; a tied head has the embedding's."""
-    weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
-    ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
-    return [local_numel(weight, plan) // ep * BYTES[plan.precision.stored] for weight in weights if not weight.frozen]
-
-
-def residual_bytes(block: BlockSpec, between: int) -> int:
-    """The gradient that waits beside a branch of a residual block. between: bytes of what passes between blocks."""
-    return between if block.kind in RESIDUAL_KINDS else 0
-
-
-def second_backward(layer: LayerSpec, plan: Plan, waiting: int, outputs: int, mixed: int) -> tuple[LayerBackward, ...]:
-    """Backward through what reads a column layer's outputs. mixed: bytes of what attention gives."""
-    if layer.layer_role != "column_parallel":
-        return ()
-    if attends(layer):
-        return (LayerBackward(0, waiting + mixed, outputs),)
-    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
-    return (LayerBackward(0, waiting + (outputs // 2 if gated else outputs), outputs),)
-
-
-def loss_backward(plan: Plan, product: Product | None) -> LayerBackward:
-    """Backward through the loss. product: of the head; None where the loss reads the whole logits.
-
-    One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two numbers
-    per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
-    """
-    targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample, plan.spec.vocab
-    compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    if product is None or plan.mesh.size("tp") == 1:
-        logits = targets * vocab * accurate
-        return LayerBackward(logits + targets * INDEX, logits, logits)
-    rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
-    saved = rows * (columns * compute + accurate) + targets * INDEX
-    return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
+def recomputed(block: BlockSpec, plan: Plan) -> bool:
+    """Whether the results of the block's norms and activations are computed again rather than saved."""
+    return plan.recompute == "selective" and block.is_recomputed
 
 
 def norm_bytes(num_rows: int, layer: LayerSpec, plan: Plan, again: bool) -> int:
@@ -102,7 +63,7 @@ def attention_bytes(num_rows: int, heads: int, outputs: int, plan: Plan) -> int:
 
 def activates_again(block: BlockSpec, plan: Plan) -> bool:
     """Is the result of the MLP's middle computed again in backward? Not of relu, which keeps it for itself."""
-    return plan.recompute == "selective" and block.is_recomputed and plan.spec.activation != "relu"
+    return recomputed(block, plan) and plan.spec.activation != "relu"
 
 
 def activation_bytes(num_rows: int, outputs: int, layer: LayerSpec, plan: Plan) -> int:

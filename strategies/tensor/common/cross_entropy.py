@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from parallelrun import comm
 from parallelrun.mesh import Group
+from parallelrun.models.autograd import apply
 
-from .autograd import apply
+from .sharding import WHOLE, EvenSlice
 
 PURPOSE = "loss"
 
@@ -66,14 +67,18 @@ def _own_column(targets: Tensor, start: int, num_columns: int) -> tuple[Tensor, 
 
 
 class VocabParallelLoss(nn.Module):
-    """`TokenLoss` on local logits: the same sum on every rank of the group, at least fp32."""
+    """`TokenLoss` on this rank's logits: the sum over its samples, the same on every rank of the group, at least fp32.
 
-    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int):
+    group: of the axis that splits the vocabulary; start: the first token id here; rows: which samples these are.
+    """
+
+    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int, rows: EvenSlice = WHOLE):
         super().__init__()
         self.label_smoothing = label_smoothing
-        self.group, self.start, self.vocab = group, start, vocab
+        self.group, self.start, self.vocab, self.rows = group, start, vocab, rows
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (..., local vocab); targets (...) global ids, negative where ignored. Returns the sum, a scalar."""
-        rows, wanted = logits.flatten(0, -2), targets.flatten()
+        """logits (own samples, ..., local vocab); targets (all samples, ...) global ids, negative where ignored.
+        Returns the sum, a scalar."""
+        rows, wanted = logits.flatten(0, -2), self.rows.of(targets).flatten()
         return apply(_CrossEntropy, rows, wanted, self.group, self.start, self.vocab, self.label_smoothing)

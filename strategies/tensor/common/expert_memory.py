@@ -15,14 +15,12 @@ is predicted by itself.
 
 from __future__ import annotations
 
-from parallelrun.model_spec import BlockSpec, LayerSpec, RouterSpec
-from parallelrun.models.moe.spec import inside_dim
+from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.models.moe.memory import num_assignments, num_groups, num_kept, router_of, row_bytes
 from parallelrun.plan.structure import Plan
 from parallelrun.precision import BYTES
 
-from .activation_memory import INDEX, MASK, activates_again, activation_bytes
-from .product_strategy import AXIS
-from .product_strategy import num_rows as num_tokens
+from .activation_memory import INDEX, MASK, recomputed
 
 OFFSET = 4  # bytes of where an expert's rows end, which every grouped product keeps
 
@@ -31,21 +29,18 @@ def input_bytes(block: BlockSpec, plan: Plan) -> int:
     """What the router keeps of its input: another tensor than the norm's output where sequences were gathered, or where
     it is widened or jittered."""
     compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
-    assert plan.spec.router is not None
-    own = num_tokens(plan) * plan.spec.hidden * accurate
-    if plan.spec.router.jitter > 0.0:
+    own = plan.num_rows * plan.spec.hidden * accurate
+    if router_of(plan).jitter > 0.0:
         return 2 * own
     if compute != accurate or plan.tensor.sequence_parallel:
         return own
     counted = any(layer.layer_role == "column_parallel" for layer in _behind(block))  # a shared expert reads it too
-    again = plan.recompute == "selective" and block.is_recomputed
-    return 0 if counted or again else own
+    return 0 if counted or recomputed(block, plan) else own
 
 
 def routing_bytes(plan: Plan) -> int:
     """Scores, choices and what the auxiliary losses read."""
-    spec, router, tokens = plan.spec, plan.spec.router, num_tokens(plan)
-    assert router is not None
+    spec, router, tokens = plan.spec, router_of(plan), plan.num_rows
     accurate, scores = BYTES[plan.precision.accurate], tokens * spec.experts
     kept = scores * accurate
     if router.score == "softmax" or router.z_coefficient:
@@ -53,20 +48,20 @@ def routing_bytes(plan: Plan) -> int:
     if router.score != "softmax" and router.aux_coefficient:
         kept += 2 * tokens * accurate  # sums over experts
     if router.aux_coefficient:
-        kept += _groups(plan) * spec.experts * INDEX
+        kept += num_groups(plan) * spec.experts * INDEX
     if router.z_coefficient:
         kept += tokens * accurate
-    return kept + _choices(router, plan)
+    return kept + _choices(plan)
 
 
-def _choices(router: RouterSpec, plan: Plan) -> int:
-    tokens, accurate = num_tokens(plan), BYTES[plan.precision.accurate]
+def _choices(plan: Plan) -> int:
+    router, tokens, accurate = router_of(plan), plan.num_rows, BYTES[plan.precision.accurate]
     if router.kind == "expert_choice":
-        return num_rows(plan) * INDEX * (1 if router.renormalise == "none" else 2)
+        return num_kept(plan) * INDEX * (1 if router.renormalise == "none" else 2)
     kept = tokens * router.top_k * INDEX
     if router.top_k > 1 and router.renormalise != "none":
         kept += tokens * (router.top_k + 2) * accurate
-    group = tokens // _groups(plan)
+    group = tokens // num_groups(plan)
     refuses = router.capacity(group, plan.spec.experts) < group
     refuses |= router.kind == "gshard" and router.second_expert == "random"
     return kept + (tokens * router.top_k * MASK if refuses else 0)
@@ -74,34 +69,15 @@ def _choices(router: RouterSpec, plan: Plan) -> int:
 
 def rows_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
     """Of dispatching rows, the experts and combining."""
-    router, compute, count = plan.spec.router, BYTES[plan.precision.compute], num_rows(plan)
-    assert router is not None
-    hidden = layer.in_features
-    assigned = count if router.kind == "expert_choice" else num_tokens(plan) * router.top_k
-    indices = (2 * count + assigned + num_tokens(plan)) * INDEX
-    inside = layer.parameters[0].shape[inside_dim(layer.parameters[0])] // plan.mesh.size(AXIS)
-    opened = activation_bytes(count, inside * (len(layer.parameters) - 1), layer, plan)
-    activated = 0 if activates_again(block, plan) else count * inside * compute
-    return indices + count * (2 * hidden + 1) * compute + opened + activated + _weights(layer, plan)
+    count = num_kept(plan)
+    indices = (2 * count + num_assignments(plan) + plan.num_rows) * INDEX
+    return indices + count * (row_bytes(layer, block, plan) + BYTES[plan.precision.compute]) + _weights(layer, plan)
 
 
 def _weights(layer: LayerSpec, plan: Plan) -> int:
     """What products keep beside their weights: where each expert's rows end (fp64 has no grouped product)."""
     ends = len(layer.parameters) * plan.spec.experts // plan.mesh.size("ep") * OFFSET
     return ends if plan.precision.compute != "float64" else 0
-
-
-def num_rows(plan: Plan) -> int:
-    """Rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
-    router, tokens, groups = plan.spec.router, num_tokens(plan), _groups(plan)
-    assert router is not None
-    slots = groups * plan.spec.experts * router.capacity(tokens // groups, plan.spec.experts)
-    return slots if router.kind == "expert_choice" else min(tokens * router.top_k, slots)
-
-
-def _groups(plan: Plan) -> int:
-    assert plan.spec.router is not None
-    return plan.batch.micro_batch // plan.spec.router.group_samples
 
 
 def _behind(block: BlockSpec) -> tuple[LayerSpec, ...]:

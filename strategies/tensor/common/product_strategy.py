@@ -1,102 +1,91 @@
-"""The base class of the built-in tensor strategies: every layer multiplies as its `Product` says. Torch-free.
+"""The base class of the built-in tensor strategies, with what layers save for backward and need in it. Torch-free.
 
-Traffic in closed form. Per microbatch, all that the products of a block move (`parallelrun.product.transfers`):
-operands and their gradients in the compute dtype, gradients of weights in the dtype in which gradients are reduced. In
-addition, over each axis that splits features, r being the rows of a rank:
+One formula for every way of multiplying: a `Product` says how operands are split, gathered and scattered. Saved tensors
+are counted per storage, as autograd keeps them: once, however many nodes save them. r and f are a rank's rows and
+features of the activation that a layer reads.
 
-    layernorm      all-gather of 2 numbers per row (mean, sum of squares about it); backward all-reduce of 2 r
-    rmsnorm        all-reduce of r; backward all-reduce of r
-    loss           all-reduce (max) of r, all-reduce of 2 r, both in the accurate dtype; backward nothing
+    layer          saved by forward                               in backward: gradients read and given, scratch
+    norm           its input r f and its statistics               r f, r f
+    column, head   its input r f, or what was gathered of it;     Y, X; what backward gathers and scatters
+                   W where it was gathered
+    attention      q, k, v and one statistic per row and head     attention's result, then q, k and v's gradients
+    activation     what it reads; swiglu also silu(gate)          its result (swiglu: both factors), what it reads
+    row            its input, or what was gathered of it, and W   Y, X; what backward gathers and scatters
+    linear         its input and what the activation reads        as a head
+    dropout        a byte per element
+    embedding      ids, or the rows of the table that are read; a byte per token where other ranks' rows are masked
+    loss           the logits and two numbers per row             see `loss_backward`
 
-Partial gradients (of biases, norms, positions, and of weights over 2.5D's depth) are summed once per step: the data
-strategy predicts that.
+Beside a branch waits the gradient that goes past it. Weights rounded to the compute dtype are rounded again in backward
+rather than kept. Recompute `selective` leaves out what norms and activations give; backward brings it back. A norm
+whose features are split sends something, so it is not computed again.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections import Counter
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, NamedTuple
 
 from parallelrun.model_spec import SAMPLE_SET_ROLE, BlockSpec, LayerSpec
-from parallelrun.plan.messages import Call, ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
-from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import LayerBackward, TensorStrategy
+from parallelrun.plan.structure import Plan
+from parallelrun.plan.tensor_strategy import LayerBackward
 from parallelrun.precision import BYTES
-from parallelrun.product import ActivationLayout, Product, Transfer, transfers
+from parallelrun.product import ActivationLayout, Product, degree, num_panels, transfers
 
-AXIS = "tp"
-PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
+from . import expert_memory
+from .activation_memory import (
+    INDEX,
+    MASK,
+    activates_again,
+    activation_bytes,
+    attends,
+    attention_bytes,
+    follows_attention,
+    local_numel,
+    norm_bytes,
+    recomputed,
+)
+from .traffic import AXIS, ProductTraffic, overlaps
 
-
-class Traffic(NamedTuple):
-    """`calls` collectives of `payload` bytes together."""
-
-    axis: str
-    operation: str
-    purpose: str
-    calls: int
-    payload: int
-
-
-def overlaps(plan: Plan) -> bool:
-    """Return whether one autograd node moves operands and multiplies. Never under a split backward, which would run
-    such a node twice. Only such a node can gather again in backward: save_gathered=false always takes it."""
-    return (plan.tensor.overlap or not plan.tensor.save_gathered) and not plan.pipeline.splits_backward
-
-
-def num_rows(plan: Plan) -> int:
-    """Return the positions of one microbatch of the whole replica: M of every product."""
-    return plan.batch.micro_batch * prod(plan.spec.boundary_shape[:-1])
+MULTIPLY = ("column_parallel", "row_parallel", "linear", "head")
+RESIDUAL_KINDS = ("transformer", "mlp")
 
 
 @dataclass(frozen=True)
-class ProductStrategy(TensorStrategy):
-    """A tensor strategy whose traffic follows from the product of each layer.
+class ProductStrategy(ProductTraffic):
+    """A tensor strategy whose traffic and memory follow from the product of each layer."""
 
-    explanation, source: for `explain`. skips_frozen: backward omits gradients that only frozen weights would need.
-    """
+    def local_outputs(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """Return the features of all outputs of a layer together, on one rank."""
+        return product.y.local(1, layer.out_features, plan.mesh.sizes)[1]
 
-    explanation: ClassVar[str]
-    source: ClassVar[str]
-    skips_frozen: ClassVar[bool] = True
+    def shared_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """Return what attention keeps alive beyond q, k and v because they are views of one buffer."""
+        return 0
 
-    @abstractmethod
-    def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
-        """Return how a layer multiplies; None for a layer that does not."""
+    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """Return the bytes that a product's backward gathers and scatters; panels go two at a time.
 
-    @abstractmethod
-    def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
-        """Return the layout of what a layer reads; None: of what passes between blocks."""
-
-    def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
-        """Return whether backward reuses what forward gathered, instead of gathering it again."""
-        return self.save_gathered
-
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
-        """Return whether full recomputation of a block also repeats the last collective of its forward pass."""
-        return True
-
-    @abstractmethod
-    def layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
-        """Return what backward through one layer needs, in forward order."""
-
-    @abstractmethod
-    def loss_backward(self, plan: Plan) -> LayerBackward:
-        """Return what backward through the loss needs."""
+        Over gloo our reduce-scatter receives as much as it sends. All-reduces are in place.
+        """
+        sizes, total = plan.mesh.sizes, 0
+        shape = plan.num_rows, layer.in_features, layer.out_features
+        parts = num_panels(product, sizes) if product.panels else 1
+        for move in transfers(product, *shape, sizes, save_gathered=self.saves_gathered(layer, plan)):
+            if move.phase == "backward" and move.operation != "all_reduce":
+                dtype = plan.precision.reduce if move.operand == "dw" else plan.precision.compute
+                times = 2 if move.operation == "reduce_scatter" and plan.device == "cpu" else 1
+                total += times * BYTES[dtype] * move.elements * min(2, parts) // parts
+        return total
 
     def saved_bytes(self, block: BlockSpec, plan: Plan) -> int:
         """Of the rank that saves most. Full recomputation saves a block's input; a model may say what it saves."""
-        compute, in_full = BYTES[plan.precision.compute], plan.recompute == "full" and block.is_recomputed
+        in_full = plan.recompute == "full" and block.is_recomputed
         if _says_itself(block, plan):
-            shape = block.input_shape if in_full else None
-            elements = (block.saved_elements or 0) if shape is None else prod(shape)
-            return round(elements * plan.batch.micro_batch * compute)
+            elements = prod(block.input_shape) if in_full and block.input_shape else block.saved_elements or 0
+            return round(elements * plan.batch.micro_batch * BYTES[plan.precision.compute])
         if in_full:
-            layout = self.activation_layout(None, plan)
-            return prod(layout.local(num_rows(plan), plan.spec.hidden, plan.mesh.sizes)) * compute
+            return _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
         return sum(one.kept for one in self.layer_backwards(block, plan))
 
     def layer_backwards(self, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
@@ -104,124 +93,115 @@ class ProductStrategy(TensorStrategy):
         if _says_itself(block, plan):
             elements = (block.saved_elements or 0) * plan.batch.micro_batch
             return (LayerBackward(kept=round(elements * BYTES[plan.precision.compute])),)
-        found = [one for layer in block.layers for one in self.layer_backward(layer, block, plan)]
-        return (*found, *([self.loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
+        found = [one for layer in block.layers for one in self._layer_backward(layer, block, plan)]
+        return (*found, *([self._loss_backward(plan)] if block.name == plan.spec.blocks[-1].name else []))
 
-    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
-        """Blocks that are alike are looked at once."""
-        if plan.mesh.size(AXIS) == 1:
-            return []
-        counts: Counter[tuple[str, str, str]] = Counter()
-        payload: Counter[tuple[str, str, str]] = Counter()
-        known: dict[object, list[Traffic]] = {}
-        for block in blocks:
-            is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
-            key = plan.spec.first_alike[block.name], is_last, reached
-            if key not in known:
-                known[key] = [traffic for _, traffic in self.traffic(block, plan)]
-            for traffic in known[key]:
-                counts[traffic[:3]] += plan.batch.microbatches * traffic.calls
-                payload[traffic[:3]] += plan.batch.microbatches * traffic.payload
-        return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+    def _layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
+        """A column layer's second part is what reads its outputs: attention or an activation."""
+        product, kept = self.product_of(layer, plan), self._saved(layer, block, plan)
+        between = _bytes(self.activation_layout(None, plan), plan.spec.hidden, plan)
+        waiting = between if block.kind in RESIDUAL_KINDS else 0
+        if product is None or layer.layer_role not in MULTIPLY:
+            norm = between if layer.layer_role == "norm" else 0
+            return (LayerBackward(kept, waiting + between, norm, 0, _weight_gradients(layer, None, plan), norm),)
+        gives, own = _bytes(product.x, layer.in_features, plan), _weight_gradients(layer, product, plan)
+        scratch = self.moved_bytes(layer, product, plan)
+        scratch += gives if self._recomputes_input(layer, product, block, plan) else 0
+        rows, compute = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], BYTES[plan.precision.compute]
+        reads = rows * self.local_outputs(layer, product, plan) * compute
+        gathered = reads * (plan.mesh.size(product.scatter_y.axis) if product.scatter_y else 1)
+        arriving = waiting if layer.layer_role == "row_parallel" else waiting + reads
+        first = LayerBackward(kept, arriving, gives, scratch, own, gathered)
+        if layer.layer_role != "column_parallel":
+            return (first,)
+        mixed = _read_behind(layer, product, reads, plan)
+        return first, LayerBackward(0, waiting + mixed, reads)
 
-    def traffic(self, block: BlockSpec, plan: Plan) -> list[tuple[str, Traffic]]:
-        """Return what one microbatch of a block sends, in order, each with a title such as `forward, attention.out`."""
-        both = [(layer, *self._of_layer(layer, plan)) for layer in block.layers]
-        forward = [call for _, calls, _ in both for call in calls]
-        again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
-        if again and not self.recomputes_last_call(block, forward, plan):
-            again = again[:-1]
-        loss = self._of_loss(plan) if block.name == plan.spec.blocks[-1].name else []
-        return [
-            *((_title("forward", layer, block), call) for layer, calls, _ in both for call in calls),
-            *(("loss", call) for call in loss),
-            *(("forward again, to recompute", call) for call in again),
-            *((_title("backward", layer, block), call) for layer, _, calls in reversed(both) for call in calls),
-        ]
+    def _loss_backward(self, plan: Plan) -> LayerBackward:
+        """Backward through the loss, of the whole logits or of a part of the vocabulary.
 
-    def explain(self, plan: Plan) -> Explanation:
-        """The collectives of the blocks of rank 0."""
-        ranks, exchanges = ranks_over(plan, AXIS), []
-        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
-            for name in stage.blocks:
-                found = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(ExplainedRound(title, calls=_calls(traffic, plan, ranks)) for title, traffic in found)
-                exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
-        groups = plan.mesh.num_ranks // len(ranks)
-        return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
-
-    def transfers_of(self, layer: LayerSpec, plan: Plan) -> list[Transfer]:
-        """Return what one microbatch of a layer with a product moves; without backward where nothing before trains."""
-        product = self.product_of(layer, plan)
-        if product is None:
-            return []
-        weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
-        wants_input = self.has_input_gradient(layer, plan)
-        wants_weight = not self.skips_frozen or any(not p.frozen for p in weights if len(p.shape) == 2)
-        found = transfers(
-            product, num_rows(plan), layer.in_features, layer.out_features, plan.mesh.sizes,
-            save_gathered=self.saves_gathered(layer, plan), input_gradient=wants_input, weight_gradient=wants_weight,
-        )  # fmt: skip
-        runs_backward = wants_weight or (wants_input and not product.lookup)
-        return found if runs_backward else [transfer for transfer in found if transfer.phase == "forward"]
-
-    def _of_layer(self, layer: LayerSpec, plan: Plan) -> tuple[list[Traffic], list[Traffic]]:
-        """(what is sent in forward, in backward)."""
-        if layer.layer_role == "norm":
-            forward, backward = self._of_norm(layer, plan)
-            return forward, backward if self.has_input_gradient(layer, plan) else []
-        phases: tuple[list[Traffic], list[Traffic]] = [], []
-        for transfer in self.transfers_of(layer, plan):
-            dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
-            size = transfer.calls * transfer.elements * BYTES[dtype]
-            purpose = PURPOSES.get(transfer.operand, "activations")
-            found = Traffic(transfer.axis, transfer.operation, purpose, transfer.calls, size)
-            phases[transfer.phase == "backward"].append(found)
-        return phases
-
-    def _of_norm(self, layer: LayerSpec, plan: Plan) -> tuple[list[Traffic], list[Traffic]]:
-        """Statistics of rows whose features are split."""
-        layout = self.activation_layout(layer, plan)
-        size = layout.local(num_rows(plan), layer.in_features, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
-        split = [axis for axis in layout.features if plan.mesh.size(axis) > 1]
-        if plan.spec.norm == "rmsnorm":
-            both = [Traffic(axis, "all_reduce", "norm", 1, size) for axis in split]
-            return both, both
-        return (
-            [Traffic(axis, "all_gather", "norm", 1, plan.mesh.size(axis) * 2 * size) for axis in split],
-            [Traffic(axis, "all_reduce", "norm", 1, 2 * size) for axis in split],
-        )
-
-    def _of_loss(self, plan: Plan) -> list[Traffic]:
-        """The largest logit, then both sums at once, over the axes that split the vocabulary."""
+        One device saves log-probabilities in the accurate dtype. Where the vocabulary is split, the logits and two
+        numbers per row are saved; their gradient is computed in the accurate dtype beside a copy, then rounded.
+        """
         product = self.head_product(plan)
-        if product is None:
-            return []
-        targets = plan.batch.micro_batch * plan.spec.targets_per_sample
-        size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
-        split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
-        return [Traffic(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]
+        targets, vocab = plan.batch.micro_batch * plan.spec.targets_per_sample, plan.spec.vocab
+        compute, accurate = BYTES[plan.precision.compute], BYTES[plan.precision.accurate]
+        if product is None or plan.mesh.size(AXIS) == 1:
+            logits = targets * vocab * accurate
+            return LayerBackward(logits + targets * INDEX, logits, logits)
+        rows, columns = product.y.local(targets, vocab, plan.mesh.sizes)
+        saved = rows * (columns * compute + accurate) + targets * INDEX
+        return LayerBackward(saved, 0, rows * columns * (2 * accurate + (compute if compute != accurate else 0)))
 
-    def has_input_gradient(self, layer: LayerSpec, plan: Plan) -> bool:
-        """Return whether backward computes the gradient of a layer's input. The model's own input has none."""
-        if not self.skips_frozen:
-            return layer.name != plan.spec.blocks[0].layers[0].name
-        for before in plan.spec.layers():
-            if before.name == layer.name:
-                return False
-            if any(not parameter.frozen for parameter in before.parameters):
-                return True
-        return False
+    def _saved(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+        role, product = layer.layer_role, self.product_of(layer, plan)
+        if role == "norm":
+            rows, features = self.activation_layout(layer, plan).local(
+                plan.num_rows, layer.in_features, plan.mesh.sizes
+            )
+            if features == layer.in_features:
+                return norm_bytes(rows, layer, plan, recomputed(block, plan))
+            return rows * (features * BYTES[plan.precision.compute] + BYTES[plan.precision.accurate])
+        if role == "dropout":
+            kept = prod(self.activation_layout(layer, plan).local(plan.num_rows, layer.out_features, plan.mesh.sizes))
+            return kept * MASK if plan.dropout > 0 else 0
+        if role == "router":
+            return expert_memory.input_bytes(block, plan) + expert_memory.routing_bytes(plan)
+        if role == "expert":
+            return expert_memory.rows_bytes(layer, block, plan)
+        if product is not None and product.lookup:  # a gathered table is read by index
+            masked = plan.mesh.size(AXIS) > 1 and not product.gather_w
+            rows = product.x.local(plan.num_rows, 1, plan.mesh.sizes)[0]
+            return rows * (INDEX + (MASK if masked else 0))
+        if product is None or role not in MULTIPLY:
+            return 0
+        return self._operands(layer, product, block, plan) + self._behind(layer, product, plan)
 
-    def _trains(self, block: BlockSpec, plan: Plan) -> bool:
-        """Return whether backward goes through the block at all."""
-        trained = any(not p.frozen for p in block.parameters)
-        return not self.skips_frozen or trained or self.has_input_gradient(block.layers[0], plan)
+    def _gathered(self, layer: LayerSpec, product: Product, plan: Plan) -> dict[str, int]:
+        """Elements of the operands that forward gathers and backward reads; of several gathers the last is largest."""
+        if not self.saves_gathered(layer, plan):
+            return {}
+        moved = transfers(product, plan.num_rows, layer.in_features, layer.out_features, plan.mesh.sizes)
+        return {m.operand: m.elements for m in moved if m.phase == "forward" and m.operation == "all_gather"}
 
-    def head_product(self, plan: Plan) -> Product | None:
-        """Return the product that gives the logits; None for a model without a head."""
-        head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
-        return self.product_of(head, plan) if head else None
+    def _recomputes_input(self, layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> bool:
+        """Whether backward computes X again: the result of a norm of whole rows or of an activation, not gathered."""
+        if layer.layer_role == "linear" or "x" in self._gathered(layer, product, plan):
+            return False
+        if layer.layer_role == "row_parallel":
+            return not follows_attention(layer, block) and activates_again(block, plan)
+        return recomputed(block, plan) and degree(product.x.features, plan.mesh.sizes) == 1
+
+    def _operands(self, layer: LayerSpec, product: Product, block: BlockSpec, plan: Plan) -> int:
+        """X, as the layer before gave it, or a gathered copy; W where it was gathered (nodes of their own save it
+        without padding). torch's attention keeps its result for itself, unless the row layer has read a copy; relu
+        always does."""
+        compute, gathered = BYTES[plan.precision.compute], self._gathered(layer, product, plan)
+        weight = gathered.get("w", 0)
+        if weight and not overlaps(plan):
+            weight = product.gathered_weight.local_numel((layer.out_features, layer.in_features), plan.mesh.sizes, {})
+        own = 0 if self._recomputes_input(layer, product, block, plan) else _bytes(product.x, layer.in_features, plan)
+        if "x" in gathered:
+            if layer.layer_role != "row_parallel":
+                kept = False
+            elif follows_attention(layer, block):
+                kept = not plan.spec.attention_dropout and plan.spec.kv_heads == plan.spec.heads
+            else:
+                kept = plan.spec.activation == "relu"
+            own = gathered["x"] * compute + (own if kept else 0)
+        return own + weight * compute
+
+    def _behind(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """What stands between a column and a row layer, or behind a linear one: it reads this layer's output."""
+        rows, outputs = product.y.local(plan.num_rows, 1, plan.mesh.sizes)[0], self.local_outputs(layer, product, plan)
+        if layer.layer_role == "linear":
+            return rows * outputs * BYTES[plan.precision.compute]
+        if layer.layer_role != "column_parallel":
+            return 0
+        if not attends(layer):
+            return activation_bytes(rows, outputs, layer, plan)
+        own = attention_bytes(rows, plan.spec.heads // degree(product.y.features, plan.mesh.sizes), outputs, plan)
+        return own + self.shared_bytes(layer, product, plan)
 
 
 def _says_itself(block: BlockSpec, plan: Plan) -> bool:
@@ -229,9 +209,25 @@ def _says_itself(block: BlockSpec, plan: Plan) -> bool:
     return plan.spec.kind == "images" or all(layer.layer_role in ("", SAMPLE_SET_ROLE) for layer in block.layers)
 
 
-def _title(phase: str, layer: LayerSpec, block: BlockSpec) -> str:
-    return f"{phase}, {layer.name.removeprefix(block.name + '.')}"
+def _bytes(layout: ActivationLayout, features: int, plan: Plan) -> int:
+    """Bytes of a rank's part of an activation in the compute dtype."""
+    return prod(layout.local(plan.num_rows, features, plan.mesh.sizes)) * BYTES[plan.precision.compute]
 
 
-def _calls(traffic: Traffic, plan: Plan, ranks: tuple[int, ...]) -> tuple[Call, ...]:
-    return calls_of([Collective(*traffic)], plan, ranks)[0]
+def _read_behind(layer: LayerSpec, product: Product, outputs: int, plan: Plan) -> int:
+    """Bytes of the gradient of what attention or an activation makes of a column layer's outputs."""
+    if attends(layer):
+        heads = product.y.local(plan.num_rows, plan.spec.hidden, plan.mesh.sizes)
+        return prod(heads) * BYTES[plan.precision.compute]
+    gated = plan.spec.activation == "swiglu" and len(layer.parameters) > 1
+    return outputs // 2 if gated else outputs
+
+
+def _weight_gradients(layer: LayerSpec, product: Product | None, plan: Plan) -> int:
+    """Bytes of the gradients of a layer's weights, as backward leaves them. A tied head has the embedding's, which is
+    counted there where the product moves it."""
+    moves = product is not None and bool(product.gather_w) and plan.mesh.size(AXIS) > 1
+    weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied and not moves else ())
+    ep = plan.mesh.size("ep") if layer.layer_role == "expert" else 1
+    numel = sum(local_numel(weight, plan) // ep for weight in weights if not weight.frozen)
+    return numel * BYTES[plan.precision.stored]

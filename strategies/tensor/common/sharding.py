@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor, nn
+
+from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.structure import Plan
 
 
 class TakesOver(nn.Module):
-    """Mixin of a layer that replaces another one: it takes over its attributes and its (already cut) parameters.
+    """Mixin of a layer that replaces another one: it takes over its attributes and its (already cut) parameters, and
+    has `more` attributes.
 
     Sizes among the attributes stay those of the whole layer; the local ones are those of the parameters.
     """
 
-    def __init__(self, source: nn.Module):
+    def __init__(self, source: nn.Module, **more: Any):
         nn.Module.__init__(self)
         for name, value in vars(source).items():
             self.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        self.__dict__.update(more)
 
 
 def shard_parameters(network: nn.Module, plan: Plan, mesh: Mesh) -> None:
@@ -39,6 +45,37 @@ def replace_module(network: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace the module at a dotted path."""
     parent, _, leaf = name.rpartition(".")
     setattr(network.get_submodule(parent), leaf, layer)
+
+
+@dataclass(frozen=True)
+class EvenSlice:
+    """Part `index` of the `count` equal parts into which several axes split a dim."""
+
+    index: int
+    count: int
+
+    def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return this part of a tensor that is whole along `dim`: a view."""
+        size, rest = divmod(tensor.size(dim), self.count)
+        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {self.count}"
+        return tensor.narrow(dim, self.index * size, size)
+
+
+WHOLE = EvenSlice(0, 1)
+
+
+def slice_of(axes: tuple[str, ...], mesh: Mesh) -> EvenSlice:
+    """Return this rank's part of a dim that `axes` split, major first."""
+    index, count = 0, 1
+    for axis in axes:
+        degree = mesh.shape.size(axis)
+        index, count = index * degree + mesh.coordinate.get(axis, 0), count * degree
+    return EvenSlice(index, count)
+
+
+def first_row(length: int, axes: tuple[str, ...], mesh: Mesh) -> int:
+    """Return where this rank's part of a dim of `length` begins that `axes` split (a vocabulary: maybe unevenly)."""
+    return Layout((axes,)).ranges((length,), mesh.shape.sizes, mesh.coordinate)[0][0]
 
 
 def has_vocab_head(plan: Plan) -> bool:

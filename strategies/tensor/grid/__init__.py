@@ -10,7 +10,7 @@ Idea: every matrix of Y = X W^T is split over all axes, so a rank holds 1/tp of 
 Costs: bytes per rank fall with the side of the grid (2D: as 1/sqrt(tp); 3D: as 1/tp^(2/3)), for more messages.
 Proof: exact. The same function and gradients as on one device.
 
-Where to find what: `shape` (which grids tp can form), `choose` (forms of multiplication), `products` (layouts and the
-product of each layer), `checks`, `memory`, `plan` (the strategies); with torch: `matmul` (fused), `split_backward`,
-`summa`, `lookup`, `norm` (operators), `buffers`, `block_matrix` (their data), `layers`, `runtime`.
+Where to find what: `shape` (which grids tp can form), `forms` (how pairs of layers multiply), `checks`, `plan` (the
+strategies, with the layouts and the product of each layer); with torch: `matmul` (fused), `split_backward`, `summa`,
+`lookup`, `norm` (operators), `buffers`, `block_matrix` (their data), `layers`, `runtime`.
 """

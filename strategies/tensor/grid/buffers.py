@@ -68,34 +68,41 @@ class ActivationPacking:
     def is_padded(self) -> bool:
         return self.sent != self.widths
 
+    @property
+    def part(self) -> ActivationPacking:
+        """The packing of one rank's part of the whole, which is not moved."""
+        size = self.move.size
+        if self.move.dim == 0:
+            assert self.rows % size == 0, f"{self.rows} rows do not split by {size}"
+            return replace(self, move=STAYS, rows=self.rows // size)
+        assert not any(width % size for width in self.sent), f"{self.sent} do not split by {size}"
+        assert not self.is_padded, "features that are scattered divide"
+        widths = tuple(width // size for width in self.widths)
+        return replace(self, move=STAYS, widths=widths, sent=widths)
+
     def read(self, buffer: Tensor) -> list[BlockMatrix]:
         """Return the whole matrices in `buffer` (parts, ...): views."""
         if len(self.sent) == 1 and self.move.dim == 0 and not self.is_padded:
             return [BlockMatrix((buffer.view(self.rows, self.sent[0]),))]
-        found, start, size = [], 0, self.move.size
-        for width, sent in zip(self.widths, self.sent):
-            shape = (self.rows // size, sent) if self.move.dim == 0 else (self.rows, sent // size)
-            length = shape[0] * shape[1]
-            parts = (part.narrow(0, start, length).view(shape) for part in buffer.view(size, -1).unbind(0))
-            own = tuple(part if sent == width else part[:, :width] for part in parts)
+        found, start, part = [], 0, self.part
+        for width, sent, length in zip(self.widths, self.sent, part.sent):
+            stop = start + part.rows * length
+            parts = (flat[start:stop].view(part.rows, length) for flat in buffer.view(self.move.size, -1).unbind(0))
+            own = tuple(matrix if sent == width else matrix[:, :width] for matrix in parts)
             found.append(BlockMatrix(own, self.move.dim))
-            start += length
+            start = stop
         return found
 
     def new(self, like: Tensor) -> tuple[Tensor, list[BlockMatrix]]:
         """Return (a buffer to be scattered, the whole matrices to be written in it)."""
-        buffer = (like.new_zeros if self.is_padded else like.new_empty)((self.move.size, self._part_length))
+        shape = (self.move.size, self.part.rows * sum(self.part.sent))
+        buffer = (like.new_zeros if self.is_padded else like.new_empty)(shape)
         return buffer, self.read(buffer)
 
     def start_scatter(self, buffer: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to sum the buffer of `new`; the result is this rank's part of every activation."""
-        scattering, size = start_reduce_scatter(buffer, self.move.group, ACTIVATIONS), self.move.size
-        if self.move.dim == 0:
-            own = replace(self, move=STAYS, rows=self.rows // size)
-        else:
-            widths = tuple(width // size for width in self.widths)
-            own = replace(self, move=STAYS, widths=widths, sent=widths)
-        return lambda: tuple(self.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
+        scattering, own = start_reduce_scatter(buffer, self.move.group, ACTIVATIONS), self.part
+        return lambda: tuple(own.shaped(matrix.parts[0]) for matrix in own.read(scattering()))
 
     def start_gather(self, parts: Sequence[Tensor]) -> Finish:
         """Begin to gather this rank's part of every activation; `read` reads the result."""
@@ -104,19 +111,20 @@ class ActivationPacking:
         flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         return start_all_gather(flat, self.move.group, ACTIVATIONS)
 
+    def gather(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Gather this rank's part of every activation, each as one tensor."""
+        return tuple(self.shaped(matrix.joined()) for matrix in self.read(self.start_gather(parts)()))
+
+    def scatter(self, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Sum partial activations, each one tensor; return this rank's part of each."""
+        buffer, whole = self.new(partial[0])
+        for matrix, source in zip(whole, partial):
+            matrix.fill(source.flatten(0, -2))
+        return self.start_scatter(buffer)()
+
     def shaped(self, matrix: Tensor) -> Tensor:
         """Return the activation in a matrix. No view as autograd sees it: outputs of nodes may be changed in place."""
         return matrix.view(-1, *self.inner, matrix.size(1)).detach()
-
-    @property
-    def _part_length(self) -> int:
-        size = self.move.size
-        if self.move.dim == 0:
-            assert self.rows % size == 0, f"{self.rows} rows do not split by {size}"
-            return self.rows // size * sum(self.sent)
-        assert not any(width % size for width in self.sent), f"{self.sent} do not split by {size}"
-        assert not self.is_padded, "features that are scattered divide"
-        return self.rows * sum(self.sent) // size
 
 
 def input_packing(x: Tensor, move: MoveGroup) -> ActivationPacking:
@@ -145,6 +153,11 @@ class WeightPacking:
         return prod(group.size for group in self.groups)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The rows of each weight after the gather: the features of each output before it is scattered."""
+        return tuple(map(sum, self.valid))
+
+    @property
     def is_padded(self) -> bool:
         return any(real != rows for rows, valid in zip(self.rows, self.valid) for real in valid)
 
@@ -168,6 +181,24 @@ class WeightPacking:
             found.append(BlockMatrix(tuple(parts or [buffer[0].narrow(0, start, 0)])))
             start += rows
         return found
+
+    def start(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
+        """Begin to gather the stored weights, if they are; `read` reads the result."""
+        if not self.groups:
+            return lambda: weights
+        gathering = self.start_gather(weights, dtype)
+        return lambda: [gathering()]
+
+    def read(self, held: Sequence[Tensor], dtype: torch.dtype) -> list[BlockMatrix]:
+        """Return every W: out of the gathered buffer, or, where none is gathered, out of the stored ones."""
+        return self.matrices(held[0]) if self.groups else [BlockMatrix((w.to(dtype),)) for w in held]
+
+    def new(self, like: Tensor, columns: int) -> list[Tensor]:
+        """Return what `read` reads, for gradients of weights with so many columns."""
+        if not self.groups:
+            return [like.new_empty((rows, columns)) for rows in self.lengths]
+        shape = (self.num_parts, sum(self.rows), columns)
+        return [(like.new_zeros if self.is_padded else like.new_empty)(shape)]
 
     def start_gather(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Finish:
         """Begin to gather the weights, rounded to `dtype`; `matrices` reads the result."""
@@ -225,9 +256,7 @@ def weight_packing(
     return WeightPacking(groups, largest, valid, widths)
 
 
-def output_packing(
-    move: MoveGroup, source: ActivationPacking, widths: Sequence[int], weights: WeightPacking
-) -> ActivationPacking:
+def output_packing(move: MoveGroup, source: ActivationPacking, weights: WeightPacking) -> ActivationPacking:
     """Return the packing of every Y of an X: they are scattered, and their gradients gathered."""
-    sent = weights.widths if move.group else tuple(widths)
-    return ActivationPacking(move, source.rows, source.inner, tuple(widths), sent)
+    sent = weights.widths if move.group else weights.lengths
+    return ActivationPacking(move, source.rows, source.inner, weights.lengths, sent)

@@ -1,227 +1,258 @@
 """What a request for a grid tensor strategy can have wrong, each with the nearest legal values. Torch-free.
 
-Whether tp ranks form a grid at all is checked in `shape`; here: layer roles, sizes and samples that do not divide, and
-settings that exclude each other.
+Ranks that form no grid (`shape`), layer roles, sizes and samples that do not divide, and settings that exclude each
+other.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 from math import lcm, prod
+from typing import Any
 
 from parallelrun import definitions
 from parallelrun.errors import Problem
-from parallelrun.model_spec import ModelSpec
 from parallelrun.plan.load import splits_backward
 from parallelrun.plan.request import Request
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import divisors, either, nearest
 
-from ..common import roles
-from . import choose, shape
-from .choose import Misfit, boundary_layout, degree
+from ..common import checks as common
+from .forms import FormChoice
 from .keys import GridConfig
+from .shape import Shape, read_grid, shown
 
 # roles of layers that may have parameters
 ROLES = ("column_parallel", "row_parallel", "linear", "embedding", "position_embedding", "norm", "head")
+FARTHEST = 20_000  # distance from the tp asked for up to which legal ones are looked for
+FORM, SAVE = "strategy.tensor.form", "strategy.tensor.save_gathered"
 
 
-def asked_form(request: Request) -> str:
-    """`strategy.tensor.form`; 3d has one form only."""
-    tensor = GridConfig.of(request.config)
-    return "auto" if tensor.kind == "3d" else tensor.form
+@dataclass(frozen=True)
+class GridRequest:
+    """A request for a grid strategy, with its shape and the form that is asked for."""
 
+    request: Request
+    shape: type[Shape]
+    form: str
 
-def choice(request: Request) -> choose.Choice:
-    """What the forms depend on, for a tp that can be laid out."""
-    tensor, precision = GridConfig.of(request.config), TABLE[request.config.precision.name]
-    sizes = shape.arranged(request)
-    assert sizes, "checked before"
-    samples = request.batch.micro_batch if request.batch else 0
-    return choose.Choice(
-        kind=tensor.kind,
-        asked=asked_form(request),
-        sizes=sizes,
-        num_rows=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
-        samples=samples,
-        save_gathered=tensor.save_gathered,
-        compute=BYTES[precision.compute],
-        reduce=BYTES[precision.reduce],
-    )
+    @property
+    def sizes(self) -> dict[str, int] | None:
+        """The degree of every tensor axis; None where tp makes no grid."""
+        return self.shape.arranged(self.request)
 
+    @property
+    def choice(self) -> FormChoice:
+        """What the forms depend on, for a tp that can be laid out."""
+        request, sizes = self.request, self.sizes
+        assert sizes, "checked before"
+        precision, samples = TABLE[request.config.precision.name], request.batch.micro_batch if request.batch else 0
+        return FormChoice(
+            request.spec,
+            self.form,
+            sizes,
+            num_rows=max(1, samples) * prod(request.spec.boundary_shape[:-1]),
+            samples=samples,
+            save_gathered=GridConfig.of(request.config).save_gathered,
+            compute=BYTES[precision.compute],
+            reduce=BYTES[precision.reduce],
+        )
 
-def sample_parts(request: Request) -> int:
-    """Into how many parts the samples of a microbatch are cut: the axes of rows, at their most, in any layer."""
-    if definitions.model(request.config).is_lesson or shape.arranged(request) is None:
-        return 1
-    asked = choice(replace(request, batch=None))
-    parts = degree(boundary_layout(asked.sizes).rows, asked.sizes)
-    for pairs in choose.distinct(request.spec).values():
-        needed = [choose.sample_parts(forms, asked) for forms in choose.legal(pairs, asked, request.spec)]
-        parts = lcm(parts, min(needed, default=1))
-    return parts
+    @property
+    def without_batch(self) -> GridRequest:
+        """The request before the batch is known."""
+        return self._of(replace(self.request, batch=None))
 
+    @property
+    def sample_parts(self) -> int:
+        """Into how many parts the samples of a microbatch are cut."""
+        if definitions.model(self.request.config).is_lesson or self.sizes is None:
+            return 1
+        return self.without_batch.choice.sample_parts()
 
-def check(request: Request) -> list[Problem]:
-    """All violations."""
-    problems = _together(request) + _summa(request)
-    lesson = definitions.model(request.config).is_lesson
-    if request.tp > 1 and request.spec.experts:
-        return [*problems, _experts(request)]
-    if request.tp > 1 and not lesson:
-        problems += _roles(request.spec, request)
-    sizes = shape.arranged(request)
-    if sizes is None:
-        return [*problems, *shape.check(request, _fits(request))]
-    if request.tp == 1 or lesson:
+    def check(self) -> list[Problem]:
+        """All violations."""
+        request, problems = self.request, self._excluded() + self._summa()
+        lesson = definitions.model(request.config).is_lesson
+        if request.tp > 1 and request.spec.experts:
+            return [*problems, self._experts()]
+        if request.tp > 1 and not lesson:
+            problems += self._roles()
+        sizes = self.sizes
+        if sizes is None:
+            return [*problems, *self._no_grid()]
+        if request.tp == 1 or lesson:
+            return problems
+        return problems + self._indivisible(sizes) + self._samples(sizes)
+
+    def _of(self, request: Request) -> GridRequest:
+        return replace(self, request=request)
+
+    def _excluded(self) -> list[Problem]:
+        """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
+        tensor, pipeline = GridConfig.of(self.request.config), self.request.config.strategy.pipeline.kind
+        if self.request.tp == 1 or not splits_backward(self.request):
+            return []
+        problems = []
+        if not tensor.save_gathered:
+            what = f"{SAVE}=false under {pipeline}: both halves of its backward would gather again"
+            problems.append(Problem(what, SAVE, f"{SAVE}=true or schedule=1f1b", kind="undefined"))
+        if self.form == "summa":
+            what = f"{FORM}=summa under {pipeline}: its panels cannot be cut into two halves of backward"
+            problems.append(Problem(what, FORM, f"{FORM}=auto or schedule=1f1b", kind="undefined"))
         return problems
-    return problems + _indivisible(request, sizes) + _samples(request, sizes)
 
-
-def _fits(request: Request) -> shape.Fits:
-    """Would the model's sizes divide on the grid of another request, and the form that is asked for do there?"""
-    standing = _summa(request)
-    return lambda other: not _misfits(other) and (bool(standing) or not _summa(other))
-
-
-def _misfits(request: Request) -> list[Misfit]:
-    """What of the model's sizes does not divide, in the forms where least does not."""
-    asked = choice(replace(request, batch=None))
-    features = request.spec.boundary_shape[-1]
-    parts = degree(boundary_layout(asked.sizes).features, asked.sizes)
-    found = [Misfit(choose.size_key(features, "the model", request.spec), features, parts)]
-    for pairs in choose.distinct(request.spec).values():
-        found += choose.fewest_misfits(pairs, asked, request.spec)
-    found += choose.linear_misfits(asked, request.spec)
-    return [misfit for misfit in dict.fromkeys(found) if misfit.size % misfit.parts]
-
-
-def _together(request: Request) -> list[Problem]:
-    """What backward in two halves rules out: nodes that do more than one product, or that gather again for both."""
-    tensor, pipeline = GridConfig.of(request.config), request.config.strategy.pipeline.kind
-    if request.tp == 1 or not splits_backward(request):
-        return []
-    problems = []
-    if not tensor.save_gathered:
-        key = "strategy.tensor.save_gathered"
-        what = f"{key}=false under {pipeline}: both halves of its backward would gather again"
-        problems.append(Problem(what, key, f"{key}=true or schedule=1f1b", kind="undefined"))
-    if asked_form(request) == "summa":
-        what = f"strategy.tensor.form=summa under {pipeline}: its panels cannot be cut into two halves of backward"
-        fix = "strategy.tensor.form=auto or schedule=1f1b"
-        problems.append(Problem(what, "strategy.tensor.form", fix, kind="undefined"))
-    return problems
-
-
-def _roles(spec: ModelSpec, request: Request) -> list[Problem]:
-    """Samples and features are split everywhere, so every layer with parameters must be one that knows how."""
-    where = f"tp={request.tp} of kind {request.config.strategy.tensor.kind}"
-
-    def refuse(name: str, role: str, why: str) -> list[Problem]:
-        layer = next((layer for layer in spec.layers() if layer.name == name), None)
-        possible = layer is not None and roles.fits(layer, role)
-        fix = f"{roles.suggestion(request.config, name, role)} or tp=1" if possible else "tp=1"
-        return [Problem(f"layer {name} {why}", "model.roles", fix, kind="undefined")]
-
-    for layer in spec.layers():
-        if layer.parameters and layer.layer_role not in ROLES:
-            role = next(iter(layer.possible_roles), "column_parallel")
-            return refuse(layer.name, role, f"has no layer role, and {where} splits what every layer reads")
-    for pair in spec.pairs:
-        reader = next((layer for layer in pair.inside if layer.parameters), None)
-        if reader:
-            opener = pair.columns[0].name
-            return refuse(
-                reader.name,
-                "row_parallel",
-                f"reads what {opener} has split over {where}: only a row_parallel layer may",
-            )
-    last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
-    if not last or last[-1].layer_role != "head":
+    def _roles(self) -> list[Problem]:
+        """Samples and features are split everywhere, so every layer with parameters must be one that knows how."""
+        request, spec = self.request, self.request.spec
+        where = f"tp={request.tp} of kind {request.config.strategy.tensor.kind}"
+        for layer in spec.layers():
+            if layer.parameters and layer.layer_role not in ROLES:
+                role = next(iter(layer.possible_roles), "column_parallel")
+                what = f"layer {layer.name} has no layer role, and {where} splits what every layer reads"
+                return [common.wrong_role(what, request, layer.name, role)]
+        for pair in spec.pairs:
+            reader = next((layer.name for layer in pair.inside if layer.parameters), None)
+            if reader:
+                opener = pair.columns[0].name
+                what = f"layer {reader} reads what {opener} has split over {where}: only a row_parallel layer may"
+                return [common.wrong_role(what, request, reader, "row_parallel")]
+        last = [layer for layer in spec.blocks[-1].layers if layer.parameters or layer.tied]
+        if last and last[-1].layer_role == "head":
+            return []
         name = last[-1].name if last else spec.blocks[-1].name
-        return refuse(name, "head", f"gives the logits, and {where} splits them: it must have the layer role head")
-    return []
+        what = f"layer {name} gives the logits, and {where} splits them: it must have the layer role head"
+        return [common.wrong_role(what, request, name, "head")]
 
+    def _experts(self) -> Problem:
+        """Routing groups are whole samples of whole rows; here samples and features are both cut, so that every
+        expert's product would be one of a grid, of rows whose number differs from step to step."""
+        what = (
+            f"{self.request.spec.name} has experts, and layout {self.request.config.strategy.tensor.kind} cuts samples "
+            "and features of what they read: products of experts over a grid are not built"
+        )
+        return Problem(what, "layout", "layout=1d", kind="not_built")
 
-def _experts(request: Request) -> Problem:
-    """Routing groups are whole samples of whole rows; here samples and features are both cut, so that every expert's
-    product would be one of a grid, of rows whose number differs from step to step."""
-    kind = request.config.strategy.tensor.kind
-    what = (
-        f"{request.spec.name} has experts, and layout {kind} cuts samples and features of what they read: products of "
-        "experts over a grid are not built"
-    )
-    return Problem(what, "layout", "layout=1d", kind="not_built")
+    def _summa(self) -> list[Problem]:
+        """Panels go round a square; other grids gather."""
+        try:
+            grid = read_grid(GridConfig.of(self.request.config).grid)
+        except ValueError:
+            return []
+        if self.form != "summa" or grid is None or grid[0] == grid[1]:
+            return []
+        what = f"{FORM}=summa on a grid of {grid[0]}x{grid[1]}: panels of one width need a square grid"
+        return [Problem(what, FORM, f"{FORM}=stationary_y or {FORM}=auto", kind="undefined")]
 
+    def _indivisible(self, sizes: dict[str, int]) -> list[Problem]:
+        """One problem per size, with the nearest tp and the nearest sizes that fit."""
+        parts: dict[tuple[str, int], int] = {}
+        for misfit in self.without_batch.choice.misfits():
+            place = (misfit.key, misfit.size)
+            parts[place] = lcm(parts.get(place, 1), misfit.parts)
+        legal, problems, spec = self._nearest_tp() if parts else [], [], self.request.spec
+        for (key, size), count in parts.items():
+            told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"
+            what = f"{told} divide by {count} ({shown(sizes)})"
+            copies = key == "model.kv_heads" and size != spec.heads and count % size == 0
+            step = lcm(count, spec.heads or 1) if key == "model.hidden" else count
+            fixes = [either("tp", legal), either(key, nearest(size, common.legal_sizes(key, size, step, spec)))]
+            fixes += ["" if legal else self._nearest_grid() or "layout=1d"]
+            fixes += [f"{FORM}=auto"] if self.form not in ("auto", "cube") else []
+            what += "; copies of kv heads are built for layout=1d only" if copies else ""
+            kind = "not_built" if copies else "arithmetic"
+            problems.append(Problem(what, "tp", " or ".join(filter(None, fixes)), kind=kind))
+        return problems
 
-def _summa(request: Request) -> list[Problem]:
-    """Panels go round a square; other grids gather."""
-    grid = shape.asked_grid(request)
-    if asked_form(request) != "summa" or grid is None or grid[0] == grid[1]:
-        return []
-    key = "strategy.tensor.form"
-    what = f"{key}=summa on a grid of {grid[0]}x{grid[1]}: panels of one width need a square grid"
-    return [Problem(what, key, f"{key}=stationary_y or {key}=auto", kind="undefined")]
+    def _samples(self, sizes: dict[str, int]) -> list[Problem]:
+        """Whole samples are split: micro_batch must divide."""
+        request, batch, parts, config = self.request, self.request.batch, self.sample_parts, self.request.config
+        if batch is None or batch.micro_batch % parts == 0:
+            return []
+        cut = f"{parts} parts ({shown(sizes)}): only whole samples are split"
+        what = f"micro_batch={batch.micro_batch} does not divide into {cut}"
+        asked = (key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None)
+        where, fixes = next(asked, "global_batch"), []
+        if where == "micro_batch":
+            legal = [n for n in divisors(batch.replica_batch) if n % parts == 0] or [parts]
+            fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
+        elif where == "microbatches":
+            legal = [n for n in divisors(batch.replica_batch) if batch.replica_batch // n % parts == 0]
+            fixes.append(either("microbatches", nearest(batch.microbatches, legal)))
+        step = request.dp * parts * (batch.microbatches if where == "microbatches" else request.pp)
+        key, scale = ("local_batch", request.dp) if config.local_batch is not None else ("global_batch", 1)
+        fixes.append(either(key, [n // scale for n in common.multiples(batch.global_batch, step)]))
+        return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
 
+    def _no_grid(self) -> list[Problem]:
+        """Return what is wrong with a tp that cannot be arranged, with the nearest values that can."""
+        tensor, grid = GridConfig.of(self.request.config), None
+        try:
+            grid = read_grid(tensor.grid)
+        except ValueError as error:
+            return [Problem(str(error), "grid", self._nearest_grid() or "leave grid out", kind="arithmetic")]
+        where, what = self.shape.broken_rule(self.request.tp, grid, tensor.depth)
+        fixes = [either("tp", self._nearest_tp()), self._nearest_grid(), self._nearest_depth()]
+        fix = " or ".join(filter(None, [*fixes, *self._fitting_worlds()]))
+        if not fix:  # no one value would do
+            free = self._with(**dict.fromkeys(self.shape.sets))
+            fix = f"{either('tp', free._nearest_tp())} without grid and depth"
+        return [Problem(what, where, fix, kind="arithmetic")]
 
-def _indivisible(request: Request, sizes: dict[str, int]) -> list[Problem]:
-    """One problem per size, with the nearest tp and the nearest sizes that fit."""
-    misfits = _misfits(request)
-    if not misfits:
-        return []
-    parts: dict[tuple[str, int], int] = {}
-    for misfit in misfits:
-        place = (misfit.key, misfit.size)
-        parts[place] = lcm(parts.get(place, 1), misfit.parts)
-    legal = shape.nearest_tp(request, _fits(request))
-    problems = []
-    for (key, size), count in parts.items():
-        told = f"{key}={size} does not" if key.startswith("model.") else f"layer {key}: {size} features do not"
-        what = f"{told} divide by {count} ({shape.shown(sizes)})"
-        copies = key == "model.kv_heads" and size != request.spec.heads and count % size == 0
-        fixes = [either("tp", legal), either(key, nearest(size, _legal_sizes(key, size, count, request.spec)))]
-        fixes += ["" if legal else shape.grid_fix(request, _fits(request)) or "layout=1d"]
-        if asked_form(request) != "auto":
-            fixes.append("strategy.tensor.form=auto")
-        if copies:
-            what += "; copies of kv heads are built for layout=1d only"
-        kind = "not_built" if copies else "arithmetic"
-        problems.append(Problem(what, "tp", " or ".join(filter(None, fixes)), kind=kind))
-    return problems
+    def _nearest_tp(self) -> list[int]:
+        """Return the two tp nearest to the one asked for that grid and depth allow and that fit; 1 only if there is no
+        other."""
+        alone = [1] if self._is_legal(self._of(replace(self.request, tp=1))) else []
+        return sorted(islice(self._legal_tp(), 2)) or alone
 
+    def _nearest_grid(self) -> str:
+        """Return the grid nearest to a square that makes tp, at the depth asked for."""
+        if "grid" not in self.shape.sets:
+            return ""
+        tp, depths = self.request.tp, self.shape.depths(self.request.tp, GridConfig.of(self.request.config).depth)
+        possible = [(rows, tp // deep // rows) for deep in depths for rows in divisors(tp // deep)]
+        possible.sort(key=lambda grid: abs(grid[0] - grid[1]))  # of two alike the wide one comes first
+        texts = (f"{rows}x{columns}" for rows, columns in possible)
+        return next((f"grid={text}" for text in texts if self._is_legal(self._with(grid=text))), "")
 
-def _legal_sizes(key: str, size: int, parts: int, spec: ModelSpec) -> list[int]:
-    """Values of the size at `key` that divide by `parts`, as far as the rest of the model allows them."""
-    if key == "model.heads":
-        groups = spec.kv_heads if spec.kv_heads != spec.heads else 1  # as many as heads: they follow
-        return [heads for heads in divisors(spec.hidden) if heads % parts == 0 and heads % groups == 0]
-    if key == "model.kv_heads":
-        return [heads for heads in divisors(spec.heads) if heads % parts == 0]
-    if not key.startswith("model."):
-        return []
-    step = lcm(parts, spec.heads or 1) if key == "model.hidden" else parts
-    return [n for n in (size // step * step, size // step * step + step) if n > 0]
+    def _nearest_depth(self) -> str:
+        """The depths that make tp, at the grid asked for."""
+        depth = GridConfig.of(self.request.config).depth
+        if depth is None:
+            return ""
+        legal = [deep for deep in divisors(self.request.tp) if self._is_legal(self._with(depth=deep))]
+        return either("depth", nearest(depth, legal))
 
+    def _fitting_worlds(self) -> list[str]:
+        """Where tp took what was left of a world: other degrees in this world, and other worlds."""
+        request, ranks = self.request, self.request.dp * self.request.tp
+        if request.config.tp is not None:
+            return []
+        left = sorted(islice(self._legal_tp(dividing=ranks), 2), reverse=True)
+        fixes = [either("dp", [ranks // tp for tp in left])]
+        if request.config.world is not None:
+            fixes.append(either("world", [tp * request.pp * request.dp for tp in self._nearest_tp()]))
+        return fixes
 
-def _samples(request: Request, sizes: dict[str, int]) -> list[Problem]:
-    """Whole samples are split: micro_batch must divide."""
-    batch, parts, config = request.batch, sample_parts(request), request.config
-    if batch is None or batch.micro_batch % parts == 0:
-        return []
-    replica = batch.replica_batch
-    cut = f"{parts} parts ({shape.shown(sizes)}): only whole samples are split"
-    what = f"micro_batch={batch.micro_batch} does not divide into {cut}"
-    where = next((key for key in ("micro_batch", "microbatches") if getattr(config, key) is not None), "global_batch")
-    fixes = []
-    if where == "micro_batch":
-        legal = [n for n in divisors(replica) if n % parts == 0] or [parts]
-        fixes.append(either("micro_batch", nearest(batch.micro_batch, legal)))
-    elif where == "microbatches":
-        legal = [n for n in divisors(replica) if replica // n % parts == 0]
-        fixes.append(either("microbatches", nearest(batch.microbatches, legal)))
-    step = request.dp * parts * (batch.microbatches if where == "microbatches" else request.pp)
-    below = batch.global_batch // step * step
-    batches = [n for n in (below, below + step) if n > 0]
-    key, scale = ("local_batch", request.dp) if config.local_batch is not None else ("global_batch", 1)
-    fixes.append(either(key, [n // scale for n in batches]))
-    return [Problem(what, where, " or ".join(filter(None, fixes)), kind="arithmetic")]
+    def _legal_tp(self, dividing: int = 0) -> Iterator[int]:
+        """Legal tp above 1, the nearest first. dividing: only the divisors of so many ranks."""
+        tp = self.request.tp
+        for distance in range(min(FARTHEST, 4 * max(tp, 8))):
+            for candidate in dict.fromkeys((tp - distance, tp + distance)):
+                in_range = 1 < candidate <= 4 * max(tp, 8) and dividing % candidate == 0
+                if in_range and self._is_legal(self._of(replace(self.request, tp=candidate))):
+                    yield candidate
+
+    def _is_legal(self, other: GridRequest) -> bool:
+        """Whether tp makes a grid in another request where the sizes divide and SUMMA works, if it does here."""
+        if other.sizes is None or other.without_batch.choice.misfits():
+            return False
+        return bool(self._summa()) or not other._summa()
+
+    def _with(self, **settings: Any) -> GridRequest:
+        """The request with other settings of the tensor strategy."""
+        config, strategy = self.request.config, self.request.config.strategy
+        strategy = replace(strategy, tensor=replace(strategy.tensor, **settings))
+        return self._of(replace(self.request, config=replace(config, strategy=strategy)))

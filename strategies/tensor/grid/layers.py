@@ -1,5 +1,4 @@
-"""Role layers and the loss on the ranks of a grid. Each layer takes over the (already cut) parameters of the layer that
-it replaces.
+"""Role layers on the ranks of a grid. Each takes over the (already cut) parameters of the layer that it replaces.
 
 How a layer multiplies and how its activations are split is data (`products`); nothing here distinguishes 2D from 3D.
 Positions and the MLP's activation work on a part as they do on the whole, so the one-device layers stay.
@@ -7,41 +6,19 @@ Positions and the MLP's activation work on a part as they do on the whole, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from parallelrun.mesh import Group, Mesh
+from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device
 from parallelrun.product import ActivationLayout, Product
 
-from ..common.cross_entropy import VocabParallelLoss
-from ..common.sharding import TakesOver
+from ..common.sharding import EvenSlice, TakesOver, slice_of
 from . import matmul
-
-
-@dataclass(frozen=True)
-class EvenSlice:
-    """Part `index` of the `count` equal parts into which several axes split a dim."""
-
-    index: int
-    count: int
-
-    def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return this part of a tensor that is whole along `dim`: a view."""
-        size, rest = divmod(tensor.size(dim), self.count)
-        assert rest == 0, f"dim {dim} of {tuple(tensor.shape)} does not divide by {self.count}"
-        return tensor.narrow(dim, self.index * size, size)
-
-
-def slice_of(axes: tuple[str, ...], mesh: Mesh) -> EvenSlice:
-    """Return this rank's part of a dim that `axes` split, major first."""
-    index, count = 0, 1
-    for axis in axes:
-        degree = mesh.shape.size(axis)
-        index, count = index * degree + mesh.coordinate.get(axis, 0), count * degree
-    return EvenSlice(index, count)
+from .lookup import look_up
 
 
 class LayoutTracker:
@@ -69,85 +46,58 @@ class LayoutTracker:
         return self._known[self.layout]
 
 
-@dataclass(frozen=True)
-class BoundProduct:
-    """A product bound to this rank's mesh and to what it must know of the plan.
+class GridLayer(TakesOver):
+    """A layer that multiplies as `product` says, and tells the tracker the layout of its result."""
 
-    tracker: told the layout of each result. vocab: the global rows of the weight, where they need not divide: of a head
-    and of a table.
-    """
-
+    compiles: ClassVar[bool] = False
+    compute_dtype: torch.dtype
     product: Product
     mesh: Mesh
     options: matmul.MatmulOptions
     tracker: LayoutTracker
-    vocab: int | None = None
 
-    def __call__(self, x: Tensor, *weights: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-        """Multiply x, in the compute dtype, by each local (weight, bias): one result each."""
-        rows = None if self.vocab is None else [self.vocab]
+    def multiply(
+        self, x: Tensor, weights: Sequence[matmul.Weight], out_features: Sequence[int] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Multiply x by each local (weight, bias): one result each. See `matmul.multiply`."""
         self.tracker.layout = self.product.y
-        return matmul.multiply(x, weights, self.product, self.mesh, self.options, rows)
-
-    def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return rows of the table for the tokens of `product.x.rows`, in the compute dtype."""
-        assert self.vocab is not None, "a table has a vocabulary"
-        self.tracker.layout = self.product.y
-        return matmul.look_up(tokens, table, self.product, self.mesh, self.options, self.vocab)
-
-
-class GridLayer(TakesOver):
-    """A layer that multiplies as `multiply` says."""
-
-    compiles: ClassVar[bool] = False
-
-    def __init__(self, source: single_device.RoleLayer, multiply: BoundProduct):
-        super().__init__(source)
-        self.multiply = multiply
+        return matmul.multiply(x.to(self.compute_dtype), weights, self.product, self.mesh, self.options, out_features)
 
 
 class GridColumnLinear(GridLayer, single_device.ColumnLinear):
     """All outputs in one product: what they read is moved once."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.returned(self.multiply(x.to(self.compute_dtype), *map(self.weights, self.outputs)))
+        return self.returned(self.multiply(x, [*map(self.weights, self.outputs)]))
 
 
 class GridRowLinear(GridLayer, single_device.RowLinear):
     """A layer of one output, of role `row_parallel` or `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x.to(self.compute_dtype), (self.weight, self.bias))[0]
+        return self.multiply(x, [(self.weight, self.bias)])[0]
 
 
 class GridVocabHead(GridLayer, single_device.VocabHead):
-    """Logits of this rank's samples and part of the vocabulary, as `GridLoss` reads them."""
+    """Logits of this rank's samples and part of the vocabulary, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x.to(self.compute_dtype), (self.weight, None))[0]
+        return self.multiply(x, [(self.weight, None)], [self.vocab])[0]
 
 
 class GridTokenEmbedding(GridLayer, single_device.TokenEmbedding):
     """Tokens of the whole microbatch -> this rank's samples and features."""
 
-    def __init__(self, source: single_device.TokenEmbedding, multiply: BoundProduct, rows: EvenSlice):
-        super().__init__(source, multiply)
-        self.rows = rows
-
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.multiply.look_up(self.rows.of(tokens), self.weight)
+        self.tracker.layout = self.product.y
+        own = slice_of(self.product.x.rows, self.mesh).of(tokens)
+        return look_up(own, self.weight, self.product, self.mesh, self.options, self.vocab)
 
 
-class TrackingLayer(TakesOver):
-    """A layer that must know which samples and features arrive."""
-
-    def __init__(self, source: single_device.RoleLayer, tracker: LayoutTracker):
-        super().__init__(source)
-        self.tracker = tracker
-
-
-class GridDropout(TrackingLayer, single_device.HashDropout):
+class GridDropout(TakesOver, single_device.HashDropout):
     """The mask of the whole, at this rank's samples and features."""
+
+    tracker: LayoutTracker
 
     def forward(self, x: Tensor) -> Tensor:
         rows, features = self.tracker.slices
@@ -155,8 +105,10 @@ class GridDropout(TrackingLayer, single_device.HashDropout):
         return super().forward(x)
 
 
-class GridAttentionProduct(TrackingLayer, single_device.AttentionProduct):
+class GridAttentionProduct(TakesOver, single_device.AttentionProduct):
     """Attention of this rank's samples over its heads; dropped probabilities are those of the global heads."""
+
+    tracker: LayoutTracker
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, features = self.tracker.slices
@@ -164,16 +116,14 @@ class GridAttentionProduct(TrackingLayer, single_device.AttentionProduct):
         return super().forward(query, key, value)
 
 
-class GridLoss(VocabParallelLoss):
-    """`TokenLoss` on this rank's samples and part of the vocabulary: the sum over its own samples, at least fp32.
-
-    rows: which samples those are. group: of the axis that splits the vocabulary; start: the first token id here.
-    """
-
-    def __init__(self, label_smoothing: float, group: Group, start: int, vocab: int, rows: EvenSlice):
-        super().__init__(label_smoothing, group, start, vocab)
-        self.rows = rows
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits (own samples, ..., own vocabulary); targets (samples of the microbatch, ...), global ids."""
-        return super().forward(logits, self.rows.of(targets))
+MULTIPLYING: dict[type, type[GridLayer]] = {
+    single_device.ColumnLinear: GridColumnLinear,
+    single_device.RowLinear: GridRowLinear,
+    single_device.UnsplitLinear: GridRowLinear,
+    single_device.VocabHead: GridVocabHead,
+    single_device.TokenEmbedding: GridTokenEmbedding,
+}
+TRACKING: dict[type, type[TakesOver]] = {
+    single_device.HashDropout: GridDropout,
+    single_device.AttentionProduct: GridAttentionProduct,
+}

@@ -1,7 +1,7 @@
 """One distributed product Y = X W^T over named axes, forward and backward, as a Product says.
 
 Fused: one autograd node per layer. All gathers are started at once; each product is written where it will be sent
-from; dX's reduction runs under the product that gives dW, as in Colossal-AI's 3D layers. For split backwards: `nodes`.
+from; dX's reduction runs under the product that gives dW, as in Colossal-AI's 3D layers. Otherwise: `split_backward`.
 Products of panels are in `summa`, lookups in `lookup`.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallelrun.mesh import Mesh
+from parallelrun.models.autograd import apply_to_all
 from parallelrun.plan.structure import Plan
 from parallelrun.product import Product
 
-from ..common.autograd import apply_to_all
-from ..common.product_strategy import overlaps
-from . import lookup, split_backward, summa
+from ..common.traffic import overlaps
+from . import split_backward, summa
 from .block_matrix import BlockMatrix, multiply_into
-from .buffers import MoveGroup, WeightPacking, input_packing, move_group, output_packing, weight_packing
+from .buffers import ActivationPacking, WeightPacking, input_packing, move_group, output_packing, weight_packing
 
 Weight = tuple[Tensor, Tensor | None]
 
@@ -45,25 +45,13 @@ def matmul_options(plan: Plan) -> MatmulOptions:
     return MatmulOptions(compute, reduce, plan.tensor.save_gathered, overlaps(plan))
 
 
-@dataclass(frozen=True)
-class _Moves:
-    """How the operands of one layer move on this rank."""
+class _Packings(NamedTuple):
+    """How the operands of one layer are packed on this rank."""
 
-    into_x: MoveGroup
-    out_of_y: MoveGroup
-    packing: WeightPacking
+    x: ActivationPacking
+    y: ActivationPacking
+    weights: WeightPacking
     options: MatmulOptions
-
-    def weights(self, held: Sequence[Tensor], dtype: torch.dtype) -> list[BlockMatrix]:
-        """Every W: out of the gathered buffer, or, where none is gathered, out of the stored ones."""
-        return self.packing.matrices(held[0]) if self.packing.groups else [BlockMatrix((w.to(dtype),)) for w in held]
-
-    def start_weights(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
-        """Begin to gather the stored weights, if they are: what the function returned gives is read by `weights`."""
-        if not self.packing.groups:
-            return lambda: weights
-        gathering = self.packing.start_gather(weights, dtype)
-        return lambda: [gathering()]
 
 
 def multiply(
@@ -82,64 +70,49 @@ def multiply(
     """
     stored = [weight for weight, _ in weights]
     if product.panels:
-        out = summa.multiply(x, stored, product, mesh, options.reduce, options.fused)
+        out = summa.multiply(x, stored, product, mesh, options.reduce)
     else:
-        moves = _Moves(
-            move_group(product.gather_x, mesh),
-            move_group(product.scatter_y, mesh),
-            weight_packing(product, mesh, stored, out_features),
-            options,
-        )
+        weight = weight_packing(product, mesh, stored, out_features)
+        inputs = input_packing(x, move_group(product.gather_x, mesh))
+        outputs = output_packing(move_group(product.scatter_y, mesh), inputs, weight)
         if options.fused:
-            out = apply_to_all(_Multiply, x, moves, *stored)
+            out = apply_to_all(_Multiply, x, _Packings(inputs, outputs, weight, options), *stored)
         else:
-            out = split_backward.multiply(x, stored, moves.into_x, moves.out_of_y, moves.packing, options.reduce)
+            out = split_backward.multiply(x, stored, inputs, outputs, weight, options.reduce)
     return tuple(y if bias is None else y.add_(bias.to(y.dtype)) for y, (_, bias) in zip(out, weights))
-
-
-def look_up(ids: Tensor, table: Tensor, product: Product, mesh: Mesh, options: MatmulOptions, vocab: int) -> Tensor:
-    """Rows of the table for token ids, in the compute dtype, lying as `product.y`.
-
-    ids: int64 (samples, ...) of the rows that `product.x` splits; table: this rank's (rows, features) as stored, of
-    `vocab` rows in all. An id that is no row of the table gives zeros.
-    """
-    return lookup.look_up(ids, table, product, mesh, (options.compute, options.reduce), vocab)
 
 
 class _Multiply(torch.autograd.Function):
     """X times each weight (out, in): everything that moves, and the products, in one node."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: _Moves, *weights: Tensor) -> tuple[Tensor, ...]:
-        bundle = input_packing(x, moves.into_x)
-        gathering, gathering_weights = bundle.start_gather([x]), moves.start_weights(weights, x.dtype)
+    def forward(ctx: Any, x: Tensor, packed: _Packings, *weights: Tensor) -> tuple[Tensor, ...]:
+        gathering, gathering_weights = packed.x.start_gather([x]), packed.weights.start(weights, x.dtype)
         held_x, held_weights = gathering(), gathering_weights()
-        (left,), right = bundle.read(held_x), moves.weights(held_weights, x.dtype)
-        outputs = output_packing(moves.out_of_y, bundle, [weight.shape[0] for weight in right], moves.packing)
-        buffer, partial = outputs.new(x)
+        (left,), right = packed.x.read(held_x), packed.weights.read(held_weights, x.dtype)
+        buffer, partial = packed.y.new(x)
         for matrix, weight in zip(partial, right):
             multiply_into(matrix, [(left, weight.t())])
-        scattering = outputs.start_scatter(buffer)
-        ctx.moves, ctx.bundle, ctx.outputs = moves, bundle, outputs
-        ctx.like = [(weight.size(0), weight.dtype) for weight in weights]
-        ctx.save_for_backward(*((held_x, *held_weights) if moves.options.save_gathered else (x, *weights)))
+        scattering = packed.y.start_scatter(buffer)
+        ctx.packed, ctx.like = packed, [(weight.size(0), weight.dtype) for weight in weights]
+        ctx.save_for_backward(*((held_x, *held_weights) if packed.options.save_gathered else (x, *weights)))
         return scattering()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        moves, bundle = ctx.moves, ctx.bundle
+        packed: _Packings = ctx.packed
         wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        gathering = ctx.outputs.start_gather(grads)
+        gathering = packed.y.start_gather(grads)
         gathering_x, gathering_weights = _operands(ctx, wants_x, wants_weights)
-        outputs = ctx.outputs.read(gathering())
+        outputs = packed.y.read(gathering())
         reducing = reducing_weights = None
         if wants_x:
-            buffer, (partial,) = bundle.new(outputs[0].parts[0])
-            multiply_into(partial, list(zip(outputs, moves.weights(gathering_weights(), buffer.dtype))))
-            reducing = bundle.start_scatter(buffer)
+            buffer, (partial,) = packed.x.new(outputs[0].parts[0])
+            multiply_into(partial, list(zip(outputs, packed.weights.read(gathering_weights(), buffer.dtype))))
+            reducing = packed.x.start_scatter(buffer)
         if wants_weights:
-            (x,) = bundle.read(gathering_x())
-            reducing_weights = _start_weight_gradients(outputs, x, moves)
+            (x,) = packed.x.read(gathering_x())
+            reducing_weights = _start_weight_gradients(outputs, x, packed)
         found = reducing_weights() if reducing_weights else [None] * len(ctx.like)
         own = [None if g is None else g[:rows].to(dtype) for g, (rows, dtype) in zip(found, ctx.like)]
         return reducing()[0] if reducing else None, None, *own
@@ -150,23 +123,19 @@ def _operands(
 ) -> tuple[Callable[[], Tensor], Callable[[], Sequence[Tensor]]]:
     """What gives the gathered X and weights in backward: kept, or what of them is needed gathered once more."""
     x, *weights = ctx.saved_tensors
-    if ctx.moves.options.save_gathered:
+    if ctx.packed.options.save_gathered:
         return lambda: x, lambda: weights
-    gathering_x = ctx.bundle.start_gather([x]) if wants_weights else lambda: x
-    return gathering_x, ctx.moves.start_weights(weights, x.dtype) if wants_x else lambda: weights
+    gathering_x = ctx.packed.x.start_gather([x]) if wants_weights else lambda: x
+    return gathering_x, ctx.packed.weights.start(weights, x.dtype) if wants_x else lambda: weights
 
 
-def _start_weight_gradients(outputs: list[BlockMatrix], x: BlockMatrix, moves: _Moves) -> Callable[[], list[Tensor]]:
+def _start_weight_gradients(
+    outputs: list[BlockMatrix], x: BlockMatrix, packed: _Packings
+) -> Callable[[], Sequence[Tensor]]:
     """dW = dY^T X of every output, and begin to scatter their partial sums in the reduction dtype; gives this rank's
     rows of each, with those that pad."""
-    packing, like = moves.packing, outputs[0].parts[0]
-    if packing.groups:
-        new = like.new_zeros if packing.is_padded else like.new_empty
-        buffer = new((packing.num_parts, sum(packing.rows), x.shape[1]))
-        gradients = packing.matrices(buffer)
-    else:
-        found = [like.new_empty((output.shape[1], x.shape[1])) for output in outputs]
-        gradients = [BlockMatrix((gradient,)) for gradient in found]
-    for gradient, output in zip(gradients, outputs):
+    weights, like = packed.weights, outputs[0].parts[0]
+    held = weights.new(like, x.shape[1])
+    for gradient, output in zip(weights.read(held, like.dtype), outputs):
         multiply_into(gradient, [(output.t(), x)])
-    return packing.start_scatter(buffer.to(moves.options.reduce)) if packing.groups else lambda: found
+    return weights.start_scatter(held[0].to(packed.options.reduce)) if weights.groups else lambda: held

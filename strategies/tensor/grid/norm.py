@@ -15,10 +15,10 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.mesh import Group
 from parallelrun.models import layers as single_device
+from parallelrun.models.autograd import apply
 from parallelrun.models.functions import accurate_dtype
 from parallelrun.models.rounding import rounded
 
-from ..common.autograd import apply
 from ..common.sharding import TakesOver
 
 PURPOSE = "norm"
@@ -66,22 +66,14 @@ def _merge(own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
     return mean, (squares.sum(0) + (means - mean).square().sum(0) * count) / (count * group.size)
 
 
-def normalise_split(kind: str, x: Tensor, group: Group, eps: float) -> Tensor:
-    """LayerNorm (kind `layernorm`) or RMSNorm (`rmsnorm`) of x over its last dim and the group, without weights."""
-    return apply(_NormaliseSplit, x, group, eps, kind != "rmsnorm")
-
-
 class GridNorm(TakesOver, single_device.HiddenNorm):
     """This rank's features of whole rows. Weights come after, as plain operations: split backward works on them."""
 
     communicates: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
-
-    def __init__(self, source: single_device.HiddenNorm, group: Group):
-        super().__init__(source)
-        self.group = group
+    group: Group
 
     def forward(self, x: Tensor) -> Tensor:
-        unit = normalise_split(self.kind, x.to(self.compute_dtype), self.group, self.eps)
+        unit = apply(_NormaliseSplit, x.to(self.compute_dtype), self.group, self.eps, self.kind != "rmsnorm")
         weight = rounded(self.weight, unit.dtype)
         return unit * weight if self.bias is None else torch.addcmul(rounded(self.bias, unit.dtype), unit, weight)

@@ -1,4 +1,7 @@
-"""What the grid tensor strategies will do: axes, forms, layouts, and what a plan may ask of them. Torch-free."""
+"""What the grid tensor strategies will do: axes, forms, layouts, and what a plan may ask of them. Torch-free.
+
+The runtime and the predictions read the same products.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,24 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import TYPE_CHECKING, ClassVar
 
+from parallelrun import product as products
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec, Pair, ParameterSpec
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import LayerBackward, LayoutChoice, MeshDims
-from parallelrun.product import ActivationLayout, Product
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
+from parallelrun.precision import BYTES
+from parallelrun.product import ActivationLayout, Move, Product
 from parallelrun.wording import divisors
 
-from ..common import one_axis_memory
-from ..common.activation_memory import loss_backward
-from ..common.product_strategy import AXIS, ProductStrategy, Traffic, overlaps
-from . import checks, choose, memory, products, shape
+from ..common.product_strategy import ProductStrategy
+from ..common.traffic import AXIS, overlaps
+from .checks import GridRequest
+from .forms import MAKE, boundary_layout, key_of, pair_products
 from .keys import Grid2DConfig, Grid25DConfig, GridConfig
+from .shape import Cube, Deep, Shape, Square, cube_root
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,45 +34,80 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GridStrategy(ProductStrategy):
-    """Samples, features and weights are split over several mesh dims; subclasses say over how many."""
+    """Samples, features and weights are split over several mesh dims; subclasses say over how many.
+
+    shape: the grids that tp ranks may form. only_form: the form of all complete pairs and of the head, where there is
+    no choice.
+    """
+
+    shape: ClassVar[type[Shape]]
+    only_form: ClassVar[str | None] = None
+
+    @classmethod
+    def _of(cls, request: Request) -> GridRequest:
+        return GridRequest(request, cls.shape, cls.only_form or cls.asked_form(request.config))
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
         """The grid, layer roles, heads, widths and samples must divide; sequence and vocabulary need not."""
-        return checks.check(request)
+        return cls._of(request).check()
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
         asked = GridConfig.of(request.config)
-        forms = choose.choose(request.spec, checks.choice(request))
-        return cls(overlap=asked.overlap, forms=forms, save_gathered=asked.save_gathered)
+        return cls(overlap=asked.overlap, forms=cls._of(request).choice.choose(), save_gathered=asked.save_gathered)
 
     @classmethod
     def mesh_dims(cls, request: Request) -> MeshDims:
         """row x col, depth x row x col, or x x y x z; `tp` is made of them."""
-        sizes = shape.arranged(request)
+        sizes = cls.shape.arranged(request)
         assert sizes, "checked before"
         return tuple(sizes.items()), ((AXIS, tuple(sizes)),)
 
     @classmethod
     def vocab_degrees(cls, request: Request) -> tuple[int, ...]:
         """Those of the rows of the head's weight; none where tp makes no grid."""
-        sizes = shape.arranged(request)
-        if not sizes:
-            return ()
-        head = products.head(cls.kind, choose.boundary_layout(sizes))
-        return tuple(sizes[axis] for axis in head.weight.dims[0])
+        sizes = cls.shape.arranged(request)
+        return tuple(sizes[axis] for axis in cls.head(boundary_layout(sizes)).weight.dims[0]) if sizes else ()
 
     @classmethod
     def micro_batch_divisor(cls, request: Request) -> int:
         """Whole samples are split over the rows axes."""
-        return checks.sample_parts(request)
+        return cls._of(request).sample_parts
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
         """Grid and depth, where they were not given."""
-        return shape.filled(request)
+        tensor, sizes = GridConfig.of(request.config), cls.shape.arranged(request)
+        if request.tp == 1 or "grid" not in cls.shape.sets or not sizes:
+            return ()
+        values, why = [] if tensor.grid else [f"grid={sizes['row']}x{sizes['col']}"], f"tp {request.tp}"
+        if "depth" in cls.shape.sets and tensor.depth is None:
+            values.append(f"depth={sizes.get('depth', 1)}")
+            why += ", the largest legal depth"
+        return (f"{' '.join(values)} (filled: {why})",) if values else ()
+
+    @classmethod
+    def head(cls, boundary: ActivationLayout) -> Product:
+        """Return the product of hidden states -> logits, split over the vocabulary."""
+        return MAKE[cls.only_form or "stationary_y"](boundary)
+
+    @classmethod
+    def table(cls, boundary: ActivationLayout) -> Product:
+        """Return the lookup of token ids -> hidden states, from a table that is split as the head's weight."""
+        head = cls.head(boundary)
+        (axis,) = head.gathered_weight.dims[0]
+        scatter = Move("rows" if axis in boundary.rows else "features", axis)
+        return products.lookup(boundary, head.weight, head.gather_w, scatter)
+
+    def tensor_sizes(self, plan: Plan) -> dict[str, int]:
+        """Return the degree of every tensor axis, in mesh order."""
+        return {axis: plan.mesh.size(axis) for axis in plan.mesh.mesh_dims_of(AXIS)}
+
+    def boundary(self, plan: Plan) -> ActivationLayout:
+        """Return the layout of activations between blocks."""
+        return boundary_layout(self.tensor_sizes(plan))
 
     @classmethod
     def asked_form(cls, config: Config) -> str:
@@ -74,46 +115,76 @@ class GridStrategy(ProductStrategy):
 
     def label(self, plan: Plan) -> str:
         """`2d 2x3`."""
-        return f"{self.kind} {'x'.join(str(degree) for degree in products.tensor_sizes(plan).values())}"
+        return f"{self.layout_name} {'x'.join(str(degree) for degree in self.tensor_sizes(plan).values())}"
 
     def layout(self, parameter: ParameterSpec, plan: Plan) -> Layout:
-        """See `products`."""
-        return products.parameter_layout(parameter, plan)
+        """A weight as its product holds it, a bias as Y's features, norms and positions as the features between blocks.
+
+        Partial over the axes whose ranks see other samples: the rows of what the parameter is added to or multiplied
+        with, and 2.5d's depth. A parameter without a layer role (only at tp=1) is replicated.
+        """
+        product, num_dims = self.product_of(plan.spec.layer_of[parameter.name], plan), len(parameter.shape)
+        if product is not None:
+            found = product.weight_layout if num_dims == 2 else product.bias_layout
+        elif parameter.layer_role in ("norm", "position_embedding"):
+            boundary = self.boundary(plan)
+            found = Layout((*((),) * (num_dims - 1), boundary.features), boundary.rows)
+        else:
+            found = Layout.replicated(num_dims)
+        return Layout(found.dims, tuple(axis for axis in found.partial if plan.mesh.size(axis) > 1))
 
     def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
-        """See `products`."""
-        return products.product_of(layer, plan)
+        """Return the product of a column, row, linear, head or embedding layer (a lookup); None for any other."""
+        boundary = self.boundary(plan)
+        if layer.layer_role in ("column_parallel", "row_parallel"):
+            columns, row = self._of_pair(plan.spec.pair_of[layer.name], plan)
+            return columns if layer.layer_role == "column_parallel" else row
+        make = {"linear": products.stationary_y, "head": self.head, "embedding": self.table}.get(layer.layer_role)
+        return make(boundary) if make else None
+
+    def _of_pair(self, pair: Pair, plan: Plan) -> tuple[Product, Product]:
+        """(product of the column layers, of the row layer) in the forms that the plan has chosen."""
+        return pair_products(dict(self.forms)[key_of(pair)], self.boundary(plan))
 
     def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
-        """See `products`."""
-        return products.activation_layout(layer, plan) if layer else products.plan_boundary(plan)
+        """As its product reads it; of a position, norm, dropout or attention layer as inside its pair, else as between
+        blocks."""
+        product = self.product_of(layer, plan) if layer else None
+        if product is not None:
+            return product.x
+        pair = plan.spec.pair_of.get(layer.name) if layer else None
+        return self._of_pair(pair, plan)[0].y if pair else self.boundary(plan)
 
     def boundary_shape(self, plan: Plan) -> tuple[int, ...]:
         """This rank's samples and features."""
         *middle, features = plan.spec.boundary_shape
-        samples, width = products.plan_boundary(plan).local(plan.batch.micro_batch, features, plan.mesh.sizes)
+        samples, width = self.boundary(plan).local(plan.batch.micro_batch, features, plan.mesh.sizes)
         return (samples, *middle, width)
 
     def loss_axes(self, plan: Plan) -> tuple[str, ...]:
         """The axes over which samples are split where the logits are."""
         product = self.head_product(plan)
-        rows = product.y.rows if product else products.plan_boundary(plan).rows
+        rows = product.y.rows if product else self.boundary(plan).rows
         return tuple(axis for axis in rows if plan.mesh.size(axis) > 1)
 
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """All but a last scatter in a node of its own, which is behind the last tensor that backward needs."""
         last = next(x for x in reversed(block.layers) if x.layer_role != "dropout" or plan.dropout > 0)
         scatters = last.layer_role == "row_parallel" and any(t.operand == "y" for t in self.transfers_of(last, plan))
         return not scatters or overlaps(plan)
 
-    def layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
-        """See `memory`; at tp=1 the layers are those of one device."""
-        of_layer = memory.layer_backward if plan.mesh.size(AXIS) > 1 else one_axis_memory.layer_backward
-        return of_layer(layer, block, plan)
-
-    def loss_backward(self, plan: Plan) -> LayerBackward:
-        """Of the local logits."""
-        return loss_backward(plan, self.head_product(plan))
+    def shared_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """Where q, k and v are views of one buffer (scattered, or written by one node) and rotary positions make other
+        tensors of q and k, v's view keeps all three."""
+        has_bias = any(len(parameter.shape) == 1 for parameter in layer.parameters)
+        scatters = product.scatter_y is not None and plan.mesh.size(product.scatter_y.axis) > 1
+        if plan.mesh.size(AXIS) == 1 or has_bias or product.panels or not (scatters or overlaps(plan)):
+            return 0
+        if any(x.layer_role == "position_embedding" for x in plan.spec.layers()):
+            return 0
+        rotated = sum(parameter.shape[0] for parameter in layer.parameters[:-1])
+        rows, features = product.y.local(plan.num_rows, rotated, plan.mesh.sizes)
+        return rows * features * BYTES[plan.precision.compute]
 
 
 @dataclass(frozen=True)
@@ -122,6 +193,7 @@ class Tensor2D(GridStrategy):
 
     kind: ClassVar[str] = "2d"
     layout_name: ClassVar[str] = "2d"
+    shape: ClassVar[type[Shape]] = Square
     config_class = Grid2DConfig
     source: ClassVar[str] = "van de Geijn and Watts 1997; Xu et al. 2021 (Optimus)"
     explanation: ClassVar[str] = (
@@ -153,6 +225,7 @@ class Tensor25D(Tensor2D):
 
     kind: ClassVar[str] = "2.5d"
     layout_name: ClassVar[str] = "2.5d"
+    shape: ClassVar[type[Shape]] = Deep
     config_class = Grid25DConfig
     copies_weights: ClassVar[bool] = True
     source: ClassVar[str] = "Wang et al. 2021 (Tesseract)"
@@ -173,8 +246,9 @@ class Tensor25D(Tensor2D):
 
     def resolved_config(self, config: Config, plan: Plan) -> Grid25DConfig:
         """With grid and depth."""
-        config = replace(config, strategy=replace(config.strategy, tensor=super().resolved_config(config, plan)))
-        return replace(Grid25DConfig.of(config), depth=plan.mesh.size("depth"))
+        found = super().resolved_config(config, plan)
+        assert isinstance(found, Grid25DConfig)
+        return replace(found, depth=plan.mesh.size("depth"))
 
 
 @dataclass(frozen=True)
@@ -183,6 +257,8 @@ class Tensor3D(GridStrategy):
 
     kind: ClassVar[str] = "3d"
     layout_name: ClassVar[str] = "3d"
+    shape: ClassVar[type[Shape]] = Cube
+    only_form: ClassVar[str | None] = "cube"
     config_class = GridConfig
     source: ClassVar[str] = "Agarwal et al. 1995; Bian et al. 2021"
     explanation: ClassVar[str] = (
@@ -193,7 +269,7 @@ class Tensor3D(GridStrategy):
     @classmethod
     def layout_choices(cls, tp: int) -> list[LayoutChoice]:
         """The cube, and the same gathering again in backward."""
-        side = shape.cube_root(tp)
+        side = cube_root(tp)
         name = f"3d {side}x{side}x{side}" if side**3 == tp else "3d"
         lean = GridConfig(save_gathered=False)
         return [LayoutChoice(name, GridConfig()), LayoutChoice(f"{name} lean", lean, name)]

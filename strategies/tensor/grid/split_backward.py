@@ -14,24 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parallelrun.models.autograd import apply_to_all
 from parallelrun.models.rounding import rounded
 
-from ..common.autograd import apply, apply_to_all
-from .buffers import ActivationPacking, MoveGroup, WeightPacking, input_packing, output_packing
+from .buffers import ActivationPacking, WeightPacking
 
 
-class _GatherInput(torch.autograd.Function):
-    """X gathered; its gradient's partial sums scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bundle: ActivationPacking) -> Tensor:
-        ctx.bundle = bundle
-        (whole,) = bundle.read(bundle.start_gather([x])())
-        return bundle.shaped(whole.joined())
+class _Move(torch.autograd.Function):
+    """Activations gathered, or partial sums scattered; backward does the other one with the gradients."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(ctx.bundle, [grad])[0], None
+    def forward(ctx: Any, packing: ActivationPacking, gathers: bool, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.packing, ctx.gathers = packing, gathers
+        return packing.gather(given) if gathers else packing.scatter(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *(ctx.packing.scatter(grads) if ctx.gathers else ctx.packing.gather(grads))
 
 
 class _GatherWeights(torch.autograd.Function):
@@ -48,53 +47,27 @@ class _GatherWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         packing: WeightPacking = ctx.packing
-        shape = (packing.num_parts, sum(packing.rows), grads[0].size(1))
-        buffer = (torch.zeros if packing.is_padded else torch.empty)(shape, dtype=ctx.reduce, device=grads[0].device)
+        (buffer,) = packing.new(grads[0].new_empty(0, dtype=ctx.reduce), grads[0].size(1))
         for grad, matrix in zip(grads, packing.matrices(buffer)):
             matrix.fill(grad)
         mine = packing.start_scatter(buffer)()
         return None, None, None, *(own[:rows].to(dtype) for own, (rows, dtype) in zip(mine, ctx.like))
 
 
-class _ScatterOutputs(torch.autograd.Function):
-    """Partial sums of every Y scattered; their gradients gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, bundle: ActivationPacking, *partial: Tensor) -> tuple[Tensor, ...]:
-        ctx.bundle = bundle
-        return _scattered(bundle, partial)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        whole = ctx.bundle.read(ctx.bundle.start_gather(grads)())
-        return None, *(ctx.bundle.shaped(matrix.joined()) for matrix in whole)
-
-
-def _scattered(bundle: ActivationPacking, partial: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    buffer, whole = bundle.new(partial[0])
-    for matrix, source in zip(whole, partial):
-        matrix.fill(source.flatten(0, -2))
-    return bundle.start_scatter(buffer)()
-
-
 def multiply(
     x: Tensor,
     weights: Sequence[Tensor],
-    into_x: MoveGroup,
-    out_of_y: MoveGroup,
+    inputs: ActivationPacking,
+    outputs: ActivationPacking,
     packing: WeightPacking,
     reduce: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """X times each weight, without bias. into_x, out_of_y: how X is gathered and Y scattered."""
-    bundle = input_packing(x, into_x)
-    if into_x.group:
-        x = apply(_GatherInput, x, bundle)
+    """X times each weight, without bias. inputs, outputs, packing: of X, of every Y and of the weights."""
+    if inputs.move.group:
+        (x,) = apply_to_all(_Move, inputs, True, x)
     if packing.groups:
         whole = apply_to_all(_GatherWeights, packing, x.dtype, reduce, *weights)
     else:
         whole = tuple(rounded(weight, x.dtype) for weight in weights)
     out = tuple(functional.linear(x, weight) for weight in whole)
-    if out_of_y.group is None:
-        return out
-    outputs = output_packing(out_of_y, bundle, [y.size(-1) for y in out], packing)
-    return apply_to_all(_ScatterOutputs, outputs, *out)
+    return out if outputs.move.group is None else apply_to_all(_Move, outputs, False, *out)

@@ -11,7 +11,7 @@ While one panel is multiplied, the next one is being broadcast and the last prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from parallelrun import comm
 from parallelrun.mesh import Group, Mesh
+from parallelrun.models.autograd import apply_to_all
 from parallelrun.product import Product, num_panels
 
-from ..common.autograd import apply, apply_to_all
+from ..common.transfers import Finish, when_done
 from .buffers import ACTIVATIONS, WEIGHT_GRADIENTS, WEIGHTS
 
 
@@ -40,33 +41,25 @@ class Panels:
         owner, index = divmod(number, each)
         return owner, slice(index * width // each, (index + 1) * width // each)
 
-    def start_broadcast(self, block: Tensor, number: int) -> Callable[[], Tensor]:
+    def start_broadcast(self, block: Tensor, number: int) -> Finish:
         """Begin to send panel `number` out of its owner's block; gives the panel, on every rank."""
         owner, columns = self.owner(number, block.size(1))
         if owner == self.group.index:
             panel = block[:, columns].contiguous()
         else:
             panel = block.new_empty((block.size(0), columns.stop - columns.start))
-        work = comm.broadcast(panel, self.group, self.purpose, owner, async_op=True)
-
-        def finish() -> Tensor:
-            if work is not None:
-                work.wait()
-            return panel
-
-        return finish
+        return when_done(comm.broadcast(panel, self.group, self.purpose, owner, async_op=True), panel)
 
     def start_reduce(self, partial: Tensor, number: int, block: Tensor, purpose: str) -> Callable[[], None]:
         """Begin to sum the product of panel `number` into its columns of its owner's `block`."""
         owner, columns = self.owner(number, block.size(1))
         partial = partial.to(block.dtype)
-        work = comm.reduce(partial, self.group, purpose, owner, async_op=True)
+        reducing = when_done(comm.reduce(partial, self.group, purpose, owner, async_op=True), partial)
 
         def finish() -> None:
-            if work is not None:
-                work.wait()
+            total = reducing()
             if owner == self.group.index:
-                block[:, columns] = partial
+                block[:, columns] = total
 
         return finish
 
@@ -79,44 +72,30 @@ class _Grid:
     w: Panels
     reduce: torch.dtype
 
-    def start(self, number: int, x: Tensor | None, w: Tensor | None) -> Callable[[], list[Tensor | None]]:
-        """Begin to broadcast that panel of each operand; gives both."""
+    def panels(self, x: Tensor | None, w: Tensor | None) -> Iterator[tuple[int, Any, Any]]:
+        """Yield (number, panel of X, panel of W) in turn, while the next ones are broadcast; None for an operand that
+        is not read."""
         blocks = ((self.x, x), (self.w, w))
-        coming = [panels.start_broadcast(block, number) if block is not None else None for panels, block in blocks]
-        return lambda: [finish() if finish else None for finish in coming]
 
-    def run(
-        self, x: Tensor | None, w: Tensor | None, work: Callable[[int, Any, Any], Sequence[Callable[[], None]]]
-    ) -> None:
-        """Call `work(number, panel of X, panel of W)` for every panel in turn, while the next one is broadcast.
+        def start(number: int) -> list[Finish | None]:
+            return [None if block is None else panels.start_broadcast(block, number) for panels, block in blocks]
 
-        What it returns is waited for after the next panel's work."""
-        coming = self.start(0, x, w)
-        flying: Sequence[Callable[[], None]] = ()
+        coming = start(0)
         for number in range(self.x.count):
-            panels = coming()
-            if number + 1 < self.x.count:
-                coming = self.start(number + 1, x, w)
-            landing, flying = flying, work(number, *panels)
-            for finish in landing:
-                finish()
-        for finish in flying:
-            finish()
+            x_panel, w_panel = (finish() if finish else None for finish in coming)
+            coming = start(number + 1) if number + 1 < self.x.count else []
+            yield number, x_panel, w_panel
 
 
 def multiply(
-    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype, fused: bool
+    x: Tensor, weights: Sequence[Tensor], product: Product, mesh: Mesh, reduce: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """X times each weight, without bias. fused: one node for both gradients, which share a pass over
-    the panels; else one for each (a split backward asks for them at different times)."""
+    """X times each weight, without bias. One node gives both gradients, which share a pass over the panels; a plan with
+    a split backward refuses this form."""
     (across,), (along,) = product.x.features, product.weight.dims[1]
     count = num_panels(product, mesh.shape.sizes)
     grid = _Grid(Panels(mesh.group(across), count, ACTIVATIONS), Panels(mesh.group(along), count, WEIGHTS), reduce)
-    if fused:
-        return apply_to_all(_Summa, x, grid, *weights)
-    out = apply_to_all(_Summa, x, grid, *(weight.detach() for weight in weights))
-    shadows = apply_to_all(_WeightGradients, x.detach(), grid, *weights)
-    return tuple(apply(_Join, y, shadow) for y, shadow in zip(out, shadows))
+    return apply_to_all(_Summa, x, grid, *weights)
 
 
 class _Summa(torch.autograd.Function):
@@ -130,77 +109,39 @@ class _Summa(torch.autograd.Function):
         out = tuple(x.new_empty((*x.shape[:-1], width)) for width in widths)
         rows = [y.view(-1, y.size(-1)) for y in out]
 
-        def work(number: int, x_panel: Tensor, w_panel: Tensor) -> Sequence[Callable[[], None]]:
+        for number, x_panel, w_panel in grid.panels(x.flatten(0, -2), _packed(weights, x.dtype)):
             for y, part in zip(rows, w_panel.split(widths)):
-                if number == 0:
-                    torch.mm(x_panel, part.t(), out=y)
-                else:
-                    y.addmm_(x_panel, part.t())
-            return ()
-
-        grid.run(x.flatten(0, -2), _packed(weights, x.dtype), work)
+                y.addmm_(x_panel, part.t(), beta=min(number, 1))  # 0: Y has no values yet
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        return _backward(ctx.grid, x, weights, grads, ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
+        grid, wants_x, wants_weights = ctx.grid, ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
+        x, shape = x.flatten(0, -2), x.shape
+        rows = [grad.reshape(x.size(0), -1) for grad in grads]
+        widths = [weight.size(0) for weight in weights]
+        dx = torch.empty_like(x) if wants_x else None
+        dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
 
-
-class _WeightGradients(torch.autograd.Function):
-    """Nothing forward (outputs of no memory, in Y's shapes); backward the weights' gradients alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: _Grid, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.grid = grid
-        ctx.save_for_backward(x, *weights)
-        return tuple(x.new_zeros(()).expand(*x.shape[:-1], weight.size(0)).detach() for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        return _backward(ctx.grid, x, weights, grads, False, True)
-
-
-class _Join(torch.autograd.Function):
-    """Y, whose gradient goes to the node that yields dX and to the one that yields dW."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, shadow: Tensor) -> Tensor:
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad
-
-
-def _backward(
-    grid: _Grid, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_x: bool, wants_weights: bool
-) -> tuple[Any, ...]:
-    """(dX or None, None, dW or None of every weight), in one pass over the panels."""
-    x, shape = x.flatten(0, -2), x.shape
-    grads = [grad.reshape(x.size(0), -1) for grad in grads]
-    widths = [weight.size(0) for weight in weights]
-    packed = _packed(weights, x.dtype) if wants_x else None
-    dx = torch.empty_like(x) if wants_x else None
-    dw = x.new_empty((sum(widths), weights[0].size(1)), dtype=grid.reduce) if wants_weights else None
-
-    def work(number: int, x_panel: Tensor | None, w_panel: Tensor | None) -> list[Callable[[], None]]:
-        flying = []
-        if w_panel is not None and dx is not None:
-            flying.append(grid.x.start_reduce(_sum_of_products(grads, w_panel, widths), number, dx, ACTIVATIONS))
-        if x_panel is not None and dw is not None:
-            partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
-            for grad, part in zip(grads, partial.split(widths)):
-                torch.mm(grad.t(), x_panel, out=part)
-            flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
-        return flying
-
-    grid.run(x if wants_weights else None, packed, work)
-    dx = dx if dx is None else dx.view(shape)
-    if dw is None:
-        return dx, None, *(None for _ in weights)
-    return dx, None, *(own.to(weight.dtype) for own, weight in zip(dw.split(widths), weights))
+        flying: list[Callable[[], None]] = []
+        packed = _packed(weights, x.dtype) if wants_x else None
+        for number, x_panel, w_panel in grid.panels(x if wants_weights else None, packed):
+            landing, flying = flying, []
+            if dx is not None:
+                flying.append(grid.x.start_reduce(_sum_of_products(rows, w_panel, widths), number, dx, ACTIVATIONS))
+            if dw is not None:
+                partial = x_panel.new_empty((sum(widths), x_panel.size(1)))
+                for grad, part in zip(rows, partial.split(widths)):
+                    torch.mm(grad.t(), x_panel, out=part)
+                flying.append(grid.w.start_reduce(partial, number, dw, WEIGHT_GRADIENTS))
+            for finish in landing:
+                finish()
+        for finish in flying:
+            finish()
+        own = dw.split(widths) if dw is not None else [None] * len(weights)
+        given = [None if part is None else part.to(weight.dtype) for part, weight in zip(own, weights)]
+        return None if dx is None else dx.view(shape), None, *given
 
 
 def _sum_of_products(grads: Sequence[Tensor], panel: Tensor, widths: Sequence[int]) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.model_spec import LayerSpec, ModelSpec
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.request import Request
 from parallelrun.wording import divisors, either, nearest
 
-from ..common import roles
+from ..common import checks as common
 
 SPLIT_ROLES = ("column_parallel", "row_parallel", "embedding", "head")
 
@@ -21,7 +20,7 @@ def check(request: Request, wanted: bool) -> list[Problem]:
     """
     if request.tp == 1:
         return []
-    problems = [*_roles(request.spec, request.config, request.tp), *_sequence(request.spec, request.tp, wanted)]
+    problems = [*_roles(request), *_sequence(request.spec, request.tp, wanted)]
     misfits = _misfits(request.spec, request.tp)
     if not misfits:
         return problems
@@ -34,26 +33,22 @@ def check(request: Request, wanted: bool) -> list[Problem]:
     return problems
 
 
-def _roles(spec: ModelSpec, config: Config, tp: int) -> list[Problem]:
+def _roles(request: Request) -> list[Problem]:
     """There must be something to split, and nothing with weights may stand where activations are split."""
+    spec, tp = request.spec, request.tp
     layers = list(spec.layers())
-
-    def refuse(what: str, name: str, role: str, fits: bool) -> list[Problem]:
-        fix = f"{roles.suggestion(config, name, role)} or tp=1" if fits else "tp=1"
-        return [Problem(what, "model.roles", fix, kind="undefined")]
-
     if not any(layer.layer_role in SPLIT_ROLES for layer in layers):
-        candidate = roles.could_be(spec, "column_parallel")
-        name = candidate or next((layer.name for layer in layers if layer.parameters), spec.name)
+        possible = [x for x in layers if not x.layer_role and "column_parallel" in x.possible_roles]
+        name = next((layer.name for layer in [*possible, *layers] if possible or layer.parameters), spec.name)
         what = f"layer {name} has no layer role, so tp={tp} has nothing to split"
-        return refuse(what, name, "column_parallel", candidate is not None)
+        return [common.wrong_role(what, request, name, "column_parallel")]
     column: LayerSpec | None = None  # whose output is split here
     for layer in layers:
         role = layer.layer_role
         if column and layer.parameters and role not in ("row_parallel", "column_parallel"):  # q, k, v are side by side
             opener = column.name
             what = f"layer {layer.name} reads what {opener} has split over tp={tp}: only a row_parallel layer may"
-            return refuse(what, layer.name, "row_parallel", roles.fits(layer, "row_parallel"))
+            return [common.wrong_role(what, request, layer.name, "row_parallel")]
         column = layer if role == "column_parallel" else None if role == "row_parallel" else column
     return []
 
@@ -69,7 +64,7 @@ def _sequence(spec: ModelSpec, tp: int, wanted: bool) -> list[Problem]:
     if spec.seq % tp == 0:
         return []
     what = f"model.seq={spec.seq} does not divide by tp={tp}, and sequence_parallel cuts it evenly"
-    fix = f"{either('model.seq', _multiples(spec.seq, tp))} or {key}=false"
+    fix = f"{either('model.seq', common.multiples(spec.seq, tp))} or {key}=false"
     return [Problem(what, "tp", fix, kind="arithmetic")]
 
 
@@ -86,9 +81,11 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
         found.append(("model.kv_heads", spec.kv_heads, what))
     if spec.ffn and spec.ffn % tp:
         found.append(("model.ffn", spec.ffn, f"model.ffn={spec.ffn} does not divide by tp={tp}"))
-    for key, size in _expert_widths(spec):
-        if size % tp and size != spec.ffn:
-            found.append((key, size, f"{key}={size} does not divide by tp={tp}: it cuts the inside of every expert"))
+    expert = next((layer.parameters[0] for layer in spec.layers() if layer.layer_role == "expert"), None)  # all alike
+    width = expert.shape[inside_dim(expert)] if expert else spec.ffn
+    if width % tp and width != spec.ffn:
+        what = f"model.expert_ffn={width} does not divide by tp={tp}: it cuts the inside of every expert"
+        found.append(("model.expert_ffn", width, what))
     if not spec.heads and any(layer.layer_role == "row_parallel" for layer in spec.layers()):
         for layer in spec.layers():
             misfits = [size for size in _widths(layer) if size % tp and size != spec.ffn]
@@ -100,12 +97,9 @@ def _misfits(spec: ModelSpec, tp: int) -> list[tuple[str, int, str]]:
 
 def _legal_sizes(key: str, size: int, spec: ModelSpec, tp: int) -> list[int]:
     """Values of the size at `key` that tp divides, as far as the rest of the model allows them."""
-    if key == "model.heads":
-        groups = spec.kv_heads if spec.kv_heads != spec.heads else 1  # as many as heads: they follow
-        return [heads for heads in divisors(spec.hidden) if heads % tp == 0 and heads % groups == 0]
     if key == "model.kv_heads":
         return [kv_heads for kv_heads in divisors(spec.heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
-    return _multiples(size, tp) if key.startswith("model.") else []
+    return common.legal_sizes(key, size, tp, spec)
 
 
 def _widths(layer: LayerSpec) -> list[int]:
@@ -117,20 +111,5 @@ def _widths(layer: LayerSpec) -> list[int]:
     return []
 
 
-def _expert_widths(spec: ModelSpec) -> list[tuple[str, int]]:
-    """(key, width inside) of an expert: of the first layer of them, all are alike."""
-    first = next((layer for layer in spec.layers() if layer.layer_role == "expert"), None)
-    if first is None:
-        return []
-    weight = first.parameters[0]
-    return [("model.expert_ffn", weight.shape[inside_dim(weight)])]
-
-
 def _fits(spec: ModelSpec, tp: int, sequence_parallel: bool) -> bool:
     return not _misfits(spec, tp) and not (sequence_parallel and spec.seq % tp)
-
-
-def _multiples(size: int, tp: int) -> list[int]:
-    """The multiples of tp around `size`."""
-    below = size // tp * tp
-    return [n for n in (below, below + tp) if n > 0]

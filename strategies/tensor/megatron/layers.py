@@ -2,64 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from parallelrun.mesh import Group
 from parallelrun.models import layers as single_device
 from parallelrun.models.functions import linear
 
 from ..common.sharding import TakesOver
-from . import operators
-
-
-@dataclass(frozen=True)
-class TPContext:
-    """What a layer must know of the tensor axis: its group, whether activations between blocks are split along the
-    sequence, and whether the input-gradient reduction may share a node with the weight gradients (never under zero
-    bubble)."""
-
-    group: Group
-    sequence_parallel: bool
-    overlap: bool
+from .operators import TPContext, column_parallel_linear, copy_or_gather, reduce_or_scatter
 
 
 class TensorParallelLayer(TakesOver):
-    """A layer that replaces `source` on the ranks of `tp`."""
+    """A layer on the ranks of `tp`."""
 
-    def __init__(self, source: single_device.RoleLayer, tp: TPContext):
-        super().__init__(source)
-        self.tp = tp
+    tp: TPContext
 
 
 class ColumnParallelLinear(TensorParallelLayer, single_device.ColumnLinear):
     """Local rows of every output's weight. Only under sequence parallelism does forward communicate."""
 
     def forward(self, x: Tensor) -> Any:
-        return self.returned(_column_parallel(x.to(self.compute_dtype), [*map(self.weights, self.outputs)], self.tp))
+        return self.returned(
+            column_parallel_linear(x.to(self.compute_dtype), [*map(self.weights, self.outputs)], self.tp)
+        )
 
 
 class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
     """Local columns of the weight; the partial products are summed, and the bias is added once, after."""
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = linear(x, self.weight, None, self.compute_dtype)
-        out = operators.reduce_or_scatter(partial, self.tp.group, self.tp.sequence_parallel)
+        out = reduce_or_scatter(linear(x, self.weight, None, self.compute_dtype), self.tp)
         return out if self.bias is None else out + self.bias.to(self.compute_dtype)
 
 
 class VocabParallelEmbedding(TensorParallelLayer, single_device.TokenEmbedding):
     """Local rows of the vocabulary and zeros for the others, summed. start: the global id of the first local row."""
 
-    def __init__(self, source: single_device.TokenEmbedding, tp: TPContext, start: int):
-        super().__init__(source, tp)
-        self.start = start
+    start: int
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return operators.reduce_or_scatter(self._own_rows(tokens), self.tp.group, self.tp.sequence_parallel)
+        return reduce_or_scatter(self._own_rows(tokens), self.tp)
 
     def _own_rows(self, tokens: Tensor) -> Tensor:
         num_rows = self.weight.size(0)
@@ -83,14 +67,14 @@ class VocabParallelHead(TensorParallelLayer, single_device.VocabHead):
     """Local rows of the vocabulary: logits stay split, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _column_parallel(x.to(self.compute_dtype), [(self.weight, None)], self.tp)[0]
+        return column_parallel_linear(x.to(self.compute_dtype), [(self.weight, None)], self.tp)[0]
 
 
 class ParallelExpertInput(TensorParallelLayer, single_device.ExpertInput):
     """copy_to_tp as a node of its own: the router and the experts behind it read the whole sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return operators.copy_or_gather(super().forward(x), self.tp.group, self.tp.sequence_parallel)
+        return copy_or_gather(super().forward(x), self.tp)
 
 
 class ParallelExpertOutput(TensorParallelLayer, single_device.ExpertOutput):
@@ -98,9 +82,9 @@ class ParallelExpertOutput(TensorParallelLayer, single_device.ExpertOutput):
 
     def forward(self, x: Tensor, num_samples: int) -> Tensor:
         if self.tp.sequence_parallel:
-            return operators.reduce_or_scatter(super().forward(x, num_samples), self.tp.group, True)
+            return reduce_or_scatter(super().forward(x, num_samples), self.tp)
         # Summed in place before it is viewed as samples: of a view, autograd would write the gradient twice.
-        return super().forward(operators.reduce_or_scatter(x, self.tp.group, False), num_samples)
+        return super().forward(reduce_or_scatter(x, self.tp), num_samples)
 
 
 class SliceDropout(TensorParallelLayer, single_device.HashDropout):
@@ -120,10 +104,6 @@ class HeadParallelAttention(TensorParallelLayer, single_device.AttentionProduct)
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.head_offset = self.tp.group.index * query.size(1)
         return super().forward(query, key, value)
-
-
-def _column_parallel(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], tp: TPContext) -> tuple[Tensor, ...]:
-    return operators.column_parallel_linear(x, weights, tp.group, tp.sequence_parallel, tp.overlap)
 
 
 PARALLEL_LAYERS: dict[type, type[TensorParallelLayer]] = {

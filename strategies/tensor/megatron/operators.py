@@ -9,6 +9,7 @@ collectives included. The overlapped node does in one what they do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from torch.nn import functional
 
 from parallelrun import comm
 from parallelrun.mesh import Group
+from parallelrun.models.autograd import apply, apply_to_all
 from parallelrun.models.rounding import rounded
 
-from ..common.autograd import apply, apply_to_all
-from ..common.transfers import Finish, start_all_gather, start_reduce_scatter
+from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, when_done
 
 PURPOSE = "activations"
 SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True)
+class TPContext:
+    """What a layer must know of the tensor axis: its group, whether activations between blocks are split along the
+    sequence, and whether the input-gradient reduction may share a node with the weight gradients (never under zero
+    bubble)."""
+
+    group: Group
+    sequence_parallel: bool
+    overlap: bool
 
 
 class _CopyToTP(torch.autograd.Function):
@@ -56,30 +68,19 @@ class _ReduceFromTP(torch.autograd.Function):
         return grad, None
 
 
-class _GatherFromSP(torch.autograd.Function):
-    """gather_from_sp (f under sequence parallelism): all-gather in forward, reduce-scatter in backward."""
+class _SplitSequence(torch.autograd.Function):
+    """gather_from_sp (f under sequence parallelism): all-gather in forward, reduce-scatter in backward; or its
+    conjugate, scatter_to_sp (g)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM)
+    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return (comm.all_gather if gathers else comm.reduce_scatter)(x, group, PURPOSE, SEQUENCE_DIM)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.reduce_scatter(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
-
-
-class _ScatterToSP(torch.autograd.Function):
-    """scatter_to_sp (g under sequence parallelism): reduce-scatter in forward, all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return comm.reduce_scatter(x, group, PURPOSE, SEQUENCE_DIM)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.all_gather(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        move = comm.reduce_scatter if ctx.gathers else comm.all_gather
+        return move(grad, ctx.group, PURPOSE, SEQUENCE_DIM), None, None
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
@@ -138,42 +139,28 @@ def _start_reduce(grad: Tensor, ctx: Any) -> Finish:
     if ctx.sequence_parallel:
         parts = grad.unflatten(SEQUENCE_DIM, (ctx.group.size, -1)).movedim(SEQUENCE_DIM, 0).contiguous()
         return start_reduce_scatter(parts, ctx.group, PURPOSE)
-    work = comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True)
-
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return grad
-
-    return finish
+    return when_done(comm.all_reduce(grad, ctx.group, PURPOSE, async_op=True), grad)
 
 
-def copy_or_gather(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+def copy_or_gather(x: Tensor, tp: TPContext) -> Tensor:
     """Return the whole input of a column-parallel product, from what passes between blocks (f)."""
-    return apply(_GatherFromSP if sequence_parallel else _CopyToTP, x, group)
+    return apply(_SplitSequence, x, tp.group, True) if tp.sequence_parallel else apply(_CopyToTP, x, tp.group)
 
 
-def reduce_or_scatter(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+def reduce_or_scatter(x: Tensor, tp: TPContext) -> Tensor:
     """Return what passes between blocks, from a fresh partial product, which is overwritten (g)."""
-    return apply(_ScatterToSP if sequence_parallel else _ReduceFromTP, x, group)
+    return apply(_SplitSequence, x, tp.group, False) if tp.sequence_parallel else apply(_ReduceFromTP, x, tp.group)
 
 
-def column_parallel_linear(
-    x: Tensor,
-    weights: list[tuple[Tensor, Tensor | None]],
-    group: Group,
-    sequence_parallel: bool,
-    overlap: bool,
-) -> tuple[Tensor, ...]:
+def column_parallel_linear(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], tp: TPContext) -> tuple[Tensor, ...]:
     """Multiply f(x) by each local weight (rows of dim 0) and add its local bias: one output per (weight, bias).
 
-    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism. overlap: in one node, never under
-    zero bubble.
+    x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism.
     """
-    if overlap:
+    if tp.overlap:
         flat = (part for pair in weights for part in pair)
-        return apply_to_all(_OverlappedColumnLinear, x, group, sequence_parallel, *flat)
-    whole = copy_or_gather(x, group, sequence_parallel)
+        return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, *flat)
+    whole = copy_or_gather(x, tp)
     return tuple(
         functional.linear(whole, rounded(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         for weight, bias in weights

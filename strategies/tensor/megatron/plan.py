@@ -11,13 +11,14 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.models.moe.spec import inside_dim
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Plan
-from parallelrun.plan.tensor_strategy import LayerBackward, LayoutChoice, MeshDims
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.tensor_strategy import LayoutChoice, MeshDims
+from parallelrun.precision import BYTES
 from parallelrun.product import ActivationLayout, Product, column_1d, row_1d
 
-from ..common import one_axis_memory
-from ..common.activation_memory import loss_backward
-from ..common.product_strategy import AXIS, ProductStrategy, Traffic, overlaps
+from ..common.activation_memory import local_numel
+from ..common.product_strategy import ProductStrategy
+from ..common.traffic import AXIS, overlaps
 from . import checks
 
 if TYPE_CHECKING:
@@ -124,6 +125,9 @@ class Megatron1D(ProductStrategy):
             return column_1d(AXIS, self.sequence_parallel)
         if layer.layer_role in ROW_ROLES:
             return row_1d(AXIS, self.sequence_parallel, lookup=layer.layer_role == "embedding")
+        if layer.layer_role == "linear":
+            between = self.activation_layout(None, plan)
+            return Product("replicated", between, between, Layout.replicated(2))
         return None
 
     def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
@@ -134,7 +138,19 @@ class Megatron1D(ProductStrategy):
         """The overlapped node saves the slice and gathers again; the router and the experts are no such node."""
         return not overlaps(plan) or layer.layer_role == "expert_input"
 
-    def recomputes_last_call(self, block: BlockSpec, forward: list[Traffic], plan: Plan) -> bool:
+    def local_outputs(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """Outputs that are copied kv heads count as often as they are held."""
+        if layer.layer_role != "column_parallel":
+            return super().local_outputs(layer, product, plan)
+        return sum(local_numel(p, plan) // p.shape[1] for p in layer.parameters if len(p.shape) == 2)
+
+    def moved_bytes(self, layer: LayerSpec, product: Product, plan: Plan) -> int:
+        """With a copy of the input's gradient that is ordered by rank, where it is scattered along the sequence."""
+        moved = super().moved_bytes(layer, product, plan)
+        scattered = product.gather_x is not None and plan.mesh.size(AXIS) > 1
+        return moved + scattered * plan.num_rows * layer.in_features * BYTES[plan.precision.compute]
+
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
         """Recomputation stops at the last tensor that backward needs. The last reduction is behind it, unless a dropout
         mask comes after; a last gather (of a head in a recomputed block) is before the product that backward needs."""
         return plan.dropout > 0 or not forward or forward[-1].operation == "all_gather"
@@ -143,11 +159,3 @@ class Megatron1D(ProductStrategy):
         """Under sequence parallelism only a slice of the sequence."""
         first, *rest = plan.spec.boundary_shape
         return (plan.batch.micro_batch, first // (plan.mesh.size(AXIS) if self.sequence_parallel else 1), *rest)
-
-    def layer_backward(self, layer: LayerSpec, block: BlockSpec, plan: Plan) -> tuple[LayerBackward, ...]:
-        """See `one_axis_memory`."""
-        return one_axis_memory.layer_backward(layer, block, plan)
-
-    def loss_backward(self, plan: Plan) -> LayerBackward:
-        """Of the local logits."""
-        return loss_backward(plan, self.head_product(plan))

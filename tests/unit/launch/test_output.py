@@ -1,15 +1,17 @@
-"""Standard output that is full, closed, or no longer read."""
+"""Standard output that is full, closed, or no longer read; the terminal and its copy in a log."""
 
 from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 
 import pytest
 
 from parallelrun.cli import main as program
 from parallelrun.launch import output
+from parallelrun.launch.output import Screen
 
 
 class Broken(io.StringIO):
@@ -54,8 +56,40 @@ def test_an_error_of_the_command_itself_is_not_hidden(monkeypatch, capsys):
     assert "no such key" in capsys.readouterr().err
 
 
-def test_what_is_written_after_the_first_failure_is_dropped():
+def test_what_cannot_be_written_is_dropped_and_the_first_error_kept():
     stream = output.Output(Broken(errno.ENOSPC, False))
     assert stream.write("a") == 1 and stream.write("bc") == 2
     stream.flush()
     assert stream.error is not None and stream.error.errno == errno.ENOSPC
+
+
+class Terminal(io.StringIO):
+    def fileno(self):
+        return 1
+
+    def isatty(self):
+        return True
+
+
+def test_the_log_gets_a_plain_copy_of_the_screen():
+    terminal, log = Terminal(), io.StringIO()
+    screen = Screen(terminal, log)
+    print("\x1b[32m50 %\x1b[0m", end="\r", file=screen)
+    print("done", file=screen)
+    assert terminal.getvalue() == "\x1b[32m50 %\x1b[0m\rdone\n"
+    assert log.getvalue() == "50 %\ndone\n"
+    assert screen.isatty()
+
+
+def test_a_reader_that_has_gone_ends_the_echo_and_not_the_run():
+    """`parallelrun ... | head`"""
+    reader, writer = os.pipe()
+    with open(writer, "w", buffering=1) as pipe:
+        log = io.StringIO()
+        screen = Screen(pipe, log)
+        os.close(reader)
+        for word in ("one", "two"):
+            print(word, file=screen)
+        screen.flush()
+        assert log.getvalue() == "one\ntwo\n"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # let `pipe` be closed in peace

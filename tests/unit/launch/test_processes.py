@@ -1,15 +1,13 @@
-"""When a fork is safe, and where a rank's output goes."""
+"""When a fork is safe."""
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 
 import pytest
 
-from parallelrun.launch.output import Screen
 from tests.pool import ROOT
 
 PRELUDE = """
@@ -39,35 +37,3 @@ def test_a_launcher_with_threads_that_do_not_survive_a_fork_execs_its_ranks(code
         timeout=60,
     )
     assert done.stdout.split() == ["True", method, "exec"], done.stderr
-
-
-class Terminal(io.StringIO):
-    def fileno(self):
-        return 1
-
-    def isatty(self):
-        return True
-
-
-def test_the_log_gets_a_plain_copy_of_the_screen():
-    terminal, log = Terminal(), io.StringIO()
-    screen = Screen(terminal, log)
-    print("\x1b[32m50 %\x1b[0m", end="\r", file=screen)
-    print("done", file=screen)
-    assert terminal.getvalue() == "\x1b[32m50 %\x1b[0m\rdone\n"
-    assert log.getvalue() == "50 %\ndone\n"
-    assert screen.isatty()
-
-
-def test_a_reader_that_has_gone_ends_the_echo_and_not_the_run():
-    """`parallelrun ... | head`"""
-    reader, writer = os.pipe()
-    with open(writer, "w", buffering=1) as pipe:
-        log = io.StringIO()
-        screen = Screen(pipe, log)
-        os.close(reader)
-        for word in ("one", "two"):
-            print(word, file=screen)
-        screen.flush()
-        assert log.getvalue() == "one\ntwo\n"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # let `pipe` be closed in peace

@@ -12,8 +12,7 @@ from rich.console import Console
 from parallelrun import product as products
 from parallelrun.cli import main as program
 from parallelrun.plan import prediction
-from parallelrun.plan.compare import compare
-from parallelrun.plan.comparison import Comparison, Row
+from parallelrun.plan.compare import Comparison, Row, compare
 from parallelrun.plan.document import document
 from parallelrun.plan.resolve import resolve
 from parallelrun.product import ActivationLayout, Product, transfers

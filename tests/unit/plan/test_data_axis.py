@@ -15,7 +15,7 @@ from rich.console import Console
 from parallelrun.cli import main as program
 from parallelrun.config.schema import Config
 from parallelrun.errors import EnvironmentProblem
-from parallelrun.plan import data_axis, data_candidates, prediction
+from parallelrun.plan import data_axis, prediction
 from parallelrun.plan import data_cost as forms
 from parallelrun.plan.cluster_cost import Cost
 from parallelrun.plan.data_axis import DataAxis, StrategyCost, costs, drawn_nodes
@@ -55,24 +55,24 @@ def strategy(axis: DataAxis, name: str) -> StrategyCost:
 
 
 CHOSEN = [
-    ({"strategy.data.kind": "ddp"}, data_candidates.RING),
-    ({"strategy.data.kind": "zero1"}, data_candidates.SHARDED),
-    ({"strategy.data.kind": "zero2"}, data_candidates.SHARDED),
-    ({"strategy.data.kind": "fsdp"}, data_candidates.GATHERED_AGAIN),
-    ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, data_candidates.SHARDED),
-    ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, data_candidates.HSDP),
-    ({"strategy.data.kind": "ring"}, data_candidates.RING),
-    ({"strategy.data.kind": "horovod"}, data_candidates.RING),
-    ({"strategy.data.kind": "zero2", "microbatches": 2}, data_candidates.SCATTERED_AGAIN),
-    ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, data_candidates.HALVING),
+    ({"strategy.data.kind": "ddp"}, forms.RING),
+    ({"strategy.data.kind": "zero1"}, forms.SHARDED),
+    ({"strategy.data.kind": "zero2"}, forms.SHARDED),
+    ({"strategy.data.kind": "fsdp"}, forms.GATHERED_AGAIN),
+    ({"strategy.data.kind": "fsdp", "strategy.data.reshard_after_forward": False}, forms.SHARDED),
+    ({"strategy.data.kind": "fsdp", "strategy.data.shard": 2}, forms.HSDP),
+    ({"strategy.data.kind": "ring"}, forms.RING),
+    ({"strategy.data.kind": "horovod"}, forms.RING),
+    ({"strategy.data.kind": "zero2", "microbatches": 2}, forms.SCATTERED_AGAIN),
+    ({"strategy.data.kind": "ring", "strategy.data.algorithm": "halving_doubling"}, forms.HALVING),
     ({"strategy.data.kind": "ring", "strategy.data.algorithm": "hierarchical", "strategy.data.group_size": 2},
-     data_candidates.HIERARCHICAL),
-    (PS, data_candidates.ONE_SERVER),
-    ({**PS, "servers": 2}, data_candidates.SERVERS),
-    ({**PS, "consistency": "async"}, data_candidates.ONE_SERVER),
-    ({"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4}, data_candidates.OWN),
-    ({"strategy.data.kind": "diloco"}, data_candidates.OWN),
-    ({"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"}, data_candidates.OWN),
+     forms.HIERARCHICAL),
+    (PS, forms.ONE_SERVER),
+    ({**PS, "servers": 2}, forms.SERVERS),
+    ({**PS, "consistency": "async"}, forms.ONE_SERVER),
+    ({"strategy.data.kind": "local_sgd", "strategy.data.sync_every": 4}, forms.OWN),
+    ({"strategy.data.kind": "diloco"}, forms.OWN),
+    ({"strategy.data.kind": "ddp", "strategy.data.compression": "fp16"}, forms.OWN),
 ]  # fmt: skip
 
 
@@ -155,8 +155,8 @@ def test_equal_nodes_means_that_servers_take_workers_places():
     axis = found({"dp": 6, "global_batch": 12, **PS, "servers": 2, **ETHERNET})
     assert (axis.nodes, axis.workers, axis.servers) == (8, 6, 2)
     here = {one.name: (one.here.workers, one.here.servers) for one in axis.strategies if one.here}
-    assert here[data_candidates.RING] == (8, 0) and here[data_candidates.ONE_SERVER] == (7, 1)
-    assert here[data_candidates.SERVERS] == (6, 2) and sum(here[data_candidates.BEST]) == 8
+    assert here[forms.RING] == (8, 0) and here[forms.ONE_SERVER] == (7, 1)
+    assert here[forms.SERVERS] == (6, 2) and sum(here[forms.BEST]) == 8
 
 
 def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
@@ -167,9 +167,9 @@ def test_the_best_share_is_the_closed_form_of_this_plans_numbers():
     assert axis.best.share == pytest.approx(1 / (1 + axis.best.ratio**0.5))
     assert axis.best.share_overlapped == pytest.approx(1 / (1 + axis.best.ratio))
     assert axis.best.workers == forms.best_num_workers(axis.gradient_bytes, 8, link, 1e-3)
-    best = strategy(axis, data_candidates.BEST).here
+    best = strategy(axis, forms.BEST).here
     assert best is not None and best.workers == axis.best.workers and best.samples_per_s is not None
-    others = [strategy(axis, name).here for name in (data_candidates.ONE_SERVER, data_candidates.SERVERS)]
+    others = [strategy(axis, name).here for name in (forms.ONE_SERVER, forms.SERVERS)]
     assert all(best.samples_per_s[0] >= other.samples_per_s[0] for other in others if other and other.samples_per_s)
 
 
@@ -183,7 +183,7 @@ def test_what_is_not_trained_is_not_combined():
 
 def test_samples_a_second_are_of_workers_that_keep_their_batch():
     axis = found({"dp": 4, "global_batch": 8, **ETHERNET}, compute_s=2e-3)
-    point = strategy(axis, data_candidates.RING).here
+    point = strategy(axis, forms.RING).here
     assert point is not None and axis.worker_batch == 2
     seconds = point.exchange.seconds
     assert point.samples_per_s == pytest.approx((8 / (2e-3 + seconds), 8 / max(2e-3, seconds)))
@@ -191,11 +191,11 @@ def test_samples_a_second_are_of_workers_that_keep_their_batch():
 
 def test_links_are_those_inside_a_host_until_a_group_leaves_it():
     axis = found({"dp": 8, **DGX})
-    ring = {point.nodes: point.exchange.seconds for point in strategy(axis, data_candidates.RING).curve}
+    ring = {point.nodes: point.exchange.seconds for point in strategy(axis, forms.RING).curve}
     size = axis.gradient_bytes
     assert ring[4] == pytest.approx(forms.ring(size, 4, Link(100e9, 5e-6)).seconds)
     assert ring[5] == pytest.approx(forms.ring(size, 5, Link(10e9, 5e-6)).seconds)
-    grouped = {point.nodes: point.exchange.seconds for point in strategy(axis, data_candidates.HIERARCHICAL).curve}
+    grouped = {point.nodes: point.exchange.seconds for point in strategy(axis, forms.HIERARCHICAL).curve}
     assert set(grouped) == {8, 12, 16}
     assert grouped[8] == pytest.approx(forms.hierarchical(size, 4, 2, Link(100e9, 5e-6), Link(10e9, 5e-6)).seconds)
     assert grouped[8] < ring[8]
@@ -210,12 +210,8 @@ def test_without_rates_times_are_multiples_of_sending_everything_once():
     axis = found({"dp": 4})
     assert axis.fabric.unit == "D/B" and axis.best is None and axis.compute_s is None
     times = {one.name: one.here.exchange.seconds for one in axis.strategies if one.here}
-    assert (
-        times[data_candidates.RING] == 1.5
-        and times[data_candidates.ONE_SERVER] == 6
-        and times[data_candidates.TREES] == 2
-    )
-    assert times[data_candidates.BEST] == 2 and times[data_candidates.COLOCATED] == 1.5
+    assert times[forms.RING] == 1.5 and times[forms.ONE_SERVER] == 6 and times[forms.TREES] == 2
+    assert times[forms.BEST] == 2 and times[forms.COLOCATED] == 1.5
     assert all(one.here.samples_per_s is None for one in axis.strategies if one.here)
 
 
@@ -299,11 +295,7 @@ def test_the_picture_has_a_line_per_way_and_the_csv_its_numbers(overrides):
     axis = found(overrides)
     root = ElementTree.fromstring(to_svg(axis, "a <title> & more"))
     texts = [node.text for node in root.iter() if node.text]
-    drawn = [
-        one
-        for one in axis.strategies
-        if one.chosen or one.name in (data_candidates.RING, data_candidates.ONE_SERVER, data_candidates.BEST)
-    ]
+    drawn = [one for one in axis.strategies if one.chosen or one.name in (forms.RING, forms.ONE_SERVER, forms.BEST)]
     assert all(one.label in texts for one in drawn) and "a <title> & more" in texts
     rows = list(csv.DictReader(io.StringIO(to_csv(axis))))
     assert tuple(rows[0]) == CSV_COLUMNS and len(rows) == sum(len(one.curve) for one in axis.strategies)
@@ -344,7 +336,7 @@ def test_another_way_keeps_what_other_axes_send():
     config = tiny_config({**DGX, "cluster.peak_tflops": 1e-3, "dp": 2, "tp": 4})
     plan = resolve(config)
     known = document(plan, config)
-    other = next(one for one in known["data_axis"]["ways"] if one["name"] == data_candidates.COLOCATED)["here"]
+    other = next(one for one in known["data_axis"]["ways"] if one["name"] == forms.COLOCATED)["here"]
     beside = known["cost"]["communication_s"] - known["cost"]["data_s"]
     assert beside > known["cost"]["data_s"], "tensor parallelism sends most here"
     seconds = known["cost"]["compute_s"] + beside + other["exchange"]["seconds"]
@@ -357,7 +349,7 @@ def test_a_collective_leaves_a_host_by_all_its_ports_and_a_message_by_one():
     assert rates == {4: 100e9, 5: 10e9, 6: 20e9, 8: 40e9, 16: 40e9} and fabric.between(8).bytes_per_s == 10e9
     size = found({"dp": 8, **DGX}).gradient_bytes
     native, written = (
-        strategy(found({"dp": 8, **DGX, **kind}), data_candidates.RING) for kind in ({}, {"strategy.data.kind": "ring"})
+        strategy(found({"dp": 8, **DGX, **kind}), forms.RING) for kind in ({}, {"strategy.data.kind": "ring"})
     )
     assert native.here and native.here.exchange.seconds == pytest.approx(forms.ring(size, 8, Link(40e9, 5e-6)).seconds)
     assert written.here and written.here.exchange.seconds == pytest.approx(

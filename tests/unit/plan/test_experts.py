@@ -22,10 +22,9 @@ from parallelrun.plan.expert_axes import replica_axis, split
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.parameters import held_parameters, module_layout, owns
 from parallelrun.plan.resolve import resolve
-from parallelrun.plan.suggest import pairs
 from parallelrun.report.plan import show
 from parallelrun.verify.single_device import single_device as single_device
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import pairs, tiny_config, tiny_plan
 
 ROOT = Path(__file__).parents[3]
 MOE = {"model.experts": 8, "model.expert_period": 2}
@@ -106,7 +105,7 @@ class TestDegrees:
         assert problem.kind == "undefined" and problem.suggestion == "model=moe_gpt"
 
     def test_one_device_has_no_ep(self):
-        problem = only({**MOE, "strategy.name": "single", "ep": 2})
+        problem = only({**MOE, "strategy.own_axis": "none", "ep": 2})
         assert (problem.kind, problem.suggestion) == ("contradiction", "ep=1")
 
 

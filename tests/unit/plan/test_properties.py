@@ -13,10 +13,9 @@ from parallelrun.plan import prediction
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.suggest import pairs
 from parallelrun.strategies.data.ps.plan import sharding
 from tests.matrix import examples
-from tests.plans import tiny_config
+from tests.plans import pairs, tiny_config
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128])
 SCHEDULES = ["1f1b", "gpipe", "naive", "interleaved", "zero_bubble", "zbv"]

@@ -112,11 +112,14 @@ def test_more_ranks_than_can_be_planned():
     assert "the most that can be planned" in problems_of({"dp": 2**15, "pp": 2**6})[0].what
 
 
+SINGLE = {"strategy.name": "single", "strategy.own_axis": "none"}
+
+
 def test_single_is_one_device():
-    assert tiny_plan({"strategy.name": "single", "dp": None}).world == 1
-    problem = only_problem({"strategy.name": "single", "dp": 2})
+    assert tiny_plan({**SINGLE, "dp": None}).world == 1
+    problem = only_problem({**SINGLE, "dp": 2})
     assert problem.where == "dp" and problem.kind == "contradiction"
-    assert problems_of({"strategy.name": "single"}, world=4)[0].where == "world"
+    assert problems_of({**SINGLE}, world=4)[0].where == "world"
 
 
 def test_ep_of_a_model_without_experts_has_no_meaning():

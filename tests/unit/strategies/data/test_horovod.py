@@ -16,7 +16,7 @@ from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.strategies.data.horovod import adasum, halving
-from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls, watched_groups
+from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls
 from tests.plans import tiny_config, tiny_plan
 
 HOROVOD = {"strategy.data.kind": "horovod"}
@@ -86,21 +86,20 @@ def test_a_data_axis_of_one_is_one_device():
     assert plan.equivalence.kind == "exact" and not plan.data.independent
 
 
-def test_the_last_joiner_is_the_highest_of_those_with_most_batches():
-    assert tiny_plan({"dp": 3, "global_batch": 12, **HOROVOD, **data(worker_batches=(5, 2, 5))}).data.last_joiner == 2
-    assert tiny_plan({"dp": 2, **HOROVOD}).data.last_joiner is None
-
-
 # -- Adasum
+
+
+def combine(a, b):
+    return adasum.weigh(a, b, adasum.dots(a, b))
 
 
 def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
     a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
-    torch.testing.assert_close(adasum.combine(a, b), a + b)
-    torch.testing.assert_close(adasum.combine(a, a), a)
-    torch.testing.assert_close(adasum.combine(a, 3 * a), 2 * a)
-    torch.testing.assert_close(adasum.combine(a, torch.zeros(2)), a)
-    torch.testing.assert_close(adasum.combine(torch.zeros(2), torch.zeros(2)), torch.zeros(2))
+    torch.testing.assert_close(combine(a, b), a + b)
+    torch.testing.assert_close(combine(a, a), a)
+    torch.testing.assert_close(combine(a, 3 * a), 2 * a)
+    torch.testing.assert_close(combine(a, torch.zeros(2)), a)
+    torch.testing.assert_close(combine(torch.zeros(2), torch.zeros(2)), torch.zeros(2))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -184,7 +183,9 @@ def test_what_a_remote_shell_reads_is_quoted(monkeypatch, tmp_path):
 
 def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_one_host():
     launcher = {"PATH": "/venv/bin:/bin", "OMP_NUM_THREADS": "2", "HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0"}
-    order = host_agent.Order(["steps=1"], 4, 2, 8, "10.0.0.1", 29500, for_other_hosts({**launcher, "SECRET": "x"}))
+    shared = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    own = for_other_hosts({**launcher, "SECRET": "x", "RANK": "7"})
+    order = host_agent.Order(["steps=1"], 4, 2, {**shared, **own})
     host = {"PATH": "/bin:/opt/bin", "HOME": "/home/b", "RANK": "9", "SLURM_PROCID": "0"}
     assert host_agent.variables(order, 1, host, None) == {
         "PATH": "/venv/bin:/bin:/opt/bin",
@@ -200,7 +201,7 @@ def test_a_rank_on_another_host_gets_the_launcher_s_variables_but_for_those_of_o
 
 
 def test_gloo_uses_the_interface_by_which_the_host_was_reached():
-    order = host_agent.Order([], 0, 1, 1, "127.0.0.1", 29500, {}, address="127.0.0.1")
+    order = host_agent.Order([], 0, 1, {}, address="127.0.0.1")
     assert host_agent.variables(order, 0, {}, 7)["GLOO_SOCKET_IFNAME"] == loopback_interface()
     assert host_agent.variables(order, 0, {"GLOO_SOCKET_IFNAME": "eth5"}, 7)["GLOO_SOCKET_IFNAME"] == "eth5"
     assert host_agent.interface_of("203.0.113.9") is None
@@ -228,35 +229,41 @@ def test_one_exit_code_tells_how_the_run_ended_on_all_hosts(codes, signals, expe
 # -- stalls
 
 
-NAMES = {0: (("head.weight",), ("embedding.weight",)), 2: (("head.weight",), ("embedding.weight",))}
+NAMES = (("head.weight",), ("embedding.weight",))
 
 
 def progress(step, submitted, done, waits=None, missing=()):
-    return SubmissionProgress(step, submitted, done, waits, tuple(missing))
+    return SubmissionProgress(step, submitted, done, waits, tuple(missing) if waits is None else NAMES[done])
 
 
 def test_a_stall_names_the_missing_rank_and_its_tensors():
     said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 0, None, ["embedding.weight"])}
-    (stall,) = find_stalls([(0, 1)], said, NAMES, 60.0)
+    (stall,) = find_stalls([(0, 1)], said, 60.0)
     assert stall.missing == ((1, ("embedding.weight",)),) and stall.waiting == (0,)
     assert "rank 1: embedding.weight" in stall.text() and "61 s" in stall.text() and "step 3" in stall.text()
 
 
 def test_a_rank_that_never_began_is_missing_with_what_it_is_waited_for():
-    (stall,) = find_stalls([(0, 1)], {0: progress(1, 2, 0, 70.0)}, NAMES, 60.0)
+    (stall,) = find_stalls([(0, 1)], {0: progress(1, 2, 0, 70.0)}, 60.0)
+    assert stall.missing == ((1, ("head.weight",)),)
+
+
+def test_a_rank_that_is_a_step_behind_is_missing_with_what_it_is_waited_for():
+    said = {0: progress(3, 2, 0, 70.0), 1: progress(2, 1, 0, None, ["embedding.weight"])}
+    (stall,) = find_stalls([(0, 1)], said, 60.0)
     assert stall.missing == ((1, ("head.weight",)),)
 
 
 def test_nobody_is_missing_while_all_wait_or_nobody_waits_long():
     slow = {0: progress(3, 2, 1, 61.0), 1: progress(3, 2, 1, 61.0)}
-    assert find_stalls([(0, 1)], slow, NAMES, 60.0) == []
+    assert find_stalls([(0, 1)], slow, 60.0) == []
     fine = {0: progress(3, 2, 1, 59.0), 1: progress(2, 1, 0)}
-    assert find_stalls([(0, 1)], fine, NAMES, 60.0) == []
+    assert find_stalls([(0, 1)], fine, 60.0) == []
 
 
 def test_only_the_group_that_waits_is_told_of():
     said = {0: progress(3, 2, 1, 61.0), 1: progress(3, 1, 1), 2: progress(3, 2, 1, 1.0), 3: progress(2, 0, 0)}
-    (stall,) = find_stalls([(0, 1), (2, 3)], said, NAMES, 60.0)
+    (stall,) = find_stalls([(0, 1), (2, 3)], said, 60.0)
     assert [rank for rank, _ in stall.missing] == [1]
 
 
@@ -307,9 +314,11 @@ def test_process_sets_of_different_sizes_are_counted_apart():
 
 def test_a_stall_is_looked_for_within_process_sets():
     sets = {"strategy.data.process_sets": [[0, 2]]}
-    assert watched_groups(plan_of(dp=4, **sets)) == [(0, 2), (1,), (3,)]
-    assert watched_groups(plan_of(dp=3, tp=2, global_batch=12, **sets)) == [(0, 4), (2,), (1, 5), (3,)]
-    assert watched_groups(plan_of(dp=2, tp=2)) == [(0, 2), (1, 3)]
+    plans = [plan_of(dp=4, **sets), plan_of(dp=3, tp=2, global_batch=12, **sets), plan_of(dp=2, tp=2)]
+    first, second, third = (plan.data.rank_groups(plan) for plan in plans)
+    assert first == [(0, 2), (1,), (3,)]
+    assert second == [(0, 4), (2,), (1, 5), (3,)]
+    assert third == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(

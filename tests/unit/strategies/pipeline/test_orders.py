@@ -26,11 +26,11 @@ CASES += [
 ]
 CASES += [("zbv", pp, 2, m) for pp, m in SIZES]
 FUNCTIONS = {
-    "gpipe": lambda pp, virtual_stages, m: schedules.gpipe(pp, m),
-    "1f1b": lambda pp, virtual_stages, m: schedules.one_f_one_b(pp, m),
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
     "interleaved": schedules.interleaved,
     "zero_bubble": schedules.zero_bubble,
-    "zbv": lambda pp, virtual_stages, m: schedules.zbv(pp, m),
+    "zbv": schedules.zbv,
 }
 TORCH_NAMES = {
     "gpipe": "GPipe",
@@ -103,8 +103,8 @@ def peak_in_flight(order):
 
 
 def test_in_flight_is_all_for_gpipe_and_bounded_by_the_depth_for_1f1b():
-    assert [peak_in_flight(order) for order in schedules.gpipe(4, 16)] == [{s: 16} for s in range(4)]
-    assert [peak_in_flight(order) for order in schedules.one_f_one_b(4, 16)] == [{s: 4 - s} for s in range(4)]
+    assert [peak_in_flight(order) for order in schedules.gpipe(4, 1, 16)] == [{s: 16} for s in range(4)]
+    assert [peak_in_flight(order) for order in schedules.one_f_one_b(4, 1, 16)] == [{s: 4 - s} for s in range(4)]
 
 
 def test_the_v_meets_itself_at_the_last_rank():

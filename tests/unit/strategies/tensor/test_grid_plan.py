@@ -20,26 +20,18 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.shorthands import fold
 from parallelrun.plan.structure import Plan
-from parallelrun.plan.suggest import pairs
-from parallelrun.product import ActivationLayout
-from parallelrun.strategies.tensor.grid import choose
-from parallelrun.strategies.tensor.grid.products import (
-    activation_layout,
-    head,
-    plan_boundary,
-    product_of,
-    table,
-    tensor_sizes,
-)
-from parallelrun.strategies.tensor.grid.shape import arrange
+from parallelrun.product import ActivationLayout, Product
+from parallelrun.strategies.tensor.grid import forms as grid_forms
+from parallelrun.strategies.tensor.grid.plan import GridStrategy, Tensor2D, Tensor3D, Tensor25D
 from tests.matrix import examples
-from tests.plans import tiny_config, tiny_plan
+from tests.plans import pairs, tiny_config, tiny_plan
 from tests.unit.plan.test_properties import cover
 
 NINE = {"layout": "2d", "tp": 9, "model.hidden": 18, "model.heads": 9, "model.ffn": 36, "global_batch": 9}
 TWO_BY_THREE = {"layout": "2d", "tp": 6, "grid": "2x3", "model.hidden": 24, "model.heads": 12, "global_batch": 12}
 DEEP = {"layout": "2.5d", "tp": 8}
 CUBE = {"layout": "3d", "tp": 8}
+STRATEGIES = {"2d": Tensor2D, "2.5d": Tensor25D, "3d": Tensor3D}
 CELLS = {"2d 4": {"layout": "2d", "tp": 4}, "2d 9": NINE, "2d 2x3": TWO_BY_THREE, "2.5d 8": DEEP, "3d 8": CUBE}
 
 
@@ -57,6 +49,31 @@ def only_problem(overrides, /, **more):
 
 def layout_of(plan: Plan, name: str) -> Layout:
     return plan.tensor.layout(plan.spec.parameters[name], plan)
+
+
+def arrange(kind, tp, grid, depth):
+    return STRATEGIES[kind].shape.arrange(tp, grid, depth)
+
+
+def grid_of(plan: Plan) -> GridStrategy:
+    assert isinstance(plan.tensor, GridStrategy)
+    return plan.tensor
+
+
+def tensor_sizes(plan: Plan) -> dict[str, int]:
+    return grid_of(plan).tensor_sizes(plan)
+
+
+def plan_boundary(plan: Plan) -> ActivationLayout:
+    return grid_of(plan).boundary(plan)
+
+
+def product_of(one: LayerSpec, plan: Plan) -> Product | None:
+    return grid_of(plan).product_of(one, plan)
+
+
+def activation_layout(one: LayerSpec, plan: Plan) -> ActivationLayout:
+    return grid_of(plan).activation_layout(one, plan)
 
 
 def layer(plan: Plan, name: str):
@@ -201,6 +218,8 @@ def test_what_was_filled_in_is_told():
         ),
         ({"layout": "3d", "tp": 9}, "tp", "needs a cube of ranks", {"tp=8"}),
         ({"layout": "2d", "tp": 1, "grid": "2x3"}, "grid", "= 6 ranks, and tp=1", {"grid=1x1"}),
+        # no one key would do: tp=25 without grid and depth
+        ({"layout": "2d", "tp": 7, "grid": "2x3", "model.hidden": 25, "model.heads": 5}, "grid", "= 6 ranks", set()),
     ],
 )
 def test_a_tp_that_makes_no_grid_is_refused_with_the_nearest_that_do(overrides, where, told, suggested):
@@ -337,16 +356,16 @@ def test_the_forms_are_those_that_move_least():
 @pytest.mark.parametrize("cell", ["2d 4", "2d 2x3", "2.5d 8"])
 def test_no_other_forms_that_divide_move_less(cell):
     plan = tiny_plan(CELLS[cell])
-    asked = choose.Choice(
-        plan.tensor.kind,
+    asked = grid_forms.FormChoice(
+        plan.spec,
         "auto",
         tensor_sizes(plan),
         plan.batch.micro_batch * plan.spec.seq,
         plan.batch.micro_batch,
     )
     resolved = dict(plan.tensor.forms)
-    for key, group in choose.distinct(plan.spec).items():
-        volumes = {forms: choose.volume(group[0], forms, asked) for forms in choose.legal(group, asked, plan.spec)}
+    for key, group in asked.groups.items():
+        volumes = {forms: asked.volume(group[0], forms) for forms in asked.legal(group)}
         assert len(volumes) >= 4 and volumes[resolved[key]] == min(volumes.values())
 
 
@@ -509,7 +528,9 @@ def requests(draw) -> dict:
         "model.vocab": draw(st.integers(32, 50)),
         "model.tied_embeddings": draw(st.booleans()),
         "model.activation": draw(st.sampled_from(["gelu", "swiglu"])),
-        "strategy.tensor.form": draw(st.sampled_from(["auto", "auto", *choose.FORMS[1:]]))
+        "strategy.tensor.form": draw(
+            st.sampled_from(["auto", "auto", *(form for form in grid_forms.MAKE if form != "cube")])
+        )
         if layout != "3d"
         else "auto",
         "strategy.tensor.save_gathered": draw(st.sampled_from([True, True, False])),
@@ -618,9 +639,9 @@ def test_any_vocabulary_is_tiled_by_the_ranks_of_one_grid(kind, side, depth, voc
     depth = min(depth, side)
     tp = {"2d": side**2, "2.5d": depth * side**2, "3d": side**3}[kind]
     sizes = arrange(kind, tp, None, depth if kind == "2.5d" else None)
-    outside = choose.boundary_layout(sizes)
-    layout = table(kind, outside).weight_layout
-    assert layout == head(kind, outside).weight_layout
+    outside = grid_forms.boundary_layout(sizes)
+    layout = STRATEGIES[kind].table(outside).weight_layout
+    assert layout == STRATEGIES[kind].head(outside).weight_layout
     shape, held = (vocab, hidden * side), set()
     for place in combinations(*(range(n) for n in sizes.values())):
         place = dict(zip(sizes, place))

@@ -1,0 +1,51 @@
+"""How many rows the experts of a layer compute, and what each row keeps for backward. Torch-free.
+
+A row is one assignment of a token to an expert that is kept. The tensor strategy counts the rows of a rank that has all
+experts, the expert dispatcher those that arrive from other ranks.
+"""
+
+from __future__ import annotations
+
+from parallelrun.model_spec import BlockSpec, LayerSpec, RouterSpec
+from parallelrun.plan.structure import Plan
+from parallelrun.precision import BYTES
+
+from .spec import inside_dim
+
+
+def router_of(plan: Plan) -> RouterSpec:
+    """Return the router of a model with experts."""
+    assert plan.spec.router is not None, "a model without experts"
+    return plan.spec.router
+
+
+def num_groups(plan: Plan) -> int:
+    """Return the routing groups of a microbatch."""
+    return plan.batch.micro_batch // router_of(plan).group_samples
+
+
+def num_slots(plan: Plan, num_experts: int | None = None) -> int:
+    """Return the capacity slots that so many experts (None: all) have for a microbatch."""
+    groups, experts = num_groups(plan), plan.spec.experts
+    capacity = router_of(plan).capacity(plan.num_rows // groups, experts)
+    return (experts if num_experts is None else num_experts) * groups * capacity
+
+
+def num_assignments(plan: Plan) -> int:
+    """Return the assignments of a microbatch's tokens to experts, dropped ones included."""
+    router = router_of(plan)
+    return num_slots(plan) if router.kind == "expert_choice" else plan.num_rows * router.top_k
+
+
+def num_kept(plan: Plan) -> int:
+    """Return the rows of a microbatch under an even load: one per choice, at most one per capacity slot."""
+    return min(num_assignments(plan), num_slots(plan))
+
+
+def row_bytes(layer: LayerSpec, block: BlockSpec, plan: Plan) -> int:
+    """Return what one row keeps for backward: the row, the inside of its expert, and the expert's output."""
+    weight = layer.parameters[0]
+    inside = weight.shape[inside_dim(weight)] // plan.mesh.size("tp")
+    opened = {"swiglu": 3, "relu": 0}.get(plan.spec.activation, 1)  # gate, silu(gate), up; relu keeps its output
+    activated = 0 if plan.recompute == "selective" and block.is_recomputed and opened else 1
+    return (2 * plan.spec.hidden + (opened + activated) * inside) * BYTES[plan.precision.compute]

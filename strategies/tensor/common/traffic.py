@@ -1,0 +1,184 @@
+"""What the layers of a tensor strategy send, in closed form: each multiplies as its `Product` says. Torch-free.
+
+Per microbatch, all that the products of a block move (`parallelrun.product.transfers`):
+operands and their gradients in the compute dtype, gradients of weights in the dtype in which gradients are reduced. In
+addition, over each axis that splits features, r being the rows of a rank:
+
+    layernorm      all-gather of 2 numbers per row (mean, sum of squares about it); backward all-reduce of 2 r
+    rmsnorm        all-reduce of r; backward all-reduce of r
+    loss           all-reduce (max) of r, all-reduce of 2 r, both in the accurate dtype; backward nothing
+
+Partial gradients (of biases, norms, positions, and of weights over 2.5D's depth) are summed once per step: the data
+strategy predicts that.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from parallelrun.model_spec import BlockSpec, LayerSpec
+from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
+from parallelrun.plan.structure import Collective, Plan
+from parallelrun.plan.tensor_strategy import TensorStrategy
+from parallelrun.precision import BYTES
+from parallelrun.product import ActivationLayout, Product, Transfer, transfers
+
+AXIS = "tp"
+PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
+
+
+def overlaps(plan: Plan) -> bool:
+    """Return whether one autograd node moves operands and multiplies. Never under a split backward, which would run
+    such a node twice. Only such a node can gather again in backward: save_gathered=false always takes it."""
+    return (plan.tensor.overlap or not plan.tensor.save_gathered) and not plan.pipeline.splits_backward
+
+
+@dataclass(frozen=True)
+class ProductTraffic(TensorStrategy):
+    """A tensor strategy whose traffic follows from the product of each layer.
+
+    explanation, source: for `explain`. skips_frozen: backward omits gradients that only frozen weights would need.
+    """
+
+    explanation: ClassVar[str]
+    source: ClassVar[str]
+    skips_frozen: ClassVar[bool] = True
+
+    @abstractmethod
+    def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
+        """Return how a layer multiplies; None for a layer that does not."""
+
+    @abstractmethod
+    def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
+        """Return the layout of what a layer reads; None: of what passes between blocks."""
+
+    def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
+        """Return whether backward reuses what forward gathered, instead of gathering it again."""
+        return self.save_gathered
+
+    def recomputes_last_call(self, block: BlockSpec, forward: list[Collective], plan: Plan) -> bool:
+        """Return whether full recomputation of a block also repeats the last collective of its forward pass."""
+        return True
+
+    def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
+        """Blocks that are alike are looked at once."""
+        if plan.mesh.size(AXIS) == 1:
+            return []
+        counts: Counter[tuple[str, str, str]] = Counter()
+        payload: Counter[tuple[str, str, str]] = Counter()
+        known: dict[object, list[Collective]] = {}
+        for block in blocks:
+            is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
+            alike = plan.spec.first_alike[block.name], is_last, reached
+            if alike not in known:
+                known[alike] = [call for _, call in self.traffic(block, plan)]
+            for call in known[alike]:
+                counts[call.key] += plan.batch.microbatches * call.calls
+                payload[call.key] += plan.batch.microbatches * call.payload_bytes
+        return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
+
+    def traffic(self, block: BlockSpec, plan: Plan) -> list[tuple[str, Collective]]:
+        """Return what one microbatch of a block sends, in order, each with a title such as `forward, attention.out`."""
+        both = [(layer, *self._of_layer(layer, plan)) for layer in block.layers]
+        forward = [call for _, calls, _ in both for call in calls]
+        again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
+        if again and not self.recomputes_last_call(block, forward, plan):
+            again = again[:-1]
+        loss = self._of_loss(plan) if block.name == plan.spec.blocks[-1].name else []
+        return [
+            *((_title("forward", layer, block), call) for layer, calls, _ in both for call in calls),
+            *(("loss", call) for call in loss),
+            *(("forward again, to recompute", call) for call in again),
+            *((_title("backward", layer, block), call) for layer, _, calls in reversed(both) for call in calls),
+        ]
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The collectives of the blocks of rank 0."""
+        ranks, exchanges = ranks_over(plan, AXIS), []
+        for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
+            for name in stage.blocks:
+                found = self.traffic(plan.spec.block(name), plan)
+                rounds = tuple(ExplainedRound(title, calls=calls_of([call], plan, ranks)[0]) for title, call in found)
+                exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
+        groups = plan.mesh.num_ranks // len(ranks)
+        return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
+
+    def transfers_of(self, layer: LayerSpec, plan: Plan) -> list[Transfer]:
+        """Return what one microbatch of a layer with a product moves; without backward where nothing before trains."""
+        product = self.product_of(layer, plan)
+        if product is None:
+            return []
+        weights = layer.parameters or ((plan.spec.parameters[layer.tied],) if layer.tied else ())
+        wants_input = self.has_input_gradient(layer, plan)
+        wants_weight = not self.skips_frozen or any(not p.frozen for p in weights if len(p.shape) == 2)
+        found = transfers(
+            product, plan.num_rows, layer.in_features, layer.out_features, plan.mesh.sizes,
+            save_gathered=self.saves_gathered(layer, plan), input_gradient=wants_input, weight_gradient=wants_weight,
+        )  # fmt: skip
+        runs_backward = wants_weight or (wants_input and not product.lookup)
+        return found if runs_backward else [transfer for transfer in found if transfer.phase == "forward"]
+
+    def _of_layer(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
+        """(what is sent in forward, in backward)."""
+        if layer.layer_role == "norm":
+            forward, backward = self._of_norm(layer, plan)
+            return forward, backward if self.has_input_gradient(layer, plan) else []
+        phases: tuple[list[Collective], list[Collective]] = [], []
+        for transfer in self.transfers_of(layer, plan):
+            dtype = plan.precision.reduce if transfer.operand == "dw" else plan.precision.compute
+            size = transfer.calls * transfer.elements * BYTES[dtype]
+            purpose = PURPOSES.get(transfer.operand, "activations")
+            found = Collective(transfer.axis, transfer.operation, purpose, transfer.calls, size)
+            phases[transfer.phase == "backward"].append(found)
+        return phases
+
+    def _of_norm(self, layer: LayerSpec, plan: Plan) -> tuple[list[Collective], list[Collective]]:
+        """Statistics of rows whose features are split."""
+        layout = self.activation_layout(layer, plan)
+        size = layout.local(plan.num_rows, layer.in_features, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
+        split = [axis for axis in layout.features if plan.mesh.size(axis) > 1]
+        if plan.spec.norm == "rmsnorm":
+            both = [Collective(axis, "all_reduce", "norm", 1, size) for axis in split]
+            return both, both
+        return (
+            [Collective(axis, "all_gather", "norm", 1, plan.mesh.size(axis) * 2 * size) for axis in split],
+            [Collective(axis, "all_reduce", "norm", 1, 2 * size) for axis in split],
+        )
+
+    def _of_loss(self, plan: Plan) -> list[Collective]:
+        """The largest logit, then both sums at once, over the axes that split the vocabulary."""
+        product = self.head_product(plan)
+        if product is None:
+            return []
+        targets = plan.batch.micro_batch * plan.spec.targets_per_sample
+        size = product.y.local(targets, plan.spec.vocab, plan.mesh.sizes)[0] * BYTES[plan.precision.accurate]
+        split = [axis for axis in product.y.features if plan.mesh.size(axis) > 1]
+        return [Collective(axis, "all_reduce", "loss", 1, factor * size) for axis in split for factor in (1, 2)]
+
+    def has_input_gradient(self, layer: LayerSpec, plan: Plan) -> bool:
+        """Return whether backward computes the gradient of a layer's input. The model's own input has none."""
+        if not self.skips_frozen:
+            return layer.name != plan.spec.blocks[0].layers[0].name
+        for before in plan.spec.layers():
+            if before.name == layer.name:
+                return False
+            if any(not parameter.frozen for parameter in before.parameters):
+                return True
+        return False
+
+    def _trains(self, block: BlockSpec, plan: Plan) -> bool:
+        """Return whether backward goes through the block at all."""
+        trained = any(not p.frozen for p in block.parameters)
+        return not self.skips_frozen or trained or self.has_input_gradient(block.layers[0], plan)
+
+    def head_product(self, plan: Plan) -> Product | None:
+        """Return the product that gives the logits; None for a model without a head."""
+        head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
+        return self.product_of(head, plan) if head else None
+
+
+def _title(phase: str, layer: LayerSpec, block: BlockSpec) -> str:
+    return f"{phase}, {layer.name.removeprefix(block.name + '.')}"
