@@ -35,8 +35,9 @@ from parallelrun.plan.data_cost import Link, parameter_server, ring
 from parallelrun.report import chart
 from parallelrun.report.figures import bytes_text, digits
 from parallelrun.sequences import Lane
+from parallelrun.strategies.data.common.allreduce.rounds import ring as ring_rounds
+from parallelrun.strategies.data.common.allreduce.rounds import segments
 from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
-from parallelrun.strategies.data.common.allreduce.steps import segments
 from tests.plans import tiny_plan
 
 SIZES = (2**10, 2**14, 2**18, 2**24)  # bytes of gradients
@@ -80,7 +81,7 @@ def _check_sum(system: str, numel: int, group: Group) -> None:
 
 def _run(system: str, tensor: Tensor, group: Group) -> None:
     if system == "ring":
-        all_reduce(tensor, group, "gradients", "ring")
+        all_reduce(tensor, group, "gradients", ring_rounds(range(group.size), group.index, (0, tensor.numel())))
     else:
         serve(tensor, group, num_servers(system, group.size))
 

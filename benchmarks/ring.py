@@ -19,7 +19,9 @@ import torch.distributed as dist
 from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
 from parallelrun.mesh import Group
 from parallelrun.plan.resolve import resolve
+from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
 from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
+from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
@@ -47,9 +49,10 @@ def _exchange(algorithm: str, pairs: int, warmup: int) -> dict[str, Any]:
     """One rank: both sides sum the same numbers; equal sums prove equal work."""
     world, rank = dist.get_world_size(), dist.get_rank()
     group = Group("dp", tuple(range(world)), rank, dist.group.WORLD)
-    written_out = partial(
-        all_reduce, group=group, purpose="gradients", algorithm=algorithm, group_size=max(1, world // 2)
-    )
+    in_groups = HierarchicalAllReduce(max(1, world // 2))
+    chosen = next(one for one in (RingAllReduce(), HalvingDoubling(), in_groups) if one.name == algorithm)
+    rounds = chosen.rounds(world, rank, NUMEL)
+    written_out = partial(all_reduce, group=group, purpose="gradients", rounds=rounds)
     numbers = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     ours, theirs = numbers.clone(), numbers.clone()
     written_out(ours)

@@ -34,17 +34,20 @@ STRATEGIES = {
     "expert.capacity": "parallelrun.strategies.expert.capacity",
     "expert.dropless": "parallelrun.strategies.expert.dropless",
 }
+# the modules that send compressed gradients, by `strategy.data.compression`
+COMPRESSIONS = {name: f"parallelrun.strategies.data.common.compression.{name}" for name in ("fp16", "powersgd")}
 MODELS = ("gpt", "bert", "mlp", "matmul", "resnet", "alexnet", "vgg", "module")
 DATASETS = ("pystdlib", "text", "megatron", "synthetic", "digits", "mnist", "cifar10", "imagefolder")
 BUILT_IN = {
     "strategies": STRATEGIES,
+    "compressions": COMPRESSIONS,
     "models": {name: f"parallelrun.models.{name}" for name in MODELS},
     "datasets": {name: f"parallelrun.data.{name}" for name in DATASETS},
 }
 
 
 def names(kind: str) -> dict[str, str]:
-    """Every known name of `kind` (strategies | models | datasets) with its import path, plug-ins included."""
+    """Every known name of `kind` (a key of `BUILT_IN`) with its import path, plug-ins included."""
     return {**_plug_ins(kind), **BUILT_IN[kind]}
 
 
@@ -53,7 +56,7 @@ def has(kind: str, name: str) -> bool:
     return name in BUILT_IN[kind] or name in _plug_ins(kind)
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=len(BUILT_IN))
 def _plug_ins(kind: str) -> dict[str, str]:
     """The plug-ins of `kind`, cached: reading the metadata of all installed packages takes tens of milliseconds."""
     from importlib.metadata import entry_points

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +38,9 @@ def _without_all_reduce(purpose: str) -> None:
 
 def dropped_gradient_reduce() -> None:
     """Every replica keeps its own gradient."""
-    from parallelrun.strategies.data.ddp import runtime
+    from parallelrun.strategies.data.common.reducer import BucketedRuntime
 
-    runtime.DDPRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
+    BucketedRuntime.start_sum = lambda self, tensor, group: SimpleNamespace(wait=lambda: None)
 
 
 def doubled_gradient_reduce() -> None:
@@ -205,7 +206,7 @@ def _instead_of_the_ring(change: Callable[..., Any]) -> None:
     from parallelrun.strategies.data.ring import runtime
 
     right = runtime.all_reduce
-    runtime.all_reduce = lambda tensor, group, *rest: change(right, tensor, group, *rest)
+    runtime.all_reduce = lambda tensor, *rest, async_op: change(partial(right, async_op=async_op), tensor, *rest)
 
 
 def doubled_gradients_of_the_ring() -> None:
@@ -236,7 +237,7 @@ def expert_gradients_summed_over_dp() -> None:
     """Experts are taken for what all of dp has copies of: gradients of different experts are added."""
     from parallelrun.strategies.data.common import buckets
 
-    buckets.sum_axis = lambda held, plan: "dp"
+    buckets.replica_axis = lambda layout, plan: "dp"
 
 
 def expert_gradients_not_summed() -> None:

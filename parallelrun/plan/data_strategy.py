@@ -6,6 +6,7 @@ A strategy is a frozen subclass of `DataStrategy` in `strategies/data/<kind>/pla
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +16,7 @@ from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.axis_strategy import AxisStrategy
 from parallelrun.plan.messages import Explanation, explanation_of_calls
+from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 
@@ -42,6 +44,15 @@ class ExchangeForm:
     scatters_once: bool = False
     gathers_again: bool = False
     gathers_rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are exchanged together: the axis over which they are summed, and the indices of their parameters
+    in a list of trained ones."""
+
+    axis: str
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,17 @@ class DataStrategy(AxisStrategy):
         return tensor_layout
 
     # Traffic
+
+    def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[tuple[int, ...]], plan: Plan) -> list[Bucket]:
+        """The buckets of parameters with those local shapes, in launch order. A parameter without copies is in none.
+
+        The prediction and the runtime ask the same method, so that both have the same buckets.
+        """
+        return []
+
+    def num_exchanges(self, plan: Plan) -> int:
+        """The number of times that a step exchanges every bucket."""
+        return 1
 
     @abstractmethod
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from parallelrun.mesh import Group
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.common.compression.runtime import FactoredSum
+from parallelrun.strategies.data.common.compression.powersgd import FactoredSum
 from parallelrun.strategies.data.horovod.adasum import all_combine
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler

@@ -16,19 +16,21 @@ from parallelrun import torch_private
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.mesh import Group, build_mesh
 from parallelrun.sequences import Lane
-from parallelrun.strategies.data.common.allreduce import counts, runtime, steps
-from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
-from parallelrun.strategies.data.common.allreduce.runtime import all_reduce
+from parallelrun.strategies.data.common.allreduce import rounds as round_module
+from parallelrun.strategies.data.common.allreduce import runtime
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
+from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
+from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling, TreeAllReduce
 from tests.plans import tiny_plan
 from tests.pool import RanksFailed, run_ranks
 
-RING, HALVING_DOUBLING = Algorithm("ring"), Algorithm("halving_doubling")
+RING, HALVING_DOUBLING = RingAllReduce(), HalvingDoubling()
 NUMELS = (0, 1, 2, 5, 7, 64, 1003)  # none, fewer than ranks, uneven
 CASES = {
     2: (RING, HALVING_DOUBLING),
     3: (RING, HALVING_DOUBLING),
-    5: (RING, HALVING_DOUBLING, Algorithm("tree")),
-    6: (HALVING_DOUBLING, Algorithm("hierarchical", 2), Algorithm("hierarchical", 3)),
+    5: (RING, HALVING_DOUBLING, TreeAllReduce()),
+    6: (HALVING_DOUBLING, HierarchicalAllReduce(2), HierarchicalAllReduce(3)),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 BOUND = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 3e-2}  # relative to the largest sum
@@ -39,6 +41,12 @@ def world_group() -> Group:
     return Group("dp", tuple(range(world)), rank, dist.group.WORLD)
 
 
+def all_reduce(tensor: Tensor, group: Group, algorithm: Algorithm, async_op: bool = False) -> Any:
+    """The runtime's all-reduce by the rounds of an algorithm."""
+    rounds = algorithm.rounds(group.size, group.index, tensor.numel())
+    return runtime.all_reduce(tensor, group, "gradients", rounds, async_op)
+
+
 def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:
     """What that member gives to the sum."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
@@ -46,13 +54,13 @@ def mine(index: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def sums(algorithms: tuple[Algorithm, ...]) -> list[list[Tensor]]:
     """Per algorithm the sums of every dtype and size, in pieces of five elements of fp64."""
-    steps.PIECE_BYTES = 40
+    round_module.PIECE_BYTES = 40
     group = world_group()
     found = []
     for algorithm in algorithms:
         found.append([mine(group.index, numel, dtype) for dtype in DTYPES for numel in NUMELS])
         for tensor in found[-1]:
-            all_reduce(tensor, group, "gradients", algorithm.name, group_size=algorithm.group_size)
+            all_reduce(tensor, group, algorithm)
     return found
 
 
@@ -71,14 +79,14 @@ def test_every_rank_ends_with_the_same_bits_of_the_sum(world):
 
 def both_executors(algorithms: tuple[Algorithm, ...]) -> bool:
     """Whole messages in batches, as NCCL gets them, and pieces: the same bits."""
-    steps.PIECE_BYTES = 40
+    round_module.PIECE_BYTES = 40
     group = world_group()
     same = True
     for algorithm in algorithms:
         for numel in NUMELS:
             tensor, flat = mine(group.index, numel, torch.float32), mine(group.index, numel, torch.float32)
-            all_reduce(tensor, group, "gradients", algorithm.name, group_size=algorithm.group_size)
-            rounds = steps.table(algorithm.name, group.size, group.index, numel, algorithm.group_size)
+            all_reduce(tensor, group, algorithm)
+            rounds = algorithm.rounds(group.size, group.index, numel)
             rounds = tuple(one for one in rounds if one.send or one.receive)
             runtime.run_in_batches(flat, rounds, group, "gradients")
             same = same and torch.equal(tensor, flat)
@@ -87,12 +95,12 @@ def both_executors(algorithms: tuple[Algorithm, ...]) -> bool:
 
 def test_batches_of_whole_messages_give_the_bits_of_the_pieces():
     assert all(run_ranks(5, both_executors, CASES[5]))
-    assert all(run_ranks(4, both_executors, (RING, Algorithm("hierarchical", 2))))
+    assert all(run_ranks(4, both_executors, (RING, HierarchicalAllReduce(2))))
 
 
 def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict[tuple[int, int], int], list]:
     """(rows counted, bytes by link as sent from here, rows predicted) of one asynchronous fp64 all-reduce."""
-    steps.PIECE_BYTES = piece_bytes
+    round_module.PIECE_BYTES = piece_bytes
     world = dist.get_world_size()
     mesh = build_mesh(tiny_plan(dp=world, global_batch=4 * world), torch.device("cpu"))
     group, sent = mesh.group("dp"), Counter()
@@ -103,8 +111,8 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
 
     tensor = torch.zeros(numel, dtype=torch.float64)
     with CommunicationCounter(mesh, note) as counter:
-        all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size).wait()
-    predicted = counts.rows(algorithm, world, group.index, numel, 8, steps.piece_elements(8))
+        all_reduce(tensor, group, algorithm, async_op=True).wait()
+    predicted = algorithm.collectives(world, group.index, numel, 8, round_module.piece_elements(8))
     return counter.rows(), dict(sent), predicted
 
 
@@ -114,7 +122,7 @@ def wire(algorithm: Algorithm, numel: int, piece_bytes: int) -> tuple[list, dict
         (3, RING, 1000),
         (4, RING, 2),
         (5, HALVING_DOUBLING, 1003),
-        (4, Algorithm("hierarchical", 2), 1003),
+        (4, HierarchicalAllReduce(2), 1003),
     ],
     ids=str,
 )
@@ -124,7 +132,7 @@ def test_every_rank_and_link_carries_what_is_foretold(world, algorithm, numel):
     for counted, sent, predicted in run_ranks(world, wire, algorithm, numel, 800):
         assert {row for row in counted if row.calls} == {row for row in predicted if row.calls}
         links.update(sent)
-    assert links == {link: 8 * elements for link, elements in counts.links(algorithm, world, numel).items()}
+    assert links == {link: 8 * elements for link, elements in algorithm.links(world, numel).items()}
 
 
 def test_a_ring_sends_the_same_whatever_the_number_of_ranks():
@@ -137,8 +145,8 @@ def test_a_ring_sends_the_same_whatever_the_number_of_ranks():
 def several_at_once() -> tuple[list[float], list[float]]:
     group = world_group()
     tensors = [torch.full((3000,), float(number + group.index)) for number in range(6)]
-    algorithms = ["ring", "halving_doubling", "native"] * 2
-    works = [all_reduce(t, group, "gradients", name, async_op=True) for t, name in zip(tensors, algorithms)]
+    algorithms = [RING, HALVING_DOUBLING, NativeAllReduce()] * 2
+    works = [all_reduce(t, group, algorithm, async_op=True) for t, algorithm in zip(tensors, algorithms)]
     for work in reversed(works):
         work.wait()
     return [float(t.min()) for t in tensors], [float(t.max()) for t in tensors]
@@ -156,7 +164,7 @@ def waits(delay_s: float) -> list[tuple[bool, float]]:
     if group.index == 1:
         time.sleep(delay_s)
     with torch_private.timed_waits(lambda is_message, began, ended: heard.append((is_message, ended - began))):
-        all_reduce(torch.zeros(3000), group, "gradients", "ring", async_op=True).wait()
+        all_reduce(torch.zeros(3000), group, RING, async_op=True).wait()
     return heard
 
 
@@ -167,10 +175,10 @@ def test_the_clock_hears_of_the_wait_and_not_of_the_threads_own():
 
 def with_a_dying_peer() -> None:
     group = world_group()
-    all_reduce(torch.zeros(10), group, "gradients", "ring")  # all are connected
+    all_reduce(torch.zeros(10), group, RING)  # all are connected
     work: Any = None
     if group.index != 1:
-        work = all_reduce(torch.zeros(3000), group, "gradients", "ring", async_op=True)
+        work = all_reduce(torch.zeros(3000), group, RING, async_op=True)
         work.wait()
     os._exit(9)
 
@@ -187,7 +195,8 @@ def with_a_fault(fault: str) -> Tensor:
     if fault == "copied instead of added":
         runtime.SCATTER_REDUCE = "never"
     if fault == "one round short":
-        runtime.table = lambda *arguments: steps.table(*arguments)[:-1]
+        all_rounds = RingAllReduce.rounds
+        RingAllReduce.rounds = lambda self, *arguments: all_rounds(self, *arguments)[:-1]
     if fault == "not waited for":
         runtime._Pieces.run = lambda self, right=runtime._Pieces.run: (time.sleep(0.2), right(self))[1]
         from parallelrun.strategies.data.common.allreduce import runtime as jobs
@@ -197,7 +206,7 @@ def with_a_fault(fault: str) -> Tensor:
         right = runtime._Pieces._send
         runtime._Pieces._send = lambda self, outgoing, ready: right(self, outgoing, self._flat.numel())
     tensor = torch.ones(100)
-    all_reduce(tensor, world_group(), "gradients", "ring")
+    all_reduce(tensor, world_group(), RING)
     result = tensor.clone()
     dist.barrier()
     return result

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelrun.strategies.data.common.compression import runtime
+from parallelrun.strategies.data.common.compression import powersgd
 from parallelrun.train.build import Training
 from tests.parity import assert_equal, parity
 from tests.pool import run_ranks
@@ -43,23 +43,23 @@ def test_a_compressed_plan_equals_its_rule_and_sends_what_it_says(cell):
 
 
 def error_forgotten(training: Training) -> None:
-    right = runtime.Stack.finish
+    right = powersgd.Stack.finish
 
-    def wrong(self: runtime.Stack) -> None:
+    def wrong(self: powersgd.Stack) -> None:
         right(self)
         self.error.zero_()
 
-    runtime.Stack.finish = wrong
+    powersgd.Stack.finish = wrong
 
 
 def cold_start(training: Training) -> None:
-    right = runtime.Stack.finish
+    right = powersgd.Stack.finish
 
-    def wrong(self: runtime.Stack) -> None:
+    def wrong(self: powersgd.Stack) -> None:
         right(self)
         self.right = self.first
 
-    runtime.Stack.finish = wrong
+    powersgd.Stack.finish = wrong
 
 
 def not_rounded(training: Training) -> None:

@@ -13,6 +13,7 @@ from parallelrun.plan.resolve import resolve
 from parallelrun.train.build import build
 from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
+from tests.matrix import FULL as FULL_RUN
 from tests.peak_bytes import PeakBytes
 from tests.plans import tiny_config, tiny_plan
 from tests.pool import run_ranks
@@ -106,6 +107,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero1 x 1f1b": GPT | pipeline("1f1b") | data("zero1") | {"global_batch": 32},
     "zero2 x 1f1b": GPT | pipeline("1f1b") | data("zero2") | {"global_batch": 32},
 }
+
+
+# Their parts are in other plans, too.
+FULL_MATRIX = (
+    "gpt full bf16", "gpt sgd", "llama full", "ddp bf16", "zero1 full", "fsdp full", "fsdp llama", "mlp ddp",
+    "bert zero1", "tp llama", "tp full", "1f1b full", "tp dropout", "zero1 x 1f1b",
+)  # fmt: skip
+if not FULL_RUN:
+    PLANS = {name: overrides for name, overrides in PLANS.items() if name not in FULL_MATRIX}
 
 
 def peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:

@@ -5,18 +5,20 @@ Gradients of experts that are distributed over ep are summed over `expert_dp`, i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
+from parallelrun.plan.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 
-from . import buckets
+from .bucket_prediction import buckets_of, final_collectives
+from .buckets import Shape, partition
 from .compression import plan as compressions
 from .compression.plan import Compression, SummedMessage
 from .keys import BucketKeys
@@ -36,27 +38,29 @@ class BucketedAllReduce(DataStrategy):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        return compressions.check(request)
+        return compressions.of(request.config).check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
         bucket_bytes = BucketKeys.of(request.config).bucket_bytes
         return cls(bucket_bytes=bucket_bytes, compression=compressions.of(request.config))
 
+    def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
+        return partition(trained, shapes, plan)
+
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """The gradients that no bucket has collected yet: all of them where buckets wait for the schedule's end."""
         if plan.pipeline.splits_backward:
             return None
-        filled = partial(buckets.partition, plan=plan)
-        waiting = buckets.WaitingGradients(plan.stages[stage].pp_rank, coordinate, plan, filled)
-        return [beside for beside, _ in waiting.of_stage(stage)]
+        return [beside for beside, _ in buckets_of(plan.stages[stage].pp_rank, coordinate, plan).waiting(stage)]
 
     def bucket_messages(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[SummedMessage]:
         """Every sum of one step, in the order in which the buckets are sent."""
+        found = buckets_of(pp_rank, coordinate, plan)
         return [
-            replace(message, axis=bucket.axis)
-            for bucket in buckets.contents(pp_rank, coordinate, plan)
-            for message in compressions.messages(bucket.parts, plan, self.compression)
+            replace(message, axis=axis)
+            for axis, parts in zip(found.axes, found.parts)
+            for message in self.compression.messages(parts, plan)
         ]
 
     def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
@@ -66,16 +70,15 @@ class BucketedAllReduce(DataStrategy):
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         messages = self.bucket_messages(pp_rank, coordinate, plan)
         rows = [row for message in messages for row in self.rows_of_sum(message, coordinate, plan)]
-        return merge(rows) + buckets.final_collectives(pp_rank, coordinate, plan)
+        return merge(rows) + final_collectives(pp_rank, coordinate, plan)
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression holds beside weights, gradients and optimizer state."""
-        contents = buckets.contents(pp_rank, coordinate, plan)
-        return sum(compressions.held_bytes(bucket.parts, plan, self.compression) for bucket in contents)
+        return sum(self.compression.held_bytes(parts, plan) for parts in buckets_of(pp_rank, coordinate, plan).parts)
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
-        kind = self.compression.kind
-        return ExchangeForm(data_cost.RING, compression=kind if kind != "none" else "")
+        compression = self.compression.kind if self.compression.compresses else ""
+        return ExchangeForm(data_cost.RING, compression=compression)
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        return compressions.equivalence(plan, self.compression)
+        return self.compression.equivalence(plan)

@@ -6,17 +6,20 @@ Between two synchronisations replicas exchange only the few control numbers of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
+from parallelrun.plan.data_strategy import Bucket, DataStrategy, ExchangeForm
+from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import SYNC, Collective, Plan
 from parallelrun.precision import BYTES
 
-from . import buckets
+from .bucket_prediction import buckets_of, final_collectives
+from .buckets import Shape, partition
 from .keys import PeriodicKeys
 
 if TYPE_CHECKING:
@@ -45,6 +48,10 @@ class IndependentReplicas(DataStrategy):
             steps=request.config.steps,
         )
 
+    def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
+        """Of the weights that replicas average, which are as large as their gradients."""
+        return partition(trained, shapes, plan)
+
     @property
     def detail(self) -> str:
         """How often replicas meet."""
@@ -70,18 +77,10 @@ class IndependentReplicas(DataStrategy):
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """Of a step that synchronises: one all-reduce per bucket of weights; of every step: what gradients need."""
-        out = []
-        if plan.mesh.size("dp") > 1:
-            sizes = weight_bytes(pp_rank, coordinate, plan)
-            num_buckets = len(buckets.fill(sizes, self.bucket_bytes))
-            out.append(Collective("dp", "all_reduce", SYNC, num_buckets, sum(sizes)))
-        return out + buckets.final_collectives(pp_rank, coordinate, plan)
+        found = buckets_of(pp_rank, coordinate, plan).parts
+        sent = BYTES[plan.precision.stored] * sum(prod(shape) for parts in found for _, shape in parts)
+        synchronisation = [Collective("dp", "all_reduce", SYNC, len(found), sent)] if found else []
+        return synchronisation + final_collectives(pp_rank, coordinate, plan)
 
     def exchange_form(self, plan: Plan) -> ExchangeForm:
         return ExchangeForm(data_cost.RING)
-
-
-def weight_bytes(pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[int]:
-    """Bytes of every weight that the replicas of a pp rank average, in the plan's order."""
-    shapes = buckets.local_shapes(buckets.trained_parameters(plan, pp_rank), coordinate, plan)
-    return [prod(shape) * BYTES[plan.precision.stored] for shape in shapes]

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from parallelrun import comm
 from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import SYNC, Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, match
+from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 
-from .buckets import fill
 from .independent_plan import IndependentReplicas
 
 
@@ -29,8 +28,8 @@ class IndependentRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._strategy, self._group = IndependentReplicas.of(plan), mesh.group("dp")
         self._weights = [parameter.tensor.detach() for parameter in self.parameters]
-        sizes = [weight.numel() * weight.element_size() for weight in self._weights]
-        self._buckets = fill(sizes, plan.data.bucket_bytes)
+        shapes = [tuple(weight.shape) for weight in self._weights]
+        self._buckets = plan.data.buckets([held for held, _ in trained(pairs)], shapes, plan)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -46,11 +45,9 @@ class IndependentRuntime(DataRuntime):
 
         Two buckets are pending at a time; their flat copies are all the memory that it needs.
         """
-        if self._group.size == 1:
-            return
         pending: list[tuple[Tensor, list[Tensor], dist.Work | None]] = []
         for bucket in self._buckets:
-            members = [tensors[index] for index in bucket]
+            members = [tensors[index] for index in bucket.indices]
             flat = torch.cat([member.flatten() for member in members])
             pending.append((flat, members, comm.all_reduce(flat, self._group, SYNC, async_op=True)))
             if len(pending) == 2:

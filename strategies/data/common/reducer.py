@@ -14,16 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallelrun import comm, torch_private
+from parallelrun import comm, registry, torch_private
 from parallelrun.comm import Waitable
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
-from . import buckets
-
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
+Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
 
 
 class GradientBucket(ABC):
@@ -104,10 +103,12 @@ class Reducer:
     """Counts the gradients of each bucket and launches the buckets in order, each when it is full.
 
     The order is the same on every rank whatever order autograd runs in: collectives must match. A parameter's hook
-    fires at most once in a backward pass. exchanges: of every bucket in one step, each after the same number of passes.
+    fires at most once in a backward pass. Where a step exchanges buckets several times, each exchange follows the same
+    number of passes.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], plan: Plan, exchanges: int = 1):
+    def __init__(self, buckets: Sequence[GradientBucket], plan: Plan):
+        exchanges = plan.data.num_exchanges(plan)
         self.buckets = list(buckets)
         self._passes = plan.batch.microbatches // exchanges
         self._num_launches = exchanges * len(self.buckets)
@@ -170,15 +171,13 @@ class BucketedRuntime(DataRuntime):
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
         pairs = trained(pairs)
-        held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
-        filled = buckets.partition(held, [tuple(weight.shape) for weight in weights], plan)
+        found = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._unique = [weight for one, weight in pairs if not buckets.is_summed(one, plan)]  # has no copies
-        self._buckets = [
-            self._bucket([pairs[i] for i in bucket.indices], self.group_of(bucket.axis)) for bucket in filled
-        ]
+        self._buckets = [self._bucket([pairs[i] for i in one.indices], self.group_of(one.axis)) for one in found]
+        summed = {index for one in found for index in one.indices}
+        self._unique = [weight for index, (_, weight) in enumerate(pairs) if index not in summed]  # has no copies
         self._reducer = Reducer(self._buckets, plan)
-        self.flat_gradients = by_axis((one.axis, bucket.buffer) for one, bucket in zip(filled, self._buckets))
+        self.flat_gradients = by_axis((one.axis, bucket.buffer) for one, bucket in zip(found, self._buckets))
 
     def group_of(self, axis: str) -> Group:
         """The group that sums over an axis."""
@@ -191,8 +190,14 @@ class BucketedRuntime(DataRuntime):
         return work
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
-        """What starts the exchange of a bucket's buffer. Override this to compress it."""
-        return partial(self.start_sum, buffer, group)
+        """What starts the exchange of a bucket's buffer: its sum, or what the plan's compression sends instead."""
+        start_sum: Sum = partial(self.start_sum, group=group)
+        compression = self._plan.data.exchange_form(self._plan).compression
+        if not compression:
+            return partial(start_sum, buffer)
+        module = registry.load("compressions", compression)
+        send: Callable[[], Waitable] = module.sender(buffer, parts, self._plan, start_sum)
+        return send
 
     def begin_step(self) -> None:
         for weight in self._unique:

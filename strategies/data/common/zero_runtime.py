@@ -19,13 +19,14 @@ from parallelrun import comm
 from parallelrun.comm import Waitable
 from parallelrun.layout import chunk_range
 from parallelrun.mesh import Group, Mesh
+from parallelrun.plan.data_strategy import Bucket
+from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import HeldParameter, LocalParameter
 from parallelrun.plan.structure import Plan
 from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
 
-from .buckets import Filled, shard_dim, shard_layout, sum_axis
+from .buckets import shard_dim
 from .reducer import GradientBucket, Reducer
-from .zero_plan import ZeRO
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ChunkedWeight:
 
 def cut(held: HeldParameter, weight: nn.Parameter, group: Group, plan: Plan) -> ChunkedWeight:
     """Cut a weight that has copies on the ranks of `group`."""
-    dim = shard_dim(held.spec, held.layout, sum_axis(held, plan), plan)
+    dim = shard_dim(held.spec, held.layout, replica_axis(held.layout, plan), plan)
     shape = list(weight.shape)
     shape[dim] = -(-shape[dim] // group.size)
     start, stop = chunk_range(weight.shape[dim], group.size, group.index)
@@ -157,13 +158,13 @@ class ZeRORuntime(DataRuntime):
 
     def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
         super().__init__(pairs, plan, mesh)
-        pairs, strategy = trained(pairs), ZeRO.of(plan)
+        pairs = trained(pairs)
         held, weights = [one for one, _ in pairs], [weight for _, weight in pairs]
-        filled = strategy.fill(held, [tuple(weight.shape) for weight in weights], plan)
+        filled = plan.data.buckets(held, [tuple(weight.shape) for weight in weights], plan)
         self.pending = PendingExchanges(self.max_pending)
         self._chunks = [self._cut(one, pairs) for one in filled]
         self._buckets = [self.bucket(chunks) for chunks in self._chunks]
-        self._reducers = [Reducer(own, plan, strategy.reductions(plan)) for own in self.orders(filled, held)]
+        self._reducers = [Reducer(own, plan) for own in self.orders(filled, held)]
         mine = {id(one.weight): one.mine for chunks in self._chunks for one in chunks.weights}
         self._unique = [weight for weight in weights if id(weight) not in mine]
         self.parameters = [self._local_parameter(one, mine.get(id(weight), weight)) for one, weight in pairs]
@@ -173,7 +174,7 @@ class ZeRORuntime(DataRuntime):
     def bucket(self, chunks: Chunks) -> GradientBucket:
         """What reduces the gradients of some chunks."""
 
-    def orders(self, filled: Sequence[Filled], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
+    def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
         """The buckets in groups, each of which is launched in its order."""
         return [self._buckets]
 
@@ -200,10 +201,10 @@ class ZeRORuntime(DataRuntime):
             self.pending.start(chunks.gather)
         self.pending.wait()
 
-    def _cut(self, bucket: Filled, pairs: Sequence[Pair]) -> Chunks:
+    def _cut(self, bucket: Bucket, pairs: Sequence[Pair]) -> Chunks:
         group = self._mesh.group(bucket.axis)
         return Chunks([cut(*pairs[index], group, self._plan) for index in bucket.indices], group)
 
     def _local_parameter(self, held: HeldParameter, mine: Tensor) -> LocalParameter:
-        layout = shard_layout(held.spec, held.layout, sum_axis(held, self._plan), self._plan)
+        layout = self._plan.data.state_layout(held.spec, held.layout, self._plan)
         return LocalParameter(held.name, mine, held.spec, layout, held.shared)

@@ -6,5 +6,5 @@ divided by the global number of targets beforehand, so that gradients are summed
 Paper: Li et al. 2020 (PyTorch Distributed)
 Costs: one all-reduce of all gradients a step; complete weights, gradients and optimizer state on every rank.
 Proof: exact; with compressed gradients a replay (`reference.py`).
-Read `plan.py` and `runtime.py`, then `common/bucketed_plan.py`, `common/buckets.py` and `common/reducer.py`.
+Read `plan.py` and `runtime.py`, then `common/reducer.py` and `common/buckets.py`; `common/bucketed_plan.py` predicts.
 """

@@ -1,12 +1,5 @@
-"""The runtime of ddp: a `BucketedRuntime` whose sums are collectives of the backend."""
+"""The runtime of ddp: `BucketedRuntime`, whose sums are all-reduces of the backend, compressed if the plan says so."""
 
-from __future__ import annotations
+from ..common.reducer import BucketedRuntime
 
-from ..common.compression.runtime import CompressedRuntime
-
-
-class DDPRuntime(CompressedRuntime):
-    """Each bucket is summed by one all-reduce, or by those of its compressed parts."""
-
-
-RUNTIME = DDPRuntime
+RUNTIME = BucketedRuntime

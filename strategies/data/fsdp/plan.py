@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from parallelrun.config.schema import DataStrategyConfig, key
@@ -17,17 +16,16 @@ from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm, FlattenedDims, MeshDims
+from parallelrun.plan.data_strategy import ExchangeForm
 from parallelrun.plan.load import splits_backward, tensor_strategy
-from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
 from parallelrun.precision import BYTES
 
-from ..common import buckets
-from ..common.buckets import check_shardable, shard_dim, shard_layout
-from .units import Unit, is_whole, make_units, shard_axis
+from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
+from ..common.buckets import padded_numel, reduce_bytes, shard_dim
+from .units import Unit, UnitSharding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,12 +46,8 @@ class FSDPConfig(DataStrategyConfig):
 
 
 @dataclass(frozen=True)
-class FSDP(DataStrategy):
-    """Every rank holds its shard; the weights of a block are gathered while it computes.
-
-    reshard_after_forward: gathered weights are freed after forward. reduce_each_microbatch: gradients are reduced in
-    every backward pass, so that none are kept unsharded.
-    """
+class FSDP(UnitSharding):
+    """The checks and predictions of fsdp."""
 
     kind = "fsdp"
     description = (
@@ -66,9 +60,6 @@ class FSDP(DataStrategy):
     shards_weights = True
     saves_memory = True
     keeps_gradients = True
-
-    reshard_after_forward: bool = False
-    reduce_each_microbatch: bool = False
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -92,31 +83,11 @@ class FSDP(DataStrategy):
         often = "in every backward pass" if self.reduce_each_microbatch else "once a step"
         return f"sharded over {self.shard} ranks, gathered weights {kept}, gradients reduced {often}"
 
-    def mesh_dims(self, dp: int) -> tuple[MeshDims, FlattenedDims]:
-        if self.shard >= dp:
-            return super().mesh_dims(dp)
-        parts = (("dp_replicate", dp // self.shard), ("dp_shard", self.shard))
-        return parts, (("dp", ("dp_replicate", "dp_shard")),)
-
-    def weight_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
-        return self.state_layout(parameter, tensor_layout, plan)
-
-    def state_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
-        return shard_layout(parameter, tensor_layout, shard_axis(plan, tensor_layout), plan)
-
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
         """Split as the weights, unless a step reduces several microbatches at once: until then gradients are whole."""
         once = not self.reduce_each_microbatch
         whole = once and (plan.batch.microbatches > 1 or plan.pipeline.splits_backward)
         return tensor_layout if whole else self.state_layout(parameter, tensor_layout, plan)
-
-    def units(self, plan: Plan, pp_rank: int) -> tuple[Unit, ...]:
-        """The FSDP units of a pp rank."""
-        key = "fsdp units", pp_rank
-        if key not in plan.cache:
-            plan.cache[key] = make_units(plan, pp_rank, self.reshard_after_forward)
-        found: tuple[Unit, ...] = plan.cache[key]
-        return found
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Most bytes of gathered weights at once: all that is kept, and of what is let go two blocks (one to come)."""
@@ -139,14 +110,13 @@ class FSDP(DataStrategy):
         sent = dict.fromkeys(names, 0)
         for unit in own:
             if unit.block and reduces:
-                sent[unit.block] += buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
+                sent[unit.block] += reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
         return [*[sent[name] for name in names][1:], 0]
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """All-gathers per use, a reduce-scatter per unit and backward pass that reduces (HSDP: and one all-reduce of
         the shards a step); the sums of what is in no unit; then the final sums."""
-        held = held_parameters(plan, pp_rank)
-        final = buckets.final_collectives(pp_rank, coordinate, plan)
+        final = final_collectives(pp_rank, coordinate, plan)
         if plan.mesh.size("dp") == 1:
             return final
         rows = []
@@ -156,17 +126,15 @@ class FSDP(DataStrategy):
             rows.append(Collective(unit.axis, "all_gather", ENGINE, num_gathers, gathered))
             if not unit.trained.parameters:
                 continue
-            reduced = buckets.reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
+            reduced = reduce_bytes(plan) * _padded_numel(unit.trained, coordinate, plan)
             often = plan.batch.microbatches if self.reduce_each_microbatch else 1
             rows.append(Collective(unit.axis, "reduce_scatter", ENGINE, often, often * reduced))
             if plan.mesh.size("dp_replicate") > 1:
                 shard = reduced // plan.mesh.size(unit.axis)
                 rows.append(Collective("dp_replicate", "all_reduce", ENGINE, 1, shard))
-        whole = [p for p in held if is_whole(p, plan) and not p.spec.frozen]
-        shapes = buckets.local_shapes(whole, coordinate, plan)
-        for bucket in buckets.partition(whole, shapes, plan):
-            payload = buckets.reduce_bytes(plan) * sum(prod(shapes[i]) for i in bucket.indices)
-            rows.append(Collective(bucket.axis, "all_reduce", "gradients", 1, payload))
+        found = buckets_of(pp_rank, coordinate, plan)
+        for number, axis in enumerate(found.axes):
+            rows.append(Collective(axis, "all_reduce", "gradients", 1, found.sent_bytes(number, padded=False)))
         return merge(rows) + final
 
     def _num_gathers(self, unit: Unit, plan: Plan) -> int:
@@ -196,9 +164,9 @@ def _padded_numel(unit: Unit, coordinate: dict[str, int], plan: Plan) -> int:
     block = plan.spec.first_alike.get(unit.block, unit.stage)
     key = "padded numel", unit.kind, block, len(unit.parameters), *sorted(coordinate.items())
     if key not in plan.cache:
-        shapes = buckets.local_shapes(unit.parameters, coordinate, plan)
+        shapes = local_shapes(unit.parameters, coordinate, plan)
         dims = [shard_dim(held.spec, held.layout, unit.axis, plan) for held in unit.parameters]
-        sizes = [buckets.padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims)]
+        sizes = [padded_numel(shape, plan.mesh.size(unit.axis), dim) for shape, dim in zip(shapes, dims)]
         plan.cache[key] = sum(sizes)
     found: int = plan.cache[key]
     return found

@@ -3,62 +3,32 @@
 FSDP2 averages gradients by default, on every module separately, so summing is asked of each module. It reduces in every
 backward pass, or in the last one of each stage only (`reduce_each_microbatch=false`, which keeps unsharded gradients
 until then); HSDP sums the shards over the replicas in the last one. Under schedules that split backward, all of it
-follows the schedule. FSDP2 ignores parameters that are in no unit (`units.is_whole`); buckets sum their gradients.
+follows the schedule.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelrun import torch_private
+from parallelrun import comm, torch_private
+from parallelrun.comm import Waitable
 from parallelrun.mesh import Mesh
-from parallelrun.plan.parameters import HeldParameter, LocalParameter, held_parameters
+from parallelrun.plan.parameters import LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, match, set_gradient, trained
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, match, set_gradient, trained
 
-from ..common.buckets import shard_dim, shard_layout
-from ..common.reducer import BucketedRuntime
-from .plan import FSDP
-from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, is_whole, shard_axis
+from ..common.buckets import shard_dim
+from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_whole, shard_axis
 
 HOLDERS = "_parallelrun_tied_weights"  # on a stage: a list, so that it is no submodule
 REPLICATE = "dp_replicate"
-Meshes = dict[str, DeviceMesh]  # by the axis that splits weights
-
-
-def _shard(parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-    """Wrap the units of this rank's stages on the meta device, so that a rank only ever holds its shards."""
-    if mesh.group("dp").size == 1:
-        return
-    pp_rank = mesh.coordinate.get("pp", 0)
-    part_of = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
-    own = FSDP.of(plan).units(plan, pp_rank)
-    axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in own)])
-    copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
-    meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
-    held = [p for p in held_parameters(plan, pp_rank) if is_whole(p, plan)]
-    whole = {part_of[p.stage].get_parameter(p.name) for p in held}
-    shared = _shard_tied([u for u in own if u.kind == TIED], part_of, plan, meshes)
-    for stage, part in part_of.items():
-        of_stage = [unit for unit in own if unit.stage == stage and unit.block]
-        blocks = [
-            _shard_block([u for u in of_stage if u.block == name], part, plan, meshes, shared | whole)
-            for name in dict.fromkeys(unit.block for unit in of_stage)
-        ]
-        nothing = Unit(ROOT, stage, "", (), False, False, shard_axis(plan))
-        left = next((unit for unit in own if unit.stage == stage and unit.kind == ROOT), nothing)
-        _prefetch(_fully_shard(part, left, plan, meshes, shared | whole), blocks)
-    for module in _wrapped(parts):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
 
 
 class FSDPRuntime(DataRuntime):
@@ -66,16 +36,17 @@ class FSDPRuntime(DataRuntime):
 
     @classmethod
     def shard(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> None:
-        """Wrap the units of this rank's stages."""
-        _shard(parts, plan, mesh)
+        """Wrap the units of this rank's stages on the meta device, so that a rank only ever holds its shards."""
+        if mesh.group("dp").size > 1:
+            UnitWrapper(parts, plan, mesh).wrap()
 
     @classmethod
     def attach(cls, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> DataRuntime:
         return cls(parts, plan, mesh) if plan.mesh.size("dp") > 1 else super().attach(parts, plan, mesh)
 
     def __init__(self, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh):
-        self._plan, self._strategy = plan, FSDP.of(plan)
-        self._modules = list(_wrapped(parts))
+        self._plan, self._strategy = plan, UnitSharding.of(plan)
+        self._modules = _wrapped(parts)
         self._holders = [holder for part in parts for holder in getattr(part, HOLDERS, [])]
         self._roots = [part for part in (*parts, *self._holders) if isinstance(part, FSDPModule)]
         for holder in self._holders:
@@ -83,19 +54,22 @@ class FSDPRuntime(DataRuntime):
         for root in self._roots:
             torch_private.fsdp_initialise(root)  # may move shards into padded storage: before we take them
         pairs = match(parts, plan, mesh)
-        self._whole = BucketedRuntime([pair for pair in pairs if is_whole(pair[0], plan)], plan, mesh)
         with torch.no_grad():
-            parameters = {held.name: _part(held, weight, plan) for held, weight in pairs if not is_whole(held, plan)}
-        parameters |= {p.name: p for p in (*self._whole.parameters, *self._whole.frozen)}
-        self.parameters = [parameters[held.name] for held, _ in trained(pairs)]
-        self.frozen = [parameters[held.name] for held, _ in pairs if held.spec.frozen]
-        self._sharded = [(parameters[held.name], w) for held, w in trained(pairs) if not is_whole(held, plan)]
-        self.flat_gradients = self._whole.flat_gradients
+            local = [
+                LocalParameter(p.name, _local(w), p.spec, plan.data.state_layout(p.spec, p.layout, plan), p.shared)
+                for p, w in pairs
+            ]
+        self.parameters = [parameter for parameter in local if not parameter.spec.frozen]
+        self.frozen = [parameter for parameter in local if parameter.spec.frozen]
+        both = zip(self.parameters, trained(pairs))
+        self._sharded = [(parameter, weight) for parameter, (_, weight) in both if parameter.tensor is not weight]
+        self._whole = WholeGradients(trained(pairs), plan, mesh)
+        self.flat_gradients = by_axis((group.axis, flat) for group, flat in self._whole.flat)
         self._num_backwards = dict.fromkeys(parts, 0)
         self._is_last: dict[object, bool] = {}  # what each root has been told
         self._left_gathered = False
         # Then every backward is a last one, and nothing need be said again: saying it walks all modules.
-        self._always_last = plan.pipeline.kind == "none" and plan.batch.microbatches == 1
+        self._always_last = plan.mesh.size("pp") == 1 and plan.batch.microbatches == 1
         for part in parts:
             part.register_forward_pre_hook(self._before_forward, prepend=True)
             part.register_forward_hook(self._after_forward)
@@ -108,14 +82,14 @@ class FSDPRuntime(DataRuntime):
         self._left_gathered = False
         for parameter, sharded in self._sharded:
             parameter.tensor.grad = sharded.grad = None
-        self._whole.begin_step()
+        self._whole.begin()
         self._num_backwards = dict.fromkeys(self._num_backwards, 0)
         for root in self._roots:
             self._set_last(root, self._always_last)
 
     def launch_gradients(self) -> None:
         """Start the sums of the parameters that are in no unit."""
-        self._whole.launch_gradients()
+        self._whole.launch()
 
     def finish_gradients(self) -> None:
         """Reduce the remaining gradients, and give the optimizer the gradients of the shards."""
@@ -126,7 +100,7 @@ class FSDPRuntime(DataRuntime):
         with torch.no_grad():
             for parameter, sharded in self._sharded:
                 set_gradient(parameter.tensor, None if sharded.grad is None else _local(sharded.grad))
-        self._whole.finish_gradients()
+        self._whole.finish()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
         """Gather a weight of two stages."""
@@ -159,101 +133,134 @@ class FSDPRuntime(DataRuntime):
         root.set_reshard_after_backward(last or self._strategy.reshard_after_forward)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its storage (outside autograd)."""
-    assert isinstance(tensor, DTensor), "FSDP shards are DTensors"
-    return tensor.to_local()
+class WholeGradients:
+    """Sums the gradients of parameters that are in no unit (`is_whole`), which FSDP2 ignores, over their copies.
 
-
-def _part(held: HeldParameter, weight: Tensor, plan: Plan) -> LocalParameter:
-    layout = shard_layout(held.spec, held.layout, shard_axis(plan, held.layout), plan)
-    return LocalParameter(held.name, _local(weight), held.spec, layout, held.shared)
-
-
-def _shard_block(
-    own: list[Unit], part: nn.Module, plan: Plan, meshes: Meshes, ignored: set[nn.Parameter]
-) -> list[FSDPModule]:
-    """Wrap the units of one block, the block first in what is returned.
-
-    Experts last: their unit's module holds the router too, which by then is sharded with the block, or by itself.
+    Backward accumulates them in flat buffers, of which they are views. flat: the buffers, each with its group.
     """
-    modules = {unit.kind: part.get_submodule(unit.module) for unit in own}
-    experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
-    if experts:  # blocks add what their layers give out of place
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    made = {}
-    for unit in sorted(own, key=lambda unit: (ROUTER, BLOCK, EXPERTS).index(unit.kind)):
-        others = set(modules[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts
-        dims = _dims(unit, part, plan)
-        made[unit.kind] = _fully_shard(modules[unit.kind], unit, plan, meshes, ignored | others, dims)
-    return [made[unit.kind] for unit in own]
+
+    def __init__(self, pairs: Sequence[Pair], plan: Plan, mesh: Mesh):
+        buckets = plan.data.buckets([held for held, _ in pairs], [tuple(weight.shape) for _, weight in pairs], plan)
+        self.flat = []
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._works: list[Waitable | None] = []
+        for bucket in buckets:
+            weights = [pairs[index][1] for index in bucket.indices]
+            flat = weights[0].new_zeros(sum(weight.numel() for weight in weights))
+            self.flat.append((mesh.group(bucket.axis), flat))
+            parts = flat.split([weight.numel() for weight in weights])
+            self._views += [(weight, part.view(weight.shape)) for weight, part in zip(weights, parts)]
+        summed = {index for bucket in buckets for index in bucket.indices}
+        whole = [index for index, (held, _) in enumerate(pairs) if is_whole(held, plan)]
+        self._unique = [pairs[index][1] for index in whole if index not in summed]  # has no copies at all
+
+    def begin(self) -> None:
+        """Clear the gradients."""
+        for _, flat in self.flat:
+            flat.zero_()
+        for weight, view in self._views:
+            weight.grad = view
+        for weight in self._unique:
+            weight.grad = None
+
+    def launch(self) -> None:
+        """Start the sums."""
+        self._works = [comm.all_reduce(flat, group, "gradients", async_op=True) for group, flat in self.flat]
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        for work in self._works:
+            assert work is not None, "a parameter without copies is in no bucket"
+            work.wait()
+        for weight in self._unique:
+            set_gradient(weight, weight.grad)
 
 
-def _dims(unit: Unit, part: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
-    """Along which dim those of a unit's weights are split that are not split along dim 0."""
-    dims = {part.get_parameter(p.name): shard_dim(p.spec, p.layout, unit.axis, plan) for p in unit.parameters}
-    return {weight: dim for weight, dim in dims.items() if dim}
+class UnitWrapper:
+    """Wraps the units of a rank's stages by `fully_shard`. Tied weights and parameters in no unit are ignored."""
 
+    def __init__(self, parts: Sequence[nn.Module], plan: Plan, mesh: Mesh):
+        self._plan, pp_rank = plan, mesh.coordinate.get("pp", 0)
+        self._units = UnitSharding.of(plan).units(plan, pp_rank)
+        self._parts = {stage.index: part for stage, part in zip(plan.stages_of(pp_rank), parts, strict=True)}
+        copies = (REPLICATE,) if mesh.group(REPLICATE).size > 1 else ()  # HSDP: dim 0 of a mesh
+        axes = dict.fromkeys([shard_axis(plan), *(unit.axis for unit in self._units)])
+        self._meshes = {axis: mesh.device_mesh(*copies, axis) for axis in axes}
+        whole = [held for held in held_parameters(plan, pp_rank) if is_whole(held, plan)]
+        self._ignored = {self._parts[held.stage].get_parameter(held.name) for held in whole}
 
-def _fully_shard(
-    module: nn.Module,
-    unit: Unit,
-    plan: Plan,
-    meshes: Meshes,
-    ignored: set[nn.Parameter],
-    dims: Mapping[nn.Parameter, int] = MappingProxyType({}),
-) -> FSDPModule:
-    """Wrap one unit. Inputs and outputs are not cast: the layers do it themselves, alike under every data strategy.
+    def wrap(self) -> None:
+        """Wrap shared weights, then every stage's blocks, then the stages."""
+        for unit in self._units:
+            if unit.kind == TIED:
+                self._wrap_tied(unit)
+        for stage, part in self._parts.items():
+            own = [unit for unit in self._units if unit.stage == stage]
+            names = dict.fromkeys(unit.block for unit in own if unit.block)
+            blocks = [self._wrap_block([unit for unit in own if unit.block == name], part) for name in names]
+            nothing = Unit(ROOT, stage, "", (), False, shard_axis(self._plan))
+            root = next((unit for unit in own if unit.kind == ROOT), nothing)
+            _prefetch(self._wrap(part, root), blocks)
+        for module in _wrapped(list(self._parts.values())):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
-    dims: of weights that are not split along dim 0.
-    """
-    precision = plan.precision
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.compute) if unit.rounded else None,
-        reduce_dtype=getattr(torch, precision.reduce),
-        cast_forward_inputs=False,
-    )
-    return fully_shard(
-        module,
-        mesh=meshes[unit.axis],
-        reshard_after_forward=unit.reshard,
-        shard_placement_fn=(lambda weight: Shard(dims.get(weight, 0))) if dims else None,
-        mp_policy=policy,
-        ignored_params=ignored or None,
-    )
+    def _wrap_block(self, own: list[Unit], part: nn.Module) -> list[FSDPModule]:
+        """Wrap the units of one block, the block first in what is returned.
 
+        Experts last: their unit's module holds the router too, which by then is sharded with the block, or by itself.
+        """
+        modules = {unit.kind: part.get_submodule(unit.module) for unit in own}
+        experts = {part.get_parameter(p.name) for unit in own if unit.kind == EXPERTS for p in unit.parameters}
+        if experts:  # blocks add what their layers give out of place
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        wrapped = {}
+        for unit in sorted(own, key=lambda unit: (ROUTER, BLOCK, EXPERTS).index(unit.kind)):
+            others = set(modules[EXPERTS].parameters()) - experts if unit.kind == EXPERTS else experts
+            wrapped[unit.kind] = self._wrap(modules[unit.kind], unit, others)
+        return [wrapped[unit.kind] for unit in own]
 
-class _Holder(nn.Module):
-    """Keeps the layers of several stages that share one weight. Never called."""
+    def _wrap_tied(self, unit: Unit) -> None:
+        """Wrap the weights that two stages of this rank share.
 
-    def __init__(self, layers: Sequence[nn.Module]):
-        super().__init__()
-        for index, layer in enumerate(layers):
-            self.add_module(str(index), layer)
-
-
-def _shard_tied(tied: list[Unit], parts: dict[int, nn.Module], plan: Plan, meshes: Meshes) -> set[nn.Parameter]:
-    """Wrap the weights that two stages of this rank share; return their sharded parameters.
-
-    FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
-    never called: the runtime gathers and reduces it.
-    """
-    sharded = set()
-    for unit in tied:
+        FSDP lets no two roots share a unit, so each is wrapped apart, in a module of the layers that hold it, which is
+        never called: the runtime gathers and reduces it.
+        """
         for held in unit.parameters:
-            weight = parts[held.stage].get_parameter(held.name)
-            holders = [
-                module
-                for part in parts.values()
-                for module in part.modules()
-                if any(value is weight for value in module.parameters(recurse=False))
-            ]
-            holder = _Holder(holders)
-            _fully_shard(holder, unit, plan, meshes, set())
-            part = parts[held.stage]
+            part = self._parts[held.stage]
+            weight = part.get_parameter(held.name)
+            modules = [module for one in self._parts.values() for module in one.modules()]
+            holder = nn.Sequential(*(m for m in modules if any(p is weight for p in m.parameters(recurse=False))))
+            self._wrap(holder, unit)
             setattr(part, HOLDERS, [*getattr(part, HOLDERS, []), holder])
-            sharded.add(part.get_parameter(held.name))
-    return sharded
+            self._ignored.add(part.get_parameter(held.name))
+
+    def _wrap(self, module: nn.Module, unit: Unit, others: AbstractSet[nn.Parameter] = frozenset()) -> FSDPModule:
+        """Wrap one unit. others: parameters of the module that are not in it.
+
+        Inputs and outputs are not cast: the layers do it themselves, alike under every data strategy.
+        """
+        plan, precision = self._plan, self._plan.precision
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, precision.compute) if unit.rounded else None,
+            reduce_dtype=getattr(torch, precision.reduce),
+            cast_forward_inputs=False,
+        )
+        part = self._parts[unit.stage]
+        dims = {part.get_parameter(p.name): shard_dim(p.spec, p.layout, unit.axis, plan) for p in unit.parameters}
+        return fully_shard(
+            module,
+            mesh=self._meshes[unit.axis],
+            reshard_after_forward=unit.reshard,
+            shard_placement_fn=(lambda weight: Shard(dims.get(weight, 0))) if any(dims.values()) else None,
+            mp_policy=policy,
+            ignored_params={*self._ignored, *others} or None,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of an FSDP shard, sharing its storage (outside autograd). A whole parameter stays as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _tie_again(holder: nn.Module) -> None:
@@ -281,11 +288,11 @@ def _prefetch(root: FSDPModule, blocks: list[list[FSDPModule]]) -> None:
         root.set_modules_to_backward_prefetch(blocks[-1])
 
 
-def _wrapped(parts: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+def _wrapped(parts: Sequence[nn.Module]) -> list[FSDPModule]:
     """Every FSDP module of the stages, those of shared weights included."""
-    for part in parts:
-        yield from (module for module in part.modules() if isinstance(module, FSDPModule))
-        yield from getattr(part, HOLDERS, [])
+    holders = [holder for part in parts for holder in getattr(part, HOLDERS, [])]
+    modules = [module for part in parts for module in part.modules()]
+    return [module for module in (*modules, *holders) if isinstance(module, FSDPModule)]
 
 
 RUNTIME = FSDPRuntime

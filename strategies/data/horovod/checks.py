@@ -11,6 +11,9 @@ from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
 
+from ..common.allreduce.algorithm import NativeAllReduce
+from ..common.allreduce.plan import ALGORITHMS
+from ..common.compression import plan as compression
 from ..common.keys import AlgorithmKeys
 
 ADASUM = "adasum"
@@ -121,11 +124,11 @@ def _adasum(request: Request) -> list[Problem]:
         fix = either("dp", nearest(size, powers)) if not data.process_sets else "strategy.data.reduction=average"
         what = f"adasum combines workers in pairs: {size} is no power of two"
         problems.append(Problem(what, "strategy.data.reduction", fix, kind="undefined"))
-    if data.compression == "powersgd":
+    if not compression.of(request.config).elementwise:
         what = "powersgd compresses sums of gradients, and adasum computes none"
         fix = "strategy.data.compression=fp16"
         problems.append(Problem(what, "strategy.data.compression", fix, kind="undefined"))
-    if data.algorithm not in (None, "native"):
+    if ALGORITHMS.get(data.algorithm or NativeAllReduce.name) is not NativeAllReduce:
         what = f"strategy.data.algorithm={data.algorithm} is not read with adasum, which has its own exchange"
         problems.append(Problem(what, "strategy.data.algorithm", "leave it out", kind="unread"))
     return problems

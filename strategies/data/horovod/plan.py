@@ -16,16 +16,13 @@ from parallelrun.errors import Problem
 from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Equivalence, Plan
+from parallelrun.precision import BYTES
 
-from ..common import buckets
-from ..common.allreduce import algorithm as algorithms
-from ..common.allreduce import counts
-from ..common.allreduce.algorithm import Algorithm
+from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import AlgorithmAllReduce
-from ..common.allreduce.steps import NATIVE, piece_elements
-from ..common.bucketed_plan import BucketedAllReduce
-from ..common.compression import plan as compression
-from ..common.compression.plan import HALF_BYTES, SummedMessage
+from ..common.bucket_prediction import buckets_of, final_collectives
+from ..common.buckets import reduce_bytes
+from ..common.compression.plan import SummedMessage
 from . import checks, halving
 from .checks import ADASUM, HorovodConfig
 
@@ -61,20 +58,23 @@ class Horovod(AlgorithmAllReduce):
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        found = algorithms.check(request, NATIVE)
-        asked = HorovodConfig.of(request.config)
-        if asked.process_sets and asked.algorithm == "hierarchical" and not found:
+        return [*super().check(request), *checks.check(request)]
+
+    @classmethod
+    def check_algorithm(cls, request: Request) -> list[Problem]:
+        found = super().check_algorithm(request)
+        if not found and HorovodConfig.of(request.config).process_sets and cls.asked_algorithm(request).has_groups:
             what = "the inner groups of algorithm=hierarchical are of all workers, not of a process set"
             found = [Problem(what, "strategy.data.algorithm", "strategy.data.algorithm=ring", kind="not_built")]
-        return [*compression.check(request), *found, *checks.check(request)]
+        return found
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
         data, alone = HorovodConfig.of(request.config), request.dp == 1
-        return cls(
-            bucket_bytes=data.bucket_bytes,
-            compression=compression.of(request.config),
-            algorithm=Algorithm() if alone else algorithms.of(request, NATIVE),
+        resolved = super().resolve(request)
+        return replace(
+            resolved,
+            algorithm=NativeAllReduce() if alone else resolved.algorithm,
             reduction="average" if alone else data.reduction,
             timeline=data.timeline,
             stall_warn_s=data.stall_warn_s,
@@ -85,7 +85,7 @@ class Horovod(AlgorithmAllReduce):
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        return (*algorithms.filled(request, NATIVE), *checks.filled(request))
+        return (*super().filled(request), *checks.filled(request))
 
     @property
     def independent(self) -> bool:
@@ -137,42 +137,34 @@ class Horovod(AlgorithmAllReduce):
         """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
         if not self._combines_updates(plan):
             return super().collectives(pp_rank, coordinate, plan)
-        return [*self._combining(pp_rank, coordinate, plan), *buckets.final_collectives(pp_rank, coordinate, plan)]
+        return [*self._combining(pp_rank, coordinate, plan), *final_collectives(pp_rank, coordinate, plan)]
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """What compression or, with adasum, the weights before the update and the largest update take."""
         if not self._combines_updates(plan):
             return super().gathered_bytes(pp_rank, coordinate, plan)
-        contents = buckets.contents(pp_rank, coordinate, plan)
-        sizes = [buckets.reduce_bytes(plan) * sum(prod(shape) for _, shape in bucket.parts) for bucket in contents]
+        found = buckets_of(pp_rank, coordinate, plan).parts
+        sizes = [reduce_bytes(plan) * sum(prod(shape) for _, shape in parts) for parts in found]
         return sum(sizes) + max(sizes, default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """As ring's; with adasum its updates are counted in `gathered_bytes`."""
         return 0 if self._combines_updates(plan) else super().held_bytes(pp_rank, coordinate, plan)
 
-    def buffer_elements(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> int:
-        """Elements of the buffers in which the parts of one sum over a process set, or over all copies, arrive."""
+    def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
+        """(size, index) of a rank in its process set, or among all copies where there are no sets."""
         if not self.process_sets:
-            return super().buffer_elements(message, coordinate, plan)
-        members, on_cpu = self.process_set(coordinate["dp"]), plan.device == "cpu"
-        index = members.index(coordinate["dp"])
-        return counts.buffer_elements(self.algorithm, len(members), index, message.numel, on_cpu)
+            return super().summing_group(axis, coordinate, plan)
+        members = self.process_set(coordinate["dp"])
+        return len(members), members.index(coordinate["dp"])
 
     def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
         """The messages of one sum over a process set, or over all copies where there are none."""
+        rows = super().rows_of_sum(message, coordinate, plan)
         if not self.process_sets:
-            return super().rows_of_sum(message, coordinate, plan)
+            return rows
         worker = coordinate["dp"]
-        members = self.process_set(worker)
-        if len(members) == 1:
-            return []
-        limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
-        index = members.index(worker)
-        rows = BucketedAllReduce.rows_of_sum(self, message, coordinate, plan)
-        if self.algorithm.name != NATIVE:
-            rows = counts.rows(self.algorithm, len(members), index, message.numel, message.element_bytes, limit)
-        return [replace(row, axis=self.axis(worker)) for row in rows]
+        return [replace(row, axis=self.axis(worker)) for row in rows if len(self.process_set(worker)) > 1]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """Not told: process sets and Adasum send over links of their own."""
@@ -190,7 +182,7 @@ class Horovod(AlgorithmAllReduce):
             ranks_over(plan, self.axis(worker), plan.mesh.rank(**{**first, "dp": worker})),
         )
         rows, exchanges = self.collectives(coordinate["pp"], coordinate, plan), []
-        if self.algorithm.name != NATIVE and len(ranks) > 1:
+        if not self.algorithm.native and len(ranks) > 1:
             rows = [row for row in rows if row.axis != axis]
             messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
             titles = [f"bucket {number} of {len(messages)}" for number in range(1, len(messages) + 1)]
@@ -218,7 +210,7 @@ class Horovod(AlgorithmAllReduce):
             (bool(self.process_sets), f"averages within process sets {list(map(list, self.process_sets))}"),
             (bool(self.worker_batches), f"workers join after {list(self.worker_batches)} batches"),
         ]
-        base = compression.equivalence(plan, self.compression)
+        base = self.compression.equivalence(plan)
         if plan.mesh.size("dp") == 1 and not self.worker_batches:
             return base
         details = [text for applies, text in reasons if applies] + ([base.detail] if base.detail else [])
@@ -233,7 +225,7 @@ class Horovod(AlgorithmAllReduce):
         members = self.process_set(worker) if self.process_sets else tuple(range(plan.mesh.size("dp")))
         if len(members) == 1:
             return []
-        contents = buckets.contents(pp_rank, coordinate, plan)
-        vectors = [(sum(prod(shape) for _, shape in bucket.parts), len(bucket.parts)) for bucket in contents]
-        size = HALF_BYTES if self.compression.kind == "fp16" else buckets.reduce_bytes(plan)
+        found = buckets_of(pp_rank, coordinate, plan).parts
+        vectors = [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in found]
+        size = BYTES[self.compression.dtype(plan)]
         return halving.rows(vectors, len(members), members.index(worker), size, self.axis(worker))

@@ -9,7 +9,8 @@ from parallelrun.config.schema import Config
 from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import ReplayRule, Tensors
 
-from ..common.compression.reference import compressed_sum, stored_parts
+from ..common.compression.reference import rule as rule_of_sum
+from ..common.compression.reference import stored_parts
 from .checks import ADASUM
 from .plan import Horovod
 
@@ -19,10 +20,10 @@ def rule(config: Config, plan: Plan) -> ReplayRule:
     strategy = Horovod.of(plan)
     sets = list(strategy.process_sets) or [tuple(range(plan.mesh.size("dp")))]
     if strategy.reduction == ADASUM:
-        return AdasumRule(plan, sets, strategy.compression.kind == "fp16")
+        return AdasumRule(plan, sets, strategy.compression.compresses)
     if strategy.process_sets:
-        return ProcessSetRule({members: compressed_sum(plan, strategy.compression) for members in sets})
-    return compressed_sum(plan, strategy.compression)
+        return ProcessSetRule({members: rule_of_sum(config, plan) for members in sets})
+    return rule_of_sum(config, plan)
 
 
 class ProcessSetRule(ReplayRule):

@@ -22,11 +22,8 @@ from parallelrun.plan.structure import Plan
 from parallelrun.train.build import Training
 from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 
-from ..common.allreduce.algorithm import over
 from ..common.allreduce.runtime import all_reduce
-from ..common.buckets import fill, reduce_bytes
-from ..common.compression.runtime import CompressedRuntime
-from ..common.reducer import Part
+from ..common.reducer import BucketedRuntime, Part
 from .adasum import all_combine
 from .checks import ADASUM
 from .exchanges import WatchedExchange
@@ -35,7 +32,7 @@ from .stalls import StallWatch
 from .timeline import Timeline
 
 
-class HorovodRuntime(CompressedRuntime):
+class HorovodRuntime(BucketedRuntime):
     """Sums gradients over dp, or averages them within a process set, and notes each exchange for those who watch."""
 
     @classmethod
@@ -110,9 +107,8 @@ class HorovodRuntime(CompressedRuntime):
                 torch_private.multiply(list(buffers), 1 / self._group.size)
 
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        data = Horovod.of(self._plan)
-        algorithm = over(data.algorithm, group.axis, self._plan) if not data.process_sets else data.algorithm
-        return all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size) or Done()
+        rounds = Horovod.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
+        return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
         names = tuple(held.name for held, _ in parts)
@@ -165,10 +161,10 @@ class AdasumRuntime(DataRuntime):
         super().__init__(pairs, plan, mesh)
         self._group = group
         weights = [weight.detach() for _, weight in trained(pairs)]
-        filled = fill([weight.numel() * reduce_bytes(plan) for weight in weights], plan.data.bucket_bytes)
-        self._weights = [[weights[index] for index in bucket] for bucket in filled]
+        found = plan.data.buckets([held for held, _ in trained(pairs)], [tuple(one.shape) for one in weights], plan)
+        self._weights = [[weights[index] for index in bucket.indices] for bucket in found]
         self._before = [_flat(bucket) for bucket in self._weights]
-        self._half = Horovod.of(plan).compression.kind == "fp16"
+        self._dtype = getattr(torch, Horovod.of(plan).compression.dtype(plan))
         self._stepping = False
 
     def begin_step(self) -> None:
@@ -185,9 +181,7 @@ class AdasumRuntime(DataRuntime):
             return
         self._stepping = False
         for before, weights in zip(self._before, self._weights):
-            update = _flat(weights).sub_(before)
-            if self._half:
-                update = update.half()
+            update = _flat(weights).sub_(before).to(self._dtype)
             all_combine(update, [weight.numel() for weight in weights], self._group)
             before.add_(update.to(before.dtype))
             for weight, part in zip(weights, before.split([weight.numel() for weight in weights])):

@@ -40,8 +40,7 @@ class Timeline:
         self._row_of = {name: 1 + len(exchanges) + number for number, name in enumerate(names)}
         self._ready: dict[str, float] = {}  # when the gradient was, in this step
         backend = "NCCL" if plan.device == "cuda" else "GLOO"
-        algorithm = strategy.algorithm.name
-        self._operation = f"{backend}_ALLREDUCE" if algorithm == "native" else algorithm.upper()
+        self._operation = f"{backend}_ALLREDUCE" if strategy.algorithm.native else strategy.algorithm.name.upper()
         self._compression = strategy.compression.kind
         rows = {STEPS_ROW: "steps"} | {1 + n: f"fusion buffer {n}" for n in range(len(exchanges))}
         for row, name in (rows | {row: name for name, row in self._row_of.items()}).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..common.allreduce.plan import AlgorithmAllReduce
-from ..common.allreduce.steps import RING
+from ..common.allreduce.rings import RingAllReduce
 from ..common.keys import AlgorithmKeys
 
 
@@ -22,7 +22,7 @@ class Ring(AlgorithmAllReduce):
 
     kind = "ring"
     config_class = RingConfig
-    default_algorithm = RING
+    default_algorithm = RingAllReduce
     description = (
         "Each rank computes the gradients of its own samples. Backward fills buckets from the last layer to the first; "
         "a full bucket is summed over the replicas by messages between the ranks while the rest of backward runs.",

@@ -7,18 +7,18 @@ from torch import Tensor
 from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
-from ..common.allreduce.algorithm import over
+from ..common.allreduce.rounds import SumsByMessages
 from ..common.allreduce.runtime import all_reduce
-from ..common.compression.runtime import CompressedRuntime
-from .plan import Ring
+from ..common.reducer import BucketedRuntime
 
 
-class RingRuntime(CompressedRuntime):
+class RingRuntime(BucketedRuntime):
     """ddp's buckets, summed by `all_reduce` of this project."""
 
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        algorithm = over(Ring.of(self._plan).algorithm, group.axis, self._plan)
-        work = all_reduce(tensor, group, "gradients", algorithm.name, True, algorithm.group_size)
+        strategy = SumsByMessages.of(self._plan)
+        rounds = strategy.rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
+        work = all_reduce(tensor, group, "gradients", rounds, async_op=True)
         assert work is not None, "a parameter without copies is in no bucket"
         return work
 

@@ -5,5 +5,5 @@ gradients of its chunks, its optimizer updates them, and an all-gather shares th
 Paper: Rajbhandari et al. 2020
 Costs: the traffic of ddp; optimizer state is divided by dp; complete weights and gradients on every rank.
 Proof: exact.
-Read `plan.py` and `runtime.py`, then `common/zero_plan.py` and `common/zero_runtime.py`.
+Read `plan.py` and `runtime.py`, then `common/zero_runtime.py` and `common/reducer.py`; `common/zero_plan.py` predicts.
 """

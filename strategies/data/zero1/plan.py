@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import ExchangeForm
-from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
 
-from ..common import buckets
-from ..common.buckets import Filled, Shape, WaitingGradients
+from ..common.bucket_prediction import buckets_of
 from ..common.keys import BucketKeys
-from ..common.zero_plan import ZeRO
+from ..common.zero_plan import ZeRO, received_bytes
 
 
 @dataclass
@@ -36,17 +31,14 @@ class ZeRO1(ZeRO):
         "Rajbhandari et al. 2020",
     )
 
-    def fill(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Filled]:
-        return buckets.partition(trained, shapes, plan, padded=True)
-
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Each bucket's padding and its sum, of which this rank keeps its part."""
-        waiting = self.waiting(pp_rank, coordinate, plan)
+        found = buckets_of(pp_rank, coordinate, plan)
         return sum(
-            waiting.sent_bytes(number)
-            + waiting.sent_bytes(number) // plan.mesh.size(bucket.axis)
-            - waiting.sent_bytes(number, padded=False)
-            for number, bucket in enumerate(waiting.buckets)
+            found.sent_bytes(number)
+            + found.sent_bytes(number) // plan.mesh.size(axis)
+            - found.sent_bytes(number, padded=False)
+            for number, axis in enumerate(found.axes)
         )
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
@@ -54,22 +46,14 @@ class ZeRO1(ZeRO):
         the last pass, also the receive buffers of full buckets."""
         if plan.pipeline.splits_backward:
             return None
-        waiting = self.waiting(plan.stages[stage].pp_rank, coordinate, plan)
+        found = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
         is_last = number == plan.batch.microbatches - 1
         return [
-            beside + (sum(_received_bytes(one, waiting, plan) for one in full) if is_last else 0)
-            for beside, full in waiting.of_stage(stage)
+            beside + (sum(received_bytes(one, found, plan) for one in full) if is_last else 0)
+            for beside, full in found.waiting(stage)
         ]
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The receive buffers of all buckets."""
-        waiting = self.waiting(pp_rank, coordinate, plan)
-        return sum(_received_bytes(number, waiting, plan) for number in range(len(waiting.buckets)))
-
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        return ExchangeForm(data_cost.SHARDED)
-
-
-def _received_bytes(number: int, waiting: WaitingGradients, plan: Plan) -> int:
-    """Bytes that a bucket's reduce-scatter over gloo receives before it sums them (`comm`)."""
-    return waiting.sent_bytes(number) if plan.device == "cpu" else 0
+        found = buckets_of(pp_rank, coordinate, plan)
+        return sum(received_bytes(number, found, plan) for number in range(len(found.axes)))

@@ -5,5 +5,5 @@ at most two buckets of those exist.
 Paper: Rajbhandari et al. 2020
 Costs: with m microbatches the gradients are reduced m times; gradients and optimizer state are divided by dp.
 Proof: exact.
-Read `plan.py` and `runtime.py`, then `common/zero_plan.py` and `common/zero_runtime.py`.
+Read `plan.py` and `runtime.py`, then `common/zero_runtime.py` and `common/reducer.py`; `common/zero_plan.py` predicts.
 """

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
-from parallelrun.plan import data_cost
-from parallelrun.plan.data_strategy import ExchangeForm
+from parallelrun.plan.data_strategy import Bucket
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
 
-from ..common import buckets
-from ..common.buckets import Filled, Shape, WaitingGradients
+from ..common.bucket_prediction import RankBuckets, buckets_of
+from ..common.buckets import MAX_PENDING, Shape, partition
 from ..common.keys import BucketKeys
-from ..common.zero_plan import ZeRO
-
-MAX_PENDING = 2  # exchanges that have not ended: one bucket is sent while the next one fills
+from ..common.zero_plan import ZeRO, received_bytes
 
 
 @dataclass
@@ -45,16 +42,15 @@ class ZeRO2(ZeRO):
         "Rajbhandari et al. 2020",
     )
 
-    def fill(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Filled]:
+    def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
         """The last stage of a rank first. No bucket spans two stages: their backward passes alternate."""
-        filled = []
+        found = []
         for stage in sorted({parameter.stage for parameter in trained}, reverse=True):
             own = [index for index, parameter in enumerate(trained) if parameter.stage == stage]
-            inside = buckets.partition([trained[i] for i in own], [shapes[i] for i in own], plan, padded=True)
-            filled += [Filled(one.axis, tuple(own[i] for i in one.indices)) for one in inside]
-        return filled
+            found += partition(trained, shapes, plan, padded=True, only=own)
+        return found
 
-    def reductions(self, plan: Plan) -> int:
+    def num_exchanges(self, plan: Plan) -> int:
         return 1 if plan.pipeline.splits_backward else plan.batch.microbatches
 
     def gradient_layout(self, parameter: ParameterSpec, tensor_layout: Layout, plan: Plan) -> Layout:
@@ -65,40 +61,36 @@ class ZeRO2(ZeRO):
         """This rank's shards, beside the unsharded gradients that a split backward keeps."""
         if not plan.pipeline.splits_backward:
             return 0
-        waiting = self.waiting(pp_rank, coordinate, plan)
-        return sum(waiting.sent_bytes(i) // plan.mesh.size(one.axis) for i, one in enumerate(waiting.buckets))
+        found = buckets_of(pp_rank, coordinate, plan)
+        return sum(found.sent_bytes(number) // plan.mesh.size(axis) for number, axis in enumerate(found.axes))
 
     def backward_bytes(self, stage: int, number: int, coordinate: dict[str, int], plan: Plan) -> list[int] | None:
         """The gradients that no bucket holds yet, and the pending buckets, those of earlier passes included."""
         if plan.pipeline.splits_backward:  # nothing is reduced before the schedule ends
             return [0] * len(plan.stages[stage].blocks)
-        waiting = self.waiting(plan.stages[stage].pp_rank, coordinate, plan)
-        own = [bucket for bucket in range(len(waiting.buckets)) if waiting.stage_of(bucket) == stage]
+        found = buckets_of(plan.stages[stage].pp_rank, coordinate, plan)
+        own = [bucket for bucket, parts in enumerate(found.parts) if parts[0][0].stage == stage]
         # (bucket, is its sum added to earlier ones?): where buckets are few, those of two passes before are pending too
         started = [(bucket, before > 0) for before in range(max(0, number - MAX_PENDING), number) for bucket in own]
-        found = []
-        for beside, full in waiting.of_stage(stage):
+        sizes = []
+        for beside, full in found.waiting(stage):
             pending = [*started, *((bucket, number > 0) for bucket in full if bucket in own)][-MAX_PENDING:]
-            found.append(beside + sum(_pending_bytes(*one, waiting, plan) for one in pending))
-        return found
+            sizes.append(beside + sum(_pending_bytes(*one, found, plan) for one in pending))
+        return sizes
 
     def ending_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """The last pending buckets; all are sent after the schedule where it splits backward."""
-        waiting = self.waiting(pp_rank, coordinate, plan)
-        last = plan.batch.microbatches - 1
+        found, last = buckets_of(pp_rank, coordinate, plan), plan.batch.microbatches - 1
         sizes = [
-            _pending_bytes(bucket, number > 0, waiting, plan)
+            _pending_bytes(bucket, number > 0, found, plan)
             for number in range(max(0, last - MAX_PENDING + 1), last + 1)
-            for bucket in range(len(waiting.buckets))
+            for bucket in range(len(found.axes))
         ]
         return sum(sizes[-MAX_PENDING:])
 
-    def exchange_form(self, plan: Plan) -> ExchangeForm:
-        return ExchangeForm(data_cost.SCATTERED_AGAIN if self.reductions(plan) > 1 else data_cost.SHARDED)
 
-
-def _pending_bytes(number: int, again: bool, waiting: WaitingGradients, plan: Plan) -> int:
+def _pending_bytes(number: int, again: bool, buckets: RankBuckets, plan: Plan) -> int:
     """A bucket while it is reduced: its buffer, over gloo the receive buffer (`comm`), and the sum of later passes."""
-    sent = waiting.sent_bytes(number)
-    total = sent // plan.mesh.size(waiting.buckets[number].axis) if again else 0
-    return sent + (sent if plan.device == "cpu" else 0) + total
+    sent = buckets.sent_bytes(number)
+    total = sent // plan.mesh.size(buckets.axes[number]) if again else 0
+    return sent + received_bytes(number, buckets, plan) + total

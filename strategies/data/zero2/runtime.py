@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from parallelrun import torch_private
+from parallelrun.plan.data_strategy import Bucket
 from parallelrun.plan.parameters import HeldParameter
 
-from ..common.buckets import Filled
+from ..common.buckets import MAX_PENDING
 from ..common.reducer import GradientBucket
 from ..common.zero_runtime import Chunks, PendingExchanges, ZeRORuntime
-from .plan import MAX_PENDING
 
 
 class TransientBucket(GradientBucket):
@@ -66,7 +66,7 @@ class ZeRO2Runtime(ZeRORuntime):
     def bucket(self, chunks: Chunks) -> TransientBucket:
         return TransientBucket(chunks, self.pending)
 
-    def orders(self, filled: Sequence[Filled], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
+    def orders(self, filled: Sequence[Bucket], held: Sequence[HeldParameter]) -> Iterable[list[GradientBucket]]:
         """By stage: the passes of a rank's stages alternate in the order of the schedule, the same on all replicas."""
         by_stage: dict[int, list[GradientBucket]] = {}
         for one, bucket in zip(filled, self._buckets):

@@ -10,7 +10,9 @@ import pytest
 
 from parallelrun.plan import data_cost as cost
 from parallelrun.plan.data_cost import Exchange, Link
-from parallelrun.strategies.data.common.allreduce.steps import table
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
+from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
+from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling, TreeAllReduce
 
 SIZE = 840 * 8  # bytes: 840 numbers, divisible by every n up to 8
 LINK = Link(bytes_per_s=1e6, latency_s=1e-3)
@@ -141,10 +143,10 @@ def test_halving_and_doubling_with_any_number_of_ranks(n):
     assert form.worker_bytes == network.busiest()
 
 
-def run_by_its_table(algorithm: str, n: int, group: int = 1) -> Network:
+def run_by_its_rounds(algorithm: Algorithm, n: int) -> Network:
     """The rounds that `strategy=ring` executes, all ranks at once."""
     network = Network()
-    for rounds in zip(*(table(algorithm, n, rank, SIZE // 8, group) for rank in range(n)), strict=True):
+    for rounds in zip(*(algorithm.rounds(n, rank, SIZE // 8) for rank in range(n)), strict=True):
         sends = [(rank, one.send.peer, 8 * one.send.numel) for rank, one in enumerate(rounds) if one.send]
         network.round(sends)
     return network
@@ -153,18 +155,22 @@ def run_by_its_table(algorithm: str, n: int, group: int = 1) -> Network:
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(
     ("algorithm", "form"),
-    [("ring", cost.ring), ("halving_doubling", cost.halving_doubling), ("tree", cost.binomial_tree)],
+    [
+        (RingAllReduce(), cost.ring),
+        (HalvingDoubling(), cost.halving_doubling),
+        (TreeAllReduce(), cost.binomial_tree),
+    ],
     ids=["ring", "halving", "tree"],
 )
 def test_what_is_executed_takes_what_the_form_says(algorithm, form, n):
-    network, expected = run_by_its_table(algorithm, n), form(SIZE, n, LINK)
+    network, expected = run_by_its_rounds(algorithm, n), form(SIZE, n, LINK)
     assert (network.rounds, network.busiest()) == (expected.steps, expected.busiest_bytes)
     assert network.seconds == pytest.approx(expected.seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "group"), [(4, 2), (6, 2), (6, 3), (8, 4)])
 def test_hierarchical_as_it_is_executed(n, group):
-    network = run_by_its_table("hierarchical", n, group)
+    network = run_by_its_rounds(HierarchicalAllReduce(group), n)
     expected: Exchange = cost.hierarchical(SIZE, group, n // group, LINK, LINK)
     assert network.rounds == expected.steps and network.seconds == pytest.approx(expected.seconds, rel=1e-12)
 

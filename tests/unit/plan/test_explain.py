@@ -14,7 +14,7 @@ from parallelrun.plan.prediction import merge
 from parallelrun.plan.structure import Collective, Plan
 from parallelrun.report import explain as report
 from parallelrun.strategies.data.common.allreduce import explain as allreduce
-from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
+from parallelrun.strategies.data.common.allreduce.trees import TreeAllReduce
 from tests.plans import tiny_plan
 
 RING = {"strategy.data.kind": "ring", "strategy.data.bucket_mb": 0.005}
@@ -122,7 +122,7 @@ def test_a_ring_of_four_passes_its_blocks_around() -> None:
 
 
 def test_a_tree_sends_everything_up_and_down() -> None:
-    exchange = allreduce.exchange(Algorithm("tree"), range(4), 100, 4, None, "all")
+    exchange = allreduce.exchange(TreeAllReduce(), range(4), 100, 4, None, "all")
     told = [[(m.source, m.target, m.what) for m in one.messages] for one in exchange.rounds]
     whole = "the whole buffer"
     assert told == [

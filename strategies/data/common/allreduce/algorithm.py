@@ -1,107 +1,131 @@
-"""The choice of an all-reduce algorithm: `strategy.data.algorithm` and `group_size`. Torch-free.
-
-For any strategy that reduces whole gradients: it has a field `algorithm`, and its config has `AlgorithmKeys`.
-"""
+"""The base class of all-reduce algorithms, which counts the messages of their rounds. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import gcd
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.request import Request
-from parallelrun.plan.structure import Plan
-from parallelrun.wording import divisors, either, nearest, one_of
+from parallelrun.plan.structure import Collective, Plan
 
 from ..keys import AlgorithmKeys
-from .steps import ALGORITHMS, HALVING_DOUBLING, HIERARCHICAL, NATIVE, RING, TREE
+from .rounds import SCATTER_REDUCE, Rounds
 
-COST_NAMES = {
-    NATIVE: data_cost.RING,
-    RING: data_cost.RING,
-    HALVING_DOUBLING: data_cost.HALVING,
-    HIERARCHICAL: data_cost.HIERARCHICAL,
-    TREE: data_cost.BINOMIAL,
-}
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+GROUP_SIZE = "strategy.data.group_size"
+BUFFERS_ON_CPU = 2  # on gloo the receives of a round are posted while those of the round before are added
+
+
+class Counts(NamedTuple):
+    """Of one rank in one all-reduce: messages it starts sending, elements in them, messages it receives."""
+
+    sends: int
+    elements: int
+    receives: int
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """name: native (the backend's own) | ring | halving_doubling | tree | hierarchical. group_size: of hierarchical,
-    how many consecutive members of dp make an inner group; else 1."""
+class Algorithm(ABC):
+    """The base class. size: members of the group; index: one of them; numel: elements of the tensor that is summed.
 
-    name: str = NATIVE
+    group_size: consecutive members that make an inner group (hierarchical).
+    """
+
+    cost_name: ClassVar[str]  # of its closed form in `plan.data_axis`
+    native: ClassVar[bool] = False  # the backend chooses the messages
+    has_groups: ClassVar[bool] = False
+    text: ClassVar[tuple[str, str]] = ("", "")  # what it does, in sentences, and the paper: for `explain`
+
+    name: str = field(default="", init=False)
     group_size: int = 1
 
-    @property
-    def cost_name(self) -> str:
-        """The name of its cost in `plan.data_axis`. The backend's own all-reduce counts as a ring."""
-        return COST_NAMES[self.name]
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """The algorithm with the settings of a request without violations."""
+        return cls()
 
-
-def of(request: Request, default: str) -> Algorithm:
-    """The Algorithm that a request without violations asks for."""
-    name = AlgorithmKeys.of(request.config).algorithm or default
-    return Algorithm(name, _group_size(request) if name == HIERARCHICAL else 1)
-
-
-def check(request: Request, default: str) -> list[Problem]:
-    """Unknown algorithms, groups that do not make up dp."""
-    data = AlgorithmKeys.of(request.config)
-    name, where = data.algorithm or default, "strategy.data.group_size"
-    found = one_of("strategy.data.algorithm", name, ALGORITHMS)
-    if found:
-        return found
-    if name != HIERARCHICAL:
-        if data.group_size is None:
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Settings that it does not read, or that are illegal."""
+        asked = AlgorithmKeys.of(request.config).group_size
+        if asked is None:
             return []
-        what = f"{where}={data.group_size} is read by algorithm=hierarchical only"
-        return [Problem(what, where, "strategy.data.algorithm=hierarchical", kind="unread")]
-    size = _group_size(request)
-    if size < 1:  # told by the rules
-        return []
-    if request.dp % size == 0:
-        return _check_experts(size, request)
-    source = "" if data.group_size is not None else f" (cluster.gpus_per_node / tp={request.tp})"
-    what = f"inner groups of {size}{source} do not make up dp={request.dp}"
-    return [Problem(what, where, either(where, nearest(size, divisors(request.dp))), kind="arithmetic")]
+        what = f"{GROUP_SIZE}={asked} is read by algorithm=hierarchical only"
+        return [Problem(what, GROUP_SIZE, "strategy.data.algorithm=hierarchical", kind="unread")]
 
-
-def _check_experts(size: int, request: Request) -> list[Problem]:
-    """The copies of an expert are every ep-th member of dp: inner groups hold equally many of them, or one."""
-    ep = request.ep
-    if size % ep == 0 or ep % size == 0:
-        return []
-    where = "strategy.data.group_size"
-    legal = [n for n in divisors(request.dp) if n % ep == 0 or ep % n == 0]
-    what = f"inner groups of {size} members of dp do not hold equally many copies of an expert, one in {ep} members"
-    return [Problem(what, where, either(where, nearest(size, legal)), kind="arithmetic")]
-
-
-def over(algorithm: Algorithm, axis: str, plan: Plan) -> Algorithm:
-    """`algorithm` for a sum over `axis`, dp or what ep leaves of it: inner groups are the same ranks' (or one rank)."""
-    if algorithm.name != HIERARCHICAL or axis == "dp":
-        return algorithm
-    apart = plan.mesh.size("dp") // plan.mesh.size(axis)
-    return replace(algorithm, group_size=algorithm.group_size // gcd(algorithm.group_size, apart))
-
-
-def filled(request: Request, default: str) -> tuple[str, ...]:
-    """The source of the inner groups' size, where the user gave none."""
-    data = AlgorithmKeys.of(request.config)
-    if (data.algorithm or default) != HIERARCHICAL or data.group_size is not None or request.dp == 1:
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        """Sentences on settings that were filled in."""
         return ()
-    reason = "the ranks of dp in a host" if request.config.cluster.gpus_per_node else "cluster.gpus_per_node is not set"
-    return (f"group_size={_group_size(request)} (filled: dp {request.dp}, {reason})",)
+
+    def over(self, axis: str, plan: Plan) -> Self:
+        """The algorithm for a sum over `axis`: dp, or what ep leaves of it."""
+        return self
+
+    @abstractmethod
+    def rounds(self, size: int, index: int, numel: int) -> Rounds:
+        """The rounds of a member; none where the backend chooses them."""
+
+    def counts(self, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
+        """The messages of a member. limit: elements of a piece of a message; None: messages are sent whole."""
+        rounds = self.rounds(size, index, numel)
+        sent = [one.send.numel for one in rounds if one.send]
+        received = [one.receive.numel for one in rounds if one.receive]
+        return Counts(sum(num_pieces(n, limit) for n in sent), sum(sent), sum(num_pieces(n, limit) for n in received))
+
+    def longest_added(self, size: int, index: int, numel: int) -> int:
+        """Elements of the longest message that a member adds to its own part."""
+        adding = [one for one in self.rounds(size, index, numel) if one.phase == SCATTER_REDUCE]
+        return max((one.receive.numel for one in adding if one.receive), default=0)
+
+    def buffer_elements(self, size: int, index: int, numel: int, on_cpu: bool) -> int:
+        """Elements of the buffers in which a member receives what it adds."""
+        return self.longest_added(size, index, numel) * (BUFFERS_ON_CPU if on_cpu else 1)
+
+    def collectives(
+        self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
+    ) -> list[Collective]:
+        """The predicted rows of one sum of gradients over `axis`. limit: see `counts`."""
+        found = self.counts(size, index, numel, limit)
+        return [
+            Collective(axis, "send", "gradients", found.sends, found.elements * element_bytes),
+            Collective(axis, "recv", "gradients", found.receives, 0),
+        ]
+
+    def links(self, size: int, numel: int) -> dict[tuple[int, int], int]:
+        """Elements sent from one member to another: (from, to) -> how many, where there are any."""
+        found: Counter[tuple[int, int]] = Counter()
+        for index in range(size):
+            for one in self.rounds(size, index, numel):
+                if one.send:
+                    found[index, one.send.peer] += one.send.numel
+        return dict(sorted(found.items()))
 
 
-def _group_size(request: Request) -> int:
-    """As given; else the members of dp that share a host; where hosts are unknown the divisor of dp next to its root,
-    with which a rank has the fewest rounds."""
-    asked, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
-    if asked is not None:
-        return asked
-    if per_node is not None:
-        return min(request.dp, max(1, per_node // request.tp))
-    return min(divisors(request.dp), key=lambda size: (size + request.dp // size, size))
+@dataclass(frozen=True)
+class NativeAllReduce(Algorithm):
+    """The backend's own all-reduce, whose messages nobody here knows. Its cost counts as a ring's."""
+
+    cost_name = data_cost.RING
+    native = True
+
+    name: str = field(default="native", init=False)
+
+    def rounds(self, size: int, index: int, numel: int) -> Rounds:
+        return ()
+
+    def collectives(
+        self, size: int, index: int, numel: int, element_bytes: int, limit: int | None, axis: str = "dp"
+    ) -> list[Collective]:
+        return [Collective(axis, "all_reduce", "gradients", 1, numel * element_bytes)]
+
+
+def num_pieces(numel: int, limit: int | None) -> int:
+    """Messages for so many elements. limit: see `Algorithm.counts`."""
+    return -(-numel // (limit or max(1, numel)))

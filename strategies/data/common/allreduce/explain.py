@@ -1,4 +1,4 @@
-"""The tables of `steps` in words: which blocks are sent, and whose gradients they contain. Torch-free."""
+"""The rounds of an algorithm in words: which blocks are sent, and whose gradients they contain. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,33 +8,8 @@ from itertools import pairwise
 from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, ExplainedRound
 
 from .algorithm import Algorithm
-from .steps import ALL_GATHER, SCATTER_REDUCE, Span, pieces, table
-from .steps import PeerMessage as Slice
-from .steps import Round as TableRow
+from .rounds import ALL_GATHER, SCATTER_REDUCE, PeerMessage, Rounds, Span
 
-TEXTS = {
-    "ring": (
-        "The buffer is cut into as many blocks as there are ranks. In n - 1 rounds of scatter-reduce each rank sends a "
-        "block to the next rank, which adds it to its own; then each rank holds one block of the sum. In n - 1 rounds "
-        "of all-gather these travel on around the ring. Each rank sends 2 (n - 1) / n of the buffer.",
-        "Patarasuk and Yuan 2009; Gibiansky 2017",
-    ),
-    "halving_doubling": (
-        "Partners at distance 1, 2, 4, ... exchange halves of what is left and add them; then the same partners give "
-        "the sums back in reverse order. The ring's bytes in 2 log2(n) rounds.",
-        "Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005",
-    ),
-    "hierarchical": (
-        "Scatter-reduce inside each inner group, a ring all-reduce of the own block across groups, all-gather inside: "
-        "what leaves a group is divided by the size of the group.",
-        "Goyal et al. 2017; Jia et al. 2018",
-    ),
-    "tree": (
-        "Sums go up a binomial tree to the first rank, and the total comes down the same way. 2 log2(n) rounds, but "
-        "every message is the whole buffer: good for small ones.",
-        "Thakur, Rabenseifner and Gropp 2005",
-    ),
-}
 TITLES = {SCATTER_REDUCE: "scatter-reduce", ALL_GATHER: "all-gather"}
 
 
@@ -49,7 +24,7 @@ def exchange(
 ) -> ExplainedExchange:
     """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are sent whole."""
     size = len(ranks)
-    tables = [table(algorithm.name, size, index, numel, algorithm.group_size) for index in range(size)]
+    tables = [algorithm.rounds(size, index, numel) for index in range(size)]
     blocks = _blocks(tables, numel)
     holders = [[frozenset({index}) for _ in blocks] for index in range(size)]  # whose gradients a rank's block has
     rounds = []
@@ -60,7 +35,7 @@ def exchange(
             if one.send is not None:
                 what = _what(one.send, blocks, before[index], ranks)
                 size_bytes = one.send.numel * element_bytes
-                calls = 1 if limit is None else sum(1 for _ in pieces(one.send, limit))
+                calls = 1 if limit is None else sum(1 for _ in one.send.pieces(limit))
                 messages.append(ExplainedMessage(ranks[index], ranks[one.send.peer], what, size_bytes, purpose, calls))
             if one.receive is not None:
                 for block in _covered(one.receive, blocks):
@@ -74,7 +49,7 @@ def exchange(
     return ExplainedExchange(title, tuple(rounds))
 
 
-def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:
+def _blocks(tables: Sequence[Rounds], numel: int) -> list[Span]:
     """The spans between all borders of messages: the finest blocks that are sent."""
     borders = {0, numel}
     for one in tables:
@@ -83,11 +58,11 @@ def _blocks(tables: Sequence[tuple[TableRow, ...]], numel: int) -> list[Span]:
     return list(pairwise(sorted(borders)))
 
 
-def _covered(part: Slice, blocks: Sequence[Span]) -> list[int]:
+def _covered(part: PeerMessage, blocks: Sequence[Span]) -> list[int]:
     return [number for number, (start, stop) in enumerate(blocks) if part.start <= start and stop <= part.stop]
 
 
-def _what(part: Slice, blocks: Sequence[Span], held: Sequence[frozenset[int]], ranks: Sequence[int]) -> str:
+def _what(part: PeerMessage, blocks: Sequence[Span], held: Sequence[frozenset[int]], ranks: Sequence[int]) -> str:
     """`block 2, sum of ranks 0 1`."""
     covered = _covered(part, blocks)
     name = f"block {covered[0]}" if len(covered) == 1 else f"blocks {covered[0]} to {covered[-1]}"

@@ -13,38 +13,67 @@ from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explana
 from parallelrun.plan.prediction import merge
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.wording import one_of
 
-from .. import buckets
+from ..bucket_prediction import final_collectives
 from ..bucketed_plan import BucketedAllReduce
 from ..compression.plan import SummedMessage
-from . import algorithm as algorithms
-from . import counts, explain
-from .algorithm import Algorithm, over
-from .steps import NATIVE, piece_elements
+from ..keys import AlgorithmKeys
+from . import explain
+from .algorithm import Algorithm, NativeAllReduce
+from .rings import HierarchicalAllReduce, RingAllReduce
+from .rounds import Rounds, SumsByMessages, piece_elements
+from .trees import HalvingDoubling, TreeAllReduce
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_CLASSES = (NativeAllReduce, RingAllReduce, HalvingDoubling, HierarchicalAllReduce, TreeAllReduce)
+ALGORITHMS: dict[str, type[Algorithm]] = {one.name: one for one in _CLASSES}
+
 
 @dataclass(frozen=True)
-class AlgorithmAllReduce(BucketedAllReduce):
+class AlgorithmAllReduce(BucketedAllReduce, SumsByMessages):
     """A `BucketedAllReduce` with a choice of algorithms. default_algorithm: where the user names none."""
 
-    default_algorithm: ClassVar[str] = NATIVE
+    default_algorithm: ClassVar[type[Algorithm]] = NativeAllReduce
 
-    algorithm: Algorithm = field(default_factory=Algorithm)
+    algorithm: Algorithm = field(default_factory=NativeAllReduce)
+
+    @classmethod
+    def asked_algorithm(cls, request: Request) -> type[Algorithm]:
+        """The class of the algorithm that the user names, or of the default."""
+        return ALGORITHMS[AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name]
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
-        return super().check(request) + algorithms.check(request, cls.default_algorithm)
+        return super().check(request) + cls.check_algorithm(request)
+
+    @classmethod
+    def check_algorithm(cls, request: Request) -> list[Problem]:
+        """An unknown algorithm, or what the named one refuses."""
+        asked = AlgorithmKeys.of(request.config).algorithm or cls.default_algorithm.name
+        return one_of("strategy.data.algorithm", asked, ALGORITHMS) or cls.asked_algorithm(request).check(request)
 
     @classmethod
     def resolve(cls, request: Request) -> Self:
-        return replace(super().resolve(request), algorithm=algorithms.of(request, cls.default_algorithm))
+        return replace(super().resolve(request), algorithm=cls.asked_algorithm(request).of(request))
 
     @classmethod
     def filled(cls, request: Request) -> tuple[str, ...]:
-        return algorithms.filled(request, cls.default_algorithm)
+        return cls.asked_algorithm(request).filled(request)
+
+    def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
+        """(size, index) of a rank in the group that sums over `axis`."""
+        return plan.mesh.size(axis), coordinate[axis]
+
+    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
+        return self.algorithm.over(axis, plan).rounds(size, index, numel)
+
+    def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
+        size, index = self.summing_group(message.axis, coordinate, plan)
+        algorithm, limit = self.algorithm.over(message.axis, plan), _limit(message, plan)
+        return algorithm.collectives(size, index, message.numel, message.element_bytes, limit, message.axis)
 
     def sending_classes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[tuple[int, int]]:
         """(the first, how many) of the members of dp that send the same: their segments may differ by an element."""
@@ -69,24 +98,20 @@ class AlgorithmAllReduce(BucketedAllReduce):
         """Buffers for what the messages bring, kept per group of ranks and as large as its largest sum needs."""
         largest: Counter[str] = Counter()
         for message in set(self.bucket_messages(pp_rank, coordinate, plan)):
-            size = self.buffer_elements(message, coordinate, plan) * message.element_bytes
-            largest[message.axis] = max(largest[message.axis], size)
+            size, index = self.summing_group(message.axis, coordinate, plan)
+            algorithm = self.algorithm.over(message.axis, plan)
+            elements = algorithm.buffer_elements(size, index, message.numel, on_cpu=plan.device == "cpu")
+            largest[message.axis] = max(largest[message.axis], elements * message.element_bytes)
         return largest.total()
 
-    def buffer_elements(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> int:
-        """Elements of the buffers in which the parts of one sum arrive."""
-        axis, on_cpu = message.axis, plan.device == "cpu"
-        algorithm = over(self.algorithm, axis, plan)
-        return counts.buffer_elements(algorithm, plan.mesh.size(axis), coordinate[axis], message.numel, on_cpu)
-
     def exchange_form(self, plan: Plan) -> ExchangeForm:
-        form, algorithm = super().exchange_form(plan), self.algorithm
-        native = algorithm.name == NATIVE
-        return replace(form, name=algorithm.cost_name, group_size=algorithm.group_size, native=native)
+        chosen = self.algorithm
+        form = super().exchange_form(plan)
+        return replace(form, name=chosen.cost_name, group_size=chosen.group_size, native=chosen.native)
 
     def explain(self, plan: Plan) -> Explanation:
         """Every message of every bucket, or one all-reduce a bucket where the backend chooses them."""
-        if self.algorithm.name == NATIVE:
+        if self.algorithm.native:
             return super().explain(plan)
         coordinate = plan.mesh.coordinate(0)
         messages = self.bucket_messages(coordinate["pp"], coordinate, plan)
@@ -95,43 +120,40 @@ class AlgorithmAllReduce(BucketedAllReduce):
             for number, message in enumerate(messages, start=1)
         ]
         ranks = ranks_over(plan, DP)
-        final = calls_of(buckets.final_collectives(coordinate["pp"], coordinate, plan), plan, ranks)
+        final = calls_of(final_collectives(coordinate["pp"], coordinate, plan), plan, ranks)
         if final:
             exchanges.append(
                 ExplainedExchange("the final gradients", tuple(ExplainedRound(c[0].what, calls=c) for c in final))
             )
-        text, source = explain.TEXTS[self.algorithm.name]
         groups = plan.mesh.num_ranks // len(ranks)
-        return Explanation("data", self.kind, text, source, ranks, groups, DP, tuple(exchanges))
+        return Explanation("data", self.kind, *self.algorithm.text, ranks, groups, DP, tuple(exchanges))
 
     def explained_sum(
         self, title: str, message: SummedMessage, plan: Plan, ranks: tuple[int, ...]
     ) -> ExplainedExchange:
-        limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
-        algorithm = over(self.algorithm, message.axis, plan)
-        return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, limit, title)
+        """The messages of one sum over `ranks`."""
+        algorithm = self.algorithm.over(message.axis, plan)
+        return explain.exchange(algorithm, ranks, message.numel, message.element_bytes, _limit(message, plan), title)
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
         """(rank, rank) -> bytes of gradients that go from the one to the other in a step. Empty where the backend
         decides who sends to whom."""
         found: Counter[tuple[int, int]] = Counter()
-        if self.algorithm.name == NATIVE:
+        if self.algorithm.native:
             return found
         for axis in (DP, EXPERT + DP):
-            size, algorithm = plan.mesh.size(axis), over(self.algorithm, axis, plan)
+            size, algorithm = plan.mesh.size(axis), self.algorithm.over(axis, plan)
             for ranks in plan.mesh.groups(axis) if size > 1 else ():
                 coordinate = plan.mesh.coordinate(ranks[0])
                 sums = Counter(self.bucket_messages(coordinate.get("pp", 0), coordinate, plan))
                 for message, times in sums.items():
                     if message.axis != axis:
                         continue
-                    for (source, target), elements in counts.links(algorithm, size, message.numel).items():
+                    for (source, target), elements in algorithm.links(size, message.numel).items():
                         found[ranks[source], ranks[target]] += times * elements * message.element_bytes
         return found
 
-    def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """The messages of one sum."""
-        axis = message.axis
-        algorithm, size, index = over(self.algorithm, axis, plan), plan.mesh.size(axis), coordinate[axis]
-        limit = piece_elements(message.element_bytes) if plan.device == "cpu" else None
-        return counts.rows(algorithm, size, index, message.numel, message.element_bytes, limit, axis)
+
+def _limit(message: SummedMessage, plan: Plan) -> int | None:
+    """Elements of a piece of a message; None: messages are sent whole."""
+    return piece_elements(message.element_bytes) if plan.device == "cpu" else None

@@ -1,6 +1,6 @@
-"""All-reduce by the tables of `steps`, on point-to-point messages that are counted like all communication.
+"""All-reduce by rounds of point-to-point messages, which are counted like all communication.
 
-    all_reduce(buffer, group, "gradients", "ring", async_op=True).wait()
+    all_reduce(buffer, group, "gradients", rounds, async_op=True).wait()
 
 On gloo a thread per process group runs the all-reduces in order; messages are cut into pieces, so that one piece is
 forwarded while the next one arrives and is added. On CUDA the rounds are enqueued on a separate stream.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,26 +24,22 @@ from parallelrun import comm, torch_private
 from parallelrun.comm import Waitable
 from parallelrun.mesh import Group
 
-from .steps import ALL_GATHER, NATIVE, SCATTER_REDUCE, PeerMessage, Round, Span, piece_elements, pieces, table
+from .rounds import ALL_GATHER, SCATTER_REDUCE, PeerMessage, Rounds, piece_elements
 
 # A thread or a stream belongs to its process group and ends with it; callers know only the group.
-_lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
+_lanes: WeakKeyDictionary[dist.ProcessGroup, tuple[Queue, _Scratch]] = WeakKeyDictionary()
 _streams: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
 
 
-def all_reduce(
-    tensor: Tensor, group: Group, purpose: str, algorithm: str = NATIVE, async_op: bool = False, group_size: int = 1
-) -> Waitable | None:
+def all_reduce(tensor: Tensor, group: Group, purpose: str, rounds: Rounds, async_op: bool = False) -> Waitable | None:
     """Sum the contiguous `tensor` over the group, in place; every member ends with the same bits.
 
-    algorithm: native | ring | halving_doubling | tree | hierarchical (group_size: members of an inner group, which
-    divides the group's size). async_op: return the started exchange (None on a group of one); the tensor may not be
-    used before its end. Calls run in their order, which must be the same on all members of the group.
+    rounds: this rank's; empty: the backend's own all-reduce. async_op: return the started exchange (None on a group of
+    one); the tensor may not be used before its end. Calls run in their order, which must be the same on all members.
     """
-    if algorithm == NATIVE or group.size == 1:
+    if not rounds or group.size == 1:
         return comm.all_reduce(tensor, group, purpose, async_op=async_op)
     assert tensor.is_contiguous(), "its flat view is sent"
-    rounds = table(algorithm, group.size, group.index, tensor.numel(), group_size)
     rounds = tuple(one for one in rounds if one.send or one.receive)
     started = (_on_stream if tensor.is_cuda else _on_thread)(tensor.view(-1), rounds, group, purpose)
     if async_op:
@@ -101,12 +97,12 @@ def _carry_out_all(jobs: SimpleQueue[Any]) -> None:
         del job  # or the last one would live until the next comes
 
 
-def _on_thread(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
+def _on_thread(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Waitable:
     assert group.process_group is not None
-    lane = _lanes.get(group.process_group)
-    if lane is None:
-        lane = _lanes[group.process_group] = _Lane(f"all-reduce over {group.axis}")
-    return lane.queue.put(_Pieces(flat, rounds, group, purpose, lane.scratch).run)
+    if group.process_group not in _lanes:
+        _lanes[group.process_group] = Queue(f"all-reduce over {group.axis}"), _Scratch()
+    queue, scratch = _lanes[group.process_group]
+    return queue.put(_Pieces(flat, rounds, group, purpose, scratch).run)
 
 
 class _Scratch:
@@ -123,13 +119,6 @@ class _Scratch:
         return self._held[:wanted].view(like.dtype).view(2, numel)
 
 
-class _Lane:
-    """The thread and the receive buffer of one process group on gloo."""
-
-    def __init__(self, name: str):
-        self.queue, self.scratch = Queue(name), _Scratch()
-
-
 class _Pieces:
     """One all-reduce on gloo.
 
@@ -139,7 +128,7 @@ class _Pieces:
     for those of the round before.
     """
 
-    def __init__(self, flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str, scratch: _Scratch):
+    def __init__(self, flat: Tensor, rounds: Rounds, group: Group, purpose: str, scratch: _Scratch):
         self._flat, self._rounds, self._group, self._purpose = flat, rounds, group, purpose
         received = [one.receive.numel for one in rounds if one.phase == SCATTER_REDUCE and one.receive]
         self._longest, self._scratch = max(received, default=0), scratch
@@ -173,7 +162,7 @@ class _Pieces:
         if self._rounds[number].phase == SCATTER_REDUCE:
             into, offset = self._buffers[number % 2], message.start
         posted = []
-        for piece in pieces(message, self._piece):
+        for piece in message.pieces(self._piece):
             buffer = into[piece.start - offset : piece.stop - offset]
             work = comm.irecv(buffer, piece.peer, self._group, self._purpose, comm.REDUCTION_TAG)
             posted.append((piece, buffer, work))
@@ -181,7 +170,7 @@ class _Pieces:
 
     def _pieces_to_send(self, number: int) -> deque[PeerMessage]:
         message = self._rounds[number].send if number < len(self._rounds) else None
-        return deque(pieces(message, self._piece)) if message else deque()
+        return deque(message.pieces(self._piece)) if message else deque()
 
     def _send(self, outgoing: deque[PeerMessage], ready: int) -> None:
         """Start the sends of the pieces before `ready`, which have arrived."""
@@ -191,7 +180,7 @@ class _Pieces:
             self._sent.append(comm.isend(part, piece.peer, self._group, self._purpose, comm.REDUCTION_TAG))
 
 
-def _on_stream(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> Waitable:
+def _on_stream(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> Waitable:
     """Enqueue all rounds behind the work of the current stream; `wait` makes that stream wait for them."""
     assert group.process_group is not None
     stream = _streams.get(group.process_group)
@@ -201,23 +190,16 @@ def _on_stream(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str
     flat.record_stream(stream)
     with torch.cuda.stream(stream), torch.no_grad():
         run_in_batches(flat, rounds, group, purpose)
-    return _StreamWork(stream.record_event())
+    done: Waitable = stream.record_event()
+    return done
 
 
-class _StreamWork:
-    def __init__(self, event: torch.cuda.Event):
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-
-def run_in_batches(flat: Tensor, rounds: Sequence[Round], group: Group, purpose: str) -> None:
+def run_in_batches(flat: Tensor, rounds: Rounds, group: Group, purpose: str) -> None:
     """Run one round at a time with uncut messages and both directions in one batch, as NCCL needs it; also on gloo."""
     for one in rounds:
         buffer, receives = flat[:0], []
         if one.receive is not None:
-            place: Span = (one.receive.start, one.receive.stop)
+            place = (one.receive.start, one.receive.stop)
             buffer = flat[slice(*place)] if one.phase == ALL_GATHER else flat.new_empty(one.receive.numel)
             receives = [(buffer, one.receive.peer)]
         sends = [(flat[one.send.start : one.send.stop], one.send.peer)] if one.send else []

@@ -1,14 +1,15 @@
 """Gradient compression: gradients are sent as they are, as fp16, or as two low-rank factors. Torch-free.
 
-The strategies that all-reduce gradients in buckets (ddp, ring, horovod) offer it: they predict one all-reduce per
-`SummedMessage`, and their runtime sends through `runtime.compress`.
+The strategies that all-reduce gradients in buckets (ddp, ring, horovod) have a Compression: they predict one all-reduce
+per `SummedMessage`, and their runtime sends a bucket through the `sender` of the module that `registry` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
@@ -17,19 +18,13 @@ from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 from parallelrun.precision import BYTES
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 from ..keys import CompressionKeys
 
-KINDS = ("none", "fp16", "powersgd")
 DEFAULT_RANK = 4
-HALF_BYTES = 2
-
-
-@dataclass(frozen=True)
-class Compression:
-    """kind: none | fp16 (cast before the sum, back after) | powersgd (rank: columns of its factors)."""
-
-    kind: str = "none"
-    rank: int = 0
+Parts = Sequence[tuple[HeldParameter, tuple[int, ...]]]  # the parameters of a bucket, with their local shapes
 
 
 @dataclass(frozen=True)
@@ -45,32 +40,128 @@ class SummedMessage:
         return self.numel * self.element_bytes
 
 
-def of(config: Config) -> Compression:
-    """The Compression that a configuration asks for."""
-    data = CompressionKeys.of(config)
-    rank = data.powersgd_rank or DEFAULT_RANK
-    return Compression(data.compression, rank if data.compression == "powersgd" else 0)
+@dataclass(frozen=True)
+class Compression:
+    """The base class, which sends gradients as they are. rank: columns of PowerSGD's factors; 0: there are none."""
+
+    compresses: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True  # every element is sent by itself
+
+    kind: str = field(default="none", init=False)
+    rank: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The compression with the settings of a configuration."""
+        return cls()
+
+    def check(self, request: Request) -> list[Problem]:
+        """Settings that contradict the compression."""
+        data, problems = CompressionKeys.of(request.config), []
+        if data.powersgd_rank is not None and not self.rank:
+            what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
+            where = "strategy.data.powersgd_rank"
+            problems.append(Problem(what, where, "strategy.data.compression=powersgd", kind="unread"))
+        if self.compresses and request.ep > 1:
+            what = (
+                f"strategy.data.compression={self.kind} with ep={request.ep}: experts' gradients are summed over "
+                "fewer ranks than the others, and the reference of compressed sums has one set of ranks"
+            )
+            fix = "strategy.data.compression=none or ep=1"
+            problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
+        return problems
+
+    def dtype(self, plan: Plan) -> str:
+        """The dtype in which elements are sent."""
+        return plan.precision.reduce
+
+    def messages(self, bucket: Parts, plan: Plan) -> list[SummedMessage]:
+        """The all-reduces of one bucket, in the order in which they are started."""
+        return [SummedMessage(sum(prod(shape) for _, shape in bucket), BYTES[self.dtype(plan)])]
+
+    def held_bytes(self, bucket: Parts, plan: Plan) -> int:
+        """Bytes kept to compress one bucket: its messages."""
+        return sum(message.payload_bytes for message in self.messages(bucket, plan)) if self.compresses else 0
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """Exact where nothing is compressed."""
+        return Equivalence("exact")
 
 
-def check(request: Request) -> list[Problem]:
-    """Compressions that contradict other settings."""
-    config, problems = request.config, []
-    data = CompressionKeys.of(config)
-    if data.powersgd_rank is not None and data.compression != "powersgd":
-        what = f"strategy.data.powersgd_rank={data.powersgd_rank} is read by compression=powersgd only"
-        where = "strategy.data.powersgd_rank"
-        problems.append(Problem(what, where, "strategy.data.compression=powersgd", kind="unread"))
-    if data.compression == "powersgd" and config.precision.name == "fp16" and request.dp > 1:
-        what = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
-        problems.append(Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
-    if data.compression != "none" and request.ep > 1:
-        what = (
-            f"strategy.data.compression={data.compression} with ep={request.ep}: experts' gradients are summed over "
-            "fewer ranks than the others, and the reference of compressed sums has one set of ranks"
-        )
-        fix = "strategy.data.compression=none or ep=1"
-        problems.append(Problem(what, "strategy.data.compression", fix, kind="not_built"))
-    return problems
+@dataclass(frozen=True)
+class HalfPrecision(Compression):
+    """Cast before the sum, back after."""
+
+    compresses = True
+
+    kind: str = field(default="fp16", init=False)
+
+    def dtype(self, plan: Plan) -> str:
+        return "float16"
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        """Equal to a replay, up to the difference that the backend's order of rounding may cause."""
+        if plan.mesh.size("dp") == 1:
+            return super().equivalence(plan)
+        bound = plan.mesh.size("dp") * 2.0**-8
+        return Equivalence("replay", "gradients rounded to fp16 before they are summed over dp", bound)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Matrices are sent as two factors, where these are smaller; other gradients as they are."""
+
+    compresses = True
+    elementwise = False
+
+    kind: str = field(default="powersgd", init=False)
+    rank: int = DEFAULT_RANK
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls(CompressionKeys.of(config).powersgd_rank or DEFAULT_RANK)
+
+    def check(self, request: Request) -> list[Problem]:
+        problems = super().check(request)
+        if request.config.precision.name == "fp16" and request.dp > 1:
+            what = "PowerSGD's error feedback is invalid after the fp16 loss scale changes"
+            problems.insert(0, Problem(what, "strategy.data.compression", "precision=bf16", kind="undefined"))
+        return problems
+
+    def is_factored(self, held: HeldParameter, shape: Sequence[int], plan: Plan) -> bool:
+        """Whether this parameter's gradient (local `shape`) is sent as factors.
+
+        It is where the factors are smaller. A gradient that is summed again after the exchange over dp (partial over an
+        axis, a copy of a tied weight) is sent as it is, or the plan would change the result.
+        """
+        if len(shape) < 2 or held.layout.partial or held.name in {name for pair in plan.tied_copies for name in pair}:
+            return False
+        rows, columns = matrix_shape(shape)
+        return 0 < (rows + columns) * num_columns(shape, self.rank) < rows * columns
+
+    def messages(self, bucket: Parts, plan: Plan) -> list[SummedMessage]:
+        """What is not factored, the left factors, the right factors; each flat, none if it would be empty."""
+        factored = self._factored(bucket, plan)
+        uncompressed = sum(prod(shape) for _, shape in bucket) - sum(rows * columns for rows, columns, _ in factored)
+        left = sum(rows * rank for rows, _, rank in factored)
+        right = sum(columns * rank for _, columns, rank in factored)
+        size = BYTES[self.dtype(plan)]
+        return [SummedMessage(numel, size) for numel in (uncompressed, left, right) if numel]
+
+    def held_bytes(self, bucket: Parts, plan: Plan) -> int:
+        """The messages, the errors and two more right factors."""
+        more = sum(rows * columns + 2 * columns * rank for rows, columns, rank in self._factored(bucket, plan))
+        return super().held_bytes(bucket, plan) + BYTES[self.dtype(plan)] * more
+
+    def equivalence(self, plan: Plan) -> Equivalence:
+        if plan.mesh.size("dp") == 1:
+            return super().equivalence(plan)
+        return Equivalence("replay", f"PowerSGD of rank {self.rank} with error feedback")
+
+    def _factored(self, bucket: Parts, plan: Plan) -> list[tuple[int, int, int]]:
+        """(rows, columns, rank) of the factored gradients of a bucket."""
+        shapes = [shape for held, shape in bucket if self.is_factored(held, shape, plan)]
+        return [(*matrix_shape(shape), num_columns(shape, self.rank)) for shape in shapes]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -83,59 +174,9 @@ def num_columns(shape: Sequence[int], rank: int) -> int:
     return min(rank, *matrix_shape(shape))
 
 
-def is_factored(held: HeldParameter, shape: Sequence[int], plan: Plan, compression: Compression) -> bool:
-    """Whether powersgd sends this parameter's gradient (local `shape`) as factors.
-
-    It does where the factors are smaller. A gradient that is summed again after the exchange over dp (partial over an
-    axis, a copy of a tied weight) is sent as it is, or the plan would change the result.
-    """
-    tied = {name for pair in plan.tied_copies for name in pair}
-    if compression.kind != "powersgd" or len(shape) < 2 or held.layout.partial or held.name in tied:
-        return False
-    rows, columns = matrix_shape(shape)
-    return 0 < (rows + columns) * num_columns(shape, compression.rank) < rows * columns
+KINDS: dict[str, type[Compression]] = {one.kind: one for one in (Compression, HalfPrecision, PowerSGD)}
 
 
-def messages(
-    bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression
-) -> tuple[SummedMessage, ...]:
-    """The all-reduces of one bucket, of parameters with their local shapes, in the order in which they are started.
-
-    powersgd: what is not factored, the left factors, the right factors; each flat, none if it would be empty.
-    """
-    size = BYTES[plan.precision.reduce]
-    if compression.kind != "powersgd":
-        element = HALF_BYTES if compression.kind == "fp16" else size
-        return (SummedMessage(sum(prod(shape) for _, shape in bucket), element),)
-    factored = [shape for held, shape in bucket if is_factored(held, shape, plan, compression)]
-    uncompressed = sum(prod(shape) for _, shape in bucket) - sum(prod(shape) for shape in factored)
-    left = sum(matrix_shape(shape)[0] * num_columns(shape, compression.rank) for shape in factored)
-    right = sum(matrix_shape(shape)[1] * num_columns(shape, compression.rank) for shape in factored)
-    return tuple(SummedMessage(numel, size) for numel in (uncompressed, left, right) if numel)
-
-
-def held_bytes(bucket: Sequence[tuple[HeldParameter, tuple[int, ...]]], plan: Plan, compression: Compression) -> int:
-    """Bytes kept to compress one bucket: its messages, and for powersgd the errors and two more right factors."""
-    if compression.kind == "none":
-        return 0
-    total = sum(message.payload_bytes for message in messages(bucket, plan, compression))
-    size = BYTES[plan.precision.reduce]
-    for held, shape in bucket:
-        if is_factored(held, shape, plan, compression):
-            rows, columns = matrix_shape(shape)
-            total += size * (rows * columns + 2 * columns * num_columns(shape, compression.rank))
-    return total
-
-
-def equivalence(plan: Plan, compression: Compression) -> Equivalence:
-    """Exact where nothing is compressed, else equal to a replay of the compression."""
-    if compression.kind == "none" or plan.mesh.size("dp") == 1:
-        return Equivalence("exact")
-    if compression.kind == "fp16":
-        return Equivalence("replay", "gradients rounded to fp16 before they are summed over dp", half_bound(plan))
-    return Equivalence("replay", f"PowerSGD of rank {compression.rank} with error feedback")
-
-
-def half_bound(plan: Plan) -> float:
-    """The difference of fp16 sums, in `verify`'s measure, that the backend's order of rounding may cause."""
-    return plan.mesh.size("dp") * 2.0**-8
+def of(config: Config) -> Compression:
+    """The compression that a configuration asks for."""
+    return KINDS[CompressionKeys.of(config).compression].of(config)

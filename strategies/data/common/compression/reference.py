@@ -1,6 +1,6 @@
 """The reference rules of compressed sums: the result of n workers' gradients, one tensor after the other.
 
-They share with the runtime only the arithmetic of one matrix (`powersgd.py`) and the choice of factored tensors.
+They share with the runtime only the arithmetic of one matrix (`factors.py`) and the choice of factored tensors.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from parallelrun.plan.structure import Plan
 from parallelrun.verify.replay import ReplayRule
 
 from ..bucketed_plan import BucketedAllReduce
-from .plan import Compression, is_factored, matrix_shape, num_columns
-from .powersgd import first_right_factor, next_right_factor, orthonormal
+from .factors import first_right_factor, next_right_factor, orthonormal
+from .plan import HalfPrecision, PowerSGD, matrix_shape, num_columns
 
 Tensors = dict[str, Tensor]
 StoredPart = tuple[HeldParameter, tuple[int, ...], tuple[slice, ...]]
 
 
 def rule(config: Config, plan: Plan) -> ReplayRule:
-    """The rule of a strategy whose gradients are compressed sums over dp."""
-    return compressed_sum(plan, BucketedAllReduce.of(plan).compression)
-
-
-def compressed_sum(plan: Plan, compression: Compression) -> ReplayRule:
-    """The rule of one compressed sum, over dp or over a process set."""
-    if compression.kind == "fp16":
+    """The rule of a strategy whose gradients are compressed sums, over dp or over a process set."""
+    compression = BucketedAllReduce.of(plan).compression
+    if isinstance(compression, HalfPrecision):
         return HalfSumRule()
-    return PowerSGDRule(plan, compression) if compression.kind == "powersgd" else ReplayRule()
+    return PowerSGDRule(plan, compression) if isinstance(compression, PowerSGD) else ReplayRule()
 
 
 class HalfSumRule(ReplayRule):
@@ -52,14 +48,14 @@ class HalfSumRule(ReplayRule):
 class PowerSGDRule(ReplayRule):
     """Replaces matrices by P Q^T; a worker adds the error of its own P Q^T to its next gradient."""
 
-    def __init__(self, plan: Plan, compression: Compression):
+    def __init__(self, plan: Plan, compression: PowerSGD):
         self._rank = compression.rank
         self._parts = stored_parts(plan)
         self._factored = {
             (name, key)
             for name, places in self._parts.items()
             for key, (held, shape, _) in places.items()
-            if is_factored(held, shape, plan, compression)
+            if compression.is_factored(held, shape, plan)
         }
         self._errors: dict[tuple[str, str], list[Tensor]] = {}
         self._right: dict[tuple[str, str], Tensor] = {}

@@ -1,4 +1,4 @@
-"""The tables of the written-out all-reduces, executed on plain lists: no process, no torch."""
+"""The rounds of the written-out all-reduces, executed on plain lists: no process, no torch."""
 
 from __future__ import annotations
 
@@ -8,31 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelrun.strategies.data.common.allreduce import counts
-from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
-from parallelrun.strategies.data.common.allreduce.steps import (
-    ALL_GATHER,
-    HALVING_DOUBLING,
-    HIERARCHICAL,
-    RING,
-    SCATTER_REDUCE,
-    TREE,
-    Round,
-    folded,
-    pieces,
-    segments,
-    table,
-)
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, Counts
+from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
+from parallelrun.strategies.data.common.allreduce.rounds import ALL_GATHER, SCATTER_REDUCE, Rounds, segments
+from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling, TreeAllReduce, folded
 from parallelrun.wording import divisors
 
-TABLED = (RING, HALVING_DOUBLING, HIERARCHICAL, TREE)
+
+def tables(algorithm: Algorithm, size: int, numel: int) -> list[Rounds]:
+    return [algorithm.rounds(size, index, numel) for index in range(size)]
 
 
-def tables(algorithm: Algorithm, size: int, numel: int) -> list[tuple[Round, ...]]:
-    return [table(algorithm.name, size, index, numel, algorithm.group_size) for index in range(size)]
-
-
-def execute(ranks: list[tuple[Round, ...]], numel: int) -> list[list[Counter[int]]]:
+def execute(ranks: list[Rounds], numel: int) -> list[list[Counter[int]]]:
     """Per rank and element, how often each rank's own value is in it after all rounds, every round at once.
 
     Fails if two ends of a message do not agree about it.
@@ -57,9 +44,9 @@ def execute(ranks: list[tuple[Round, ...]], numel: int) -> list[list[Counter[int
 def cases(draw: st.DrawFn, largest: int = 11) -> tuple[Algorithm, int, int]:
     """(algorithm, size, numel): sizes that are no powers of two, fewer elements than ranks, none at all."""
     size = draw(st.integers(1, largest))
-    name = draw(st.sampled_from(TABLED))
-    group_size = draw(st.sampled_from(divisors(size))) if name == HIERARCHICAL else 1
-    return Algorithm(name, group_size), size, draw(st.integers(0, 30))
+    in_groups = HierarchicalAllReduce(draw(st.sampled_from(divisors(size))))
+    algorithm = draw(st.sampled_from([RingAllReduce(), HalvingDoubling(), TreeAllReduce(), in_groups]))
+    return algorithm, size, draw(st.integers(0, 30))
 
 
 @given(cases())
@@ -90,14 +77,14 @@ def test_the_two_phases_do_not_mix_and_each_sum_is_made_once(case):
 
 @given(cases(), st.one_of(st.none(), st.integers(1, 9)))
 @settings(deadline=None, max_examples=60)
-def test_closed_forms_count_the_tables(case, limit):
+def test_closed_forms_count_the_rounds(case, limit):
     algorithm, size, numel = case
 
     def num_messages(message):
-        return 0 if message is None else len(list(pieces(message, limit or max(1, numel))))
+        return 0 if message is None else len(list(message.pieces(limit or max(1, numel))))
 
     for index, rounds in enumerate(tables(algorithm, size, numel)):
-        assert counts.counts(algorithm, size, index, numel, limit) == counts.Counts(
+        assert algorithm.counts(size, index, numel, limit) == Counts(
             sum(num_messages(one.send) for one in rounds),
             sum(one.send.numel for one in rounds if one.send),
             sum(num_messages(one.receive) for one in rounds),
@@ -107,10 +94,10 @@ def test_closed_forms_count_the_tables(case, limit):
 @given(cases())
 def test_links_add_up_to_what_ranks_send(case):
     algorithm, size, numel = case
-    links = counts.links(algorithm, size, numel)
+    links = algorithm.links(size, numel)
     for index in range(size):
         sent = sum(elements for (source, _), elements in links.items() if source == index)
-        assert sent == counts.counts(algorithm, size, index, numel).elements
+        assert sent == algorithm.counts(size, index, numel).elements
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12])
@@ -120,7 +107,7 @@ def test_a_ring_is_baidus(size, numel):
     lengths = [stop - start for start, stop in segments(0, numel, size)]
     assert lengths == [numel // size + (i < numel % size) for i in range(size)]
     total = 0
-    for index, rounds in enumerate(tables(Algorithm(RING), size, numel)):
+    for index, rounds in enumerate(tables(RingAllReduce(), size, numel)):
         assert [one.phase for one in rounds] == [SCATTER_REDUCE] * (size - 1) + [ALL_GATHER] * (size - 1)
         assert all(one.send is None or one.send.peer == (index + 1) % size for one in rounds)
         assert all(one.receive is None or one.receive.peer == (index - 1) % size for one in rounds)
@@ -131,25 +118,25 @@ def test_a_ring_is_baidus(size, numel):
 
 
 def test_a_ring_loads_every_link_alike():
-    assert counts.links(Algorithm(RING), 4, 1000) == {(i, (i + 1) % 4): 1500 for i in range(4)}
+    assert RingAllReduce().links(4, 1000) == {(i, (i + 1) % 4): 1500 for i in range(4)}
 
 
 @pytest.mark.parametrize(("size", "core", "extra"), [(1, 1, 0), (2, 2, 0), (3, 2, 1), (8, 8, 0), (11, 8, 3)])
 def test_halving_doubling_folds_what_is_beyond_a_power_of_two(size, core, extra):
     assert folded(size) == (core, extra)
     rounds = 2 * (core.bit_length() - 1) + (2 if extra else 0)
-    assert {len(one) for one in tables(Algorithm(HALVING_DOUBLING), size, 100)} == {rounds}
+    assert {len(one) for one in tables(HalvingDoubling(), size, 100)} == {rounds}
 
 
 def test_halving_doubling_moves_as_much_as_a_ring_in_fewer_rounds():
     for index in range(8):
-        assert counts.counts(Algorithm(HALVING_DOUBLING), 8, index, 800) == counts.Counts(6, 1400, 6)
-        assert counts.counts(Algorithm(RING), 8, index, 800) == counts.Counts(14, 1400, 14)
+        assert HalvingDoubling().counts(8, index, 800) == Counts(6, 1400, 6)
+        assert RingAllReduce().counts(8, index, 800) == Counts(14, 1400, 14)
 
 
 def test_halving_doubling_sends_most_to_its_neighbour():
     """Distance doubles as the vector is halved: half of it goes next door, the least goes farthest."""
-    links = counts.links(Algorithm(HALVING_DOUBLING), 8, 800)
+    links = HalvingDoubling().links(8, 800)
     assert [links[0, peer] for peer in (1, 2, 4)] == [800, 400, 200]
 
 
@@ -158,7 +145,7 @@ def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_s
     """A rank sends 2(N/g - 1)/(N/g) of its g-th of the tensor outside its group, against a ring's last rank: all."""
     numel, hosts = 2400, size // group_size
     outside: Counter[int] = Counter()
-    for (source, target), elements in counts.links(Algorithm(HIERARCHICAL, group_size), size, numel).items():
+    for (source, target), elements in HierarchicalAllReduce(group_size).links(size, numel).items():
         if source // group_size != target // group_size:
             outside[source] += elements
     assert outside == {index: 2 * (hosts - 1) * numel // group_size // hosts for index in range(size)}
@@ -166,14 +153,14 @@ def test_hierarchical_sends_only_one_part_of_a_group_between_hosts(size, group_s
 
 def test_one_inner_group_or_groups_of_one_are_a_ring():
     for group_size in (1, 6):
-        assert tables(Algorithm(HIERARCHICAL, group_size), 6, 50) == tables(Algorithm(RING), 6, 50)
+        assert tables(HierarchicalAllReduce(group_size), 6, 50) == tables(RingAllReduce(), 6, 50)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 5, 16, 37])
-@pytest.mark.parametrize("algorithm", [Algorithm(name, 2 if name == HIERARCHICAL else 1) for name in TABLED])
+@pytest.mark.parametrize("algorithm", [RingAllReduce(), HalvingDoubling(), HierarchicalAllReduce(2), TreeAllReduce()])
 def test_a_receive_buffer_is_as_long_as_the_longest_part_that_is_added(algorithm, numel):
     for index, rounds in enumerate(tables(algorithm, 4, numel)):
         added = [one.receive.numel for one in rounds if one.receive and one.phase == SCATTER_REDUCE]
         for on_cpu, num_buffers in ((True, 2), (False, 1)):
-            found = counts.buffer_elements(algorithm, 4, index, numel, on_cpu)
+            found = algorithm.buffer_elements(4, index, numel, on_cpu)
             assert found == num_buffers * max(added, default=0)

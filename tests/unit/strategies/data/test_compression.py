@@ -7,7 +7,7 @@ import torch
 
 from parallelrun.errors import ConfigError
 from parallelrun.plan import prediction
-from parallelrun.strategies.data.common.compression.powersgd import (
+from parallelrun.strategies.data.common.compression.factors import (
     first_right_factor,
     next_right_factor,
     orthonormal,
@@ -135,8 +135,8 @@ def test_iterating_on_one_matrix_finds_its_best_approximation():
 def test_memory_counts_what_compression_keeps():
     """As many bytes as the runtime holds: halves; or messages, errors, and right factors three times."""
     from parallelrun.plan.parameters import held_parameters
-    from parallelrun.strategies.data.common.compression.plan import is_factored
-    from parallelrun.strategies.data.common.compression.runtime import FactoredSum, HalfSum
+    from parallelrun.strategies.data.common.compression.fp16 import HalfSum
+    from parallelrun.strategies.data.common.compression.powersgd import FactoredSum
 
     def weights(plan):
         return prediction.memory(plan, 0).weights
@@ -147,9 +147,18 @@ def test_memory_counts_what_compression_keeps():
     assert weights(half) - weights(plain) == HalfSum(buffer, lambda tensor: None)._half.nbytes
     factored = tiny_plan(dp=2, strategy__data__compression="powersgd", strategy__data__powersgd_rank=2)
     parts = [(held, torch.zeros(held.spec.shape)) for held in held_parameters(factored, 0)]
-    few = [p for p in parts if is_factored(p[0], p[1].shape, factored, factored.data.compression)]
+    few = [p for p in parts if factored.data.compression.is_factored(p[0], p[1].shape, factored)]
     many = [gradient for held, gradient in parts if all(held is not one for one, _ in few)]
     exchange = FactoredSum(many, few, 2, lambda tensor: None)
     kept = exchange._flat.nbytes + exchange._left.nbytes + exchange._right.nbytes
     kept += sum(stack.error.nbytes + 2 * stack.first.nbytes for stack in exchange.stacks)
     assert weights(factored) - weights(plain) == kept
+
+
+def test_every_compression_has_a_module_that_sends_and_no_other_is_registered():
+    from parallelrun import registry
+    from parallelrun.strategies.data.common.compression.plan import KINDS
+
+    compressing = {kind for kind, one in KINDS.items() if one.compresses}
+    assert compressing == set(registry.COMPRESSIONS)
+    assert all(callable(registry.load("compressions", kind).sender) for kind in compressing)

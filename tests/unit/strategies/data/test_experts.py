@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelrun.errors import ConfigError, Problem
+from parallelrun.plan.data_strategy import Bucket
 from parallelrun.plan.parameters import held_parameters, owns
 from parallelrun.plan.prediction import memory
 from parallelrun.plan.structure import Plan
-from parallelrun.strategies.data.common import buckets
-from parallelrun.strategies.data.common.allreduce.algorithm import over
+from parallelrun.strategies.data.common import bucket_prediction, buckets
 from parallelrun.strategies.data.fsdp.units import Unit
 from tests.plans import tiny_plan
 
@@ -50,10 +50,10 @@ def rows(plan: Plan, rank: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
     return {(row.axis, row.operation): (row.calls, row.payload_bytes) for row in found}
 
 
-def partitioned(plan: Plan, rank: int, padded: bool) -> tuple[buckets.Filled, ...]:
-    trained = buckets.trained_parameters(plan, 0)
+def partitioned(plan: Plan, rank: int, padded: bool) -> list[Bucket]:
+    trained = bucket_prediction.trained_parameters(plan, 0)
     return buckets.partition(
-        trained, buckets.local_shapes(trained, plan.mesh.coordinate(rank), plan), plan, padded=padded
+        trained, bucket_prediction.local_shapes(trained, plan.mesh.coordinate(rank), plan), plan, padded=padded
     )
 
 
@@ -67,7 +67,7 @@ class TestBuckets:
     def test_no_bucket_mixes_axes_and_what_has_copies_is_in_exactly_one(self, degrees, bucket_mb, padded):
         dp, ep = degrees
         plan = plan_of(dp=dp, ep=ep, strategy__data__bucket_mb=bucket_mb, model__layers=4)
-        trained = buckets.trained_parameters(plan, 0)
+        trained = bucket_prediction.trained_parameters(plan, 0)
         filled = partitioned(plan, 0, padded)
         for bucket in filled:
             assert {is_expert(trained[i].name) and ep > 1 for i in bucket.indices} == {bucket.axis == "expert_dp"}
@@ -240,8 +240,8 @@ class TestTraffic:
         sizes = {}
         for ep, group_size in [(2, 4), (4, 2), (2, 2)]:
             plan = plan_of(dp=8, ep=ep, **ring, **{"strategy.data.group_size": group_size})
-            sizes[ep, group_size] = over(plan.data.algorithm, "expert_dp", plan).group_size
-            assert over(plan.data.algorithm, "dp", plan).group_size == group_size
+            sizes[ep, group_size] = plan.data.algorithm.over("expert_dp", plan).group_size
+            assert plan.data.algorithm.over("dp", plan).group_size == group_size
         assert sizes == {(2, 4): 2, (4, 2): 1, (2, 2): 1}
 
 

@@ -13,8 +13,9 @@ from parallelrun.plan.data_cost import Link, halving_doubling, hierarchical, rin
 from parallelrun.plan.document import link_rows
 from parallelrun.plan.freeze import freeze, load_frozen
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.common.allreduce import counts
-from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm
+from parallelrun.strategies.data.common.allreduce.algorithm import Algorithm, NativeAllReduce
+from parallelrun.strategies.data.common.allreduce.rings import HierarchicalAllReduce, RingAllReduce
+from parallelrun.strategies.data.common.allreduce.trees import HalvingDoubling
 from tests.plans import tiny_config, tiny_plan
 
 RING = {"strategy.data.kind": "ring"}
@@ -30,9 +31,9 @@ def refused(overrides: dict[str, Any]) -> str:
 
 
 def test_the_algorithm_is_the_ring_unless_another_is_asked_for():
-    assert tiny_plan({"dp": 4, **RING}).data.algorithm == Algorithm("ring", 1)
-    for name in ("native", "halving_doubling"):
-        assert tiny_plan({"dp": 4, **RING, "strategy.data.algorithm": name}).data.algorithm == Algorithm(name, 1)
+    assert tiny_plan({"dp": 4, **RING}).data.algorithm == RingAllReduce()
+    for name, asked in {"native": NativeAllReduce(), "halving_doubling": HalvingDoubling()}.items():
+        assert tiny_plan({"dp": 4, **RING, "strategy.data.algorithm": name}).data.algorithm == asked
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_the_algorithm_is_the_ring_unless_another_is_asked_for():
 )
 def test_inner_groups_are_what_shares_a_host(overrides, size, told):
     plan = tiny_plan({**HIERARCHICAL, "global_batch": 16, **overrides})
-    assert plan.data.algorithm == Algorithm("hierarchical", size)
+    assert plan.data.algorithm == HierarchicalAllReduce(size)
     assert [text for text in plan.filled if "group_size" in text] == (
         [f"group_size={size} (filled: dp {plan.mesh.size('dp')}, {told})"] if told else []
     )
@@ -106,18 +107,18 @@ def test_all_ranks_together_send_2_n_minus_1_times_the_gradients():
 
 
 def test_closed_forms_of_time_and_tables_of_messages_agree_on_bytes():
-    """The two were written apart: `plan.data_cost` for seconds, `counts` for messages."""
+    """The two were written apart: `plan.data_cost` for seconds, `Algorithm.counts` for messages."""
     link, numel = Link(1e9), 4800
 
     def busiest(algorithm: Algorithm, size: int) -> int:
-        return max(counts.counts(algorithm, size, index, numel).elements for index in range(size))
+        return max(algorithm.counts(size, index, numel).elements for index in range(size))
 
     for size in (2, 3, 4, 6, 8):
-        assert busiest(Algorithm("ring"), size) == pytest.approx(ring(numel, size, link).worker_bytes)
+        assert busiest(RingAllReduce(), size) == pytest.approx(ring(numel, size, link).worker_bytes)
         form = halving_doubling(numel, size, link).worker_bytes
-        assert busiest(Algorithm("halving_doubling"), size) == pytest.approx(form)
+        assert busiest(HalvingDoubling(), size) == pytest.approx(form)
     form = hierarchical(numel, 4, 3, link, link).worker_bytes
-    assert busiest(Algorithm("hierarchical", 4), 12) == pytest.approx(form)
+    assert busiest(HierarchicalAllReduce(4), 12) == pytest.approx(form)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""The ring, and the hierarchical all-reduce that is made of rings. Torch-free.
+
+Their messages are counted in closed form, because lists of thousands of rounds for thousands of ranks are long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import TYPE_CHECKING
+
+from parallelrun.errors import Problem
+from parallelrun.plan import data_cost
+from parallelrun.plan.request import Request
+from parallelrun.plan.structure import Plan
+from parallelrun.wording import divisors, either, nearest
+
+from ..keys import AlgorithmKeys
+from .algorithm import GROUP_SIZE, Algorithm, Counts, num_pieces
+from .rounds import Rounds, Span, all_gather, ring, scatter_reduce, segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class RingAllReduce(Algorithm):
+    """See `rounds.ring`."""
+
+    cost_name = data_cost.RING
+    text = (
+        "The buffer is cut into as many blocks as there are ranks. In n - 1 rounds of scatter-reduce each rank sends a "
+        "block to the next rank, which adds it to its own; then each rank holds one block of the sum. In n - 1 rounds "
+        "of all-gather these travel on around the ring. Each rank sends 2 (n - 1) / n of the buffer.",
+        "Patarasuk and Yuan 2009; Gibiansky 2017",
+    )
+
+    name: str = field(default="ring", init=False)
+
+    def rounds(self, size: int, index: int, numel: int) -> Rounds:
+        return ring(range(size), index, (0, numel))
+
+    def counts(self, size: int, index: int, numel: int, limit: int | None = None) -> Counts:
+        found = [_counts_of_ring(*one, limit) for one in self.rings(size, index, numel)]
+        return Counts(*(sum(numbers) for numbers in zip(*found)))
+
+    def longest_added(self, size: int, index: int, numel: int) -> int:
+        """A member adds to every segment but the one with its own number, which it sends first."""
+        rings = [one for one in self.rings(size, index, numel) if one[0] > 1]
+        return max((length // n + (length % n > (i < length % n)) for n, i, length in rings), default=0)
+
+    def rings(self, size: int, index: int, numel: int) -> list[tuple[int, int, int]]:
+        """(size, index, numel) of the rings that a member is in."""
+        return [(size, index, numel)]
+
+
+@dataclass(frozen=True)
+class HierarchicalAllReduce(RingAllReduce):
+    """Scatter-reduce inside the group, a ring across groups among those who own the same segment, all-gather inside.
+
+    The size of the groups is as given; else the members of dp that share a host; where hosts are unknown the divisor of
+    dp next to its root, with which a rank has the fewest rounds.
+    """
+
+    cost_name = data_cost.HIERARCHICAL
+    has_groups = True
+    text = (
+        "Scatter-reduce inside each inner group, a ring all-reduce of the own block across groups, all-gather inside: "
+        "what leaves a group is divided by the size of the group.",
+        "Goyal et al. 2017; Jia et al. 2018",
+    )
+
+    name: str = field(default="hierarchical", init=False)
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        asked, per_node = AlgorithmKeys.of(request.config).group_size, request.config.cluster.gpus_per_node
+        if asked is None and per_node is not None:
+            asked = min(request.dp, max(1, per_node // request.tp))
+        return cls(asked or min(divisors(request.dp), key=lambda size: (size + request.dp // size, size)))
+
+    @classmethod
+    def check(cls, request: Request) -> list[Problem]:
+        """Groups that do not make up dp, or that hold different numbers of an expert's copies, every ep-th of dp."""
+        asked, dp, ep = AlgorithmKeys.of(request.config).group_size, request.dp, request.ep
+        if asked is not None and asked < 1:  # told by the rules
+            return []
+        size = cls.of(request).group_size
+        if dp % size:
+            source = "" if asked is not None else f" (cluster.gpus_per_node / tp={request.tp})"
+            what, legal = f"inner groups of {size}{source} do not make up dp={dp}", divisors(dp)
+        elif size % ep and ep % size:
+            held = f"equally many copies of an expert, one in {ep} members"
+            what = f"inner groups of {size} members of dp do not hold {held}"
+            legal = [n for n in divisors(dp) if n % ep == 0 or ep % n == 0]
+        else:
+            return []
+        return [Problem(what, GROUP_SIZE, either(GROUP_SIZE, nearest(size, legal)), kind="arithmetic")]
+
+    @classmethod
+    def filled(cls, request: Request) -> tuple[str, ...]:
+        """The source of the groups' size, where the user gave none."""
+        if AlgorithmKeys.of(request.config).group_size is not None or request.dp == 1:
+            return ()
+        per_node = request.config.cluster.gpus_per_node
+        reason = "the ranks of dp in a host" if per_node else "cluster.gpus_per_node is not set"
+        return (f"group_size={cls.of(request).group_size} (filled: dp {request.dp}, {reason})",)
+
+    def over(self, axis: str, plan: Plan) -> Self:
+        """Inner groups are of the same ranks, or of one."""
+        apart = plan.mesh.size("dp") // plan.mesh.size(axis)
+        return replace(self, group_size=self.group_size // gcd(self.group_size, apart))
+
+    def rounds(self, size: int, index: int, numel: int) -> Rounds:
+        assert size % self.group_size == 0, f"groups of {self.group_size} do not make up {size}"
+        group, place = divmod(index, self.group_size)
+        inside = range(group * self.group_size, (group + 1) * self.group_size)
+        across = range(place, size, self.group_size)
+        return (
+            *scatter_reduce(inside, place, (0, numel)),
+            *ring(across, group, self._own(place, numel)),
+            *all_gather(inside, place, (0, numel)),
+        )
+
+    def rings(self, size: int, index: int, numel: int) -> list[tuple[int, int, int]]:
+        """That of the inner group, in two halves, and the one across groups."""
+        group, place = divmod(index, self.group_size)
+        start, stop = self._own(place, numel)
+        return [(self.group_size, place, numel), (size // self.group_size, group, stop - start)]
+
+    def _own(self, place: int, numel: int) -> Span:
+        """The segment that member `place` of an inner group sums across groups."""
+        return segments(0, numel, self.group_size)[(place + 1) % self.group_size]
+
+
+def _counts_of_ring(size: int, index: int, numel: int, limit: int | None) -> Counts:
+    """Two rounds of the ring of all segments, without the one that is received or sent last in each phase."""
+    base, num_longer = divmod(numel, size)
+
+    def length(segment: int) -> int:
+        return base + (segment % size < num_longer)
+
+    def num_messages(segment: int) -> int:
+        return num_pieces(length(segment), limit)
+
+    twice = 2 * (num_longer * num_pieces(base + 1, limit) + (size - num_longer) * num_pieces(base, limit))
+    return Counts(
+        twice - num_messages(index + 1) - num_messages(index + 2),
+        2 * numel - length(index + 1) - length(index + 2),
+        twice - num_messages(index) - num_messages(index + 1),
+    )

@@ -1,0 +1,102 @@
+"""The rounds of an all-reduce by messages between ranks, and those of the ring. Torch-free.
+
+In every round a rank sends at most one message and receives at most one; it may send once it has received the messages
+of all earlier rounds. `runtime` carries the rounds out; `algorithms` has the other algorithms and counts messages.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from parallelrun.plan.data_strategy import DataStrategy
+from parallelrun.plan.structure import Plan
+
+SCATTER_REDUCE, ALL_GATHER = "scatter_reduce", "all_gather"  # what arrives is added; what arrives is the sum
+Span = tuple[int, int]
+PIECE_BYTES = 2**21  # on gloo a message goes in pieces of up to so many bytes: smaller ones cost more than they hide
+
+
+class PeerMessage(NamedTuple):
+    """Elements [start, stop) of the flat tensor, to or from the group's member number `peer`."""
+
+    peer: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def pieces(self, limit: int) -> Iterator[PeerMessage]:
+        """The message in pieces of up to `limit` elements, in order."""
+        for start in range(self.start, self.stop, limit):
+            yield PeerMessage(self.peer, start, min(start + limit, self.stop))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One rank's part in one round of a phase. None: no message (an empty segment, or no peer)."""
+
+    phase: str
+    send: PeerMessage | None
+    receive: PeerMessage | None
+
+
+Rounds = tuple[Round, ...]
+
+
+class SumsByMessages(DataStrategy):
+    """A data strategy that can choose who sends what to whom in a sum."""
+
+    @abstractmethod
+    def rounds(self, axis: str, size: int, index: int, numel: int, plan: Plan) -> Rounds:
+        """The rounds of member `index` of a group of `size` along `axis` for a tensor of `numel` elements.
+
+        There are none where the backend chooses them.
+        """
+
+
+def piece_elements(element_bytes: int) -> int:
+    """Elements of a full piece of a message on gloo."""
+    return max(1, PIECE_BYTES // element_bytes)
+
+
+def segments(start: int, stop: int, parts: int) -> tuple[Span, ...]:
+    """Cut [start, stop) into `parts` spans; the first are longer by one where it does not divide (Baidu's rule)."""
+    base, longer = divmod(stop - start, parts)
+    edges = [start + i * base + min(i, longer) for i in range(parts + 1)]
+    return tuple(pairwise(edges))
+
+
+def message(peer: int, span: Span) -> PeerMessage | None:
+    """The message of a span; None if it is empty."""
+    return PeerMessage(peer, *span) if span[0] < span[1] else None
+
+
+def ring(members: Sequence[int], index: int, span: Span) -> Rounds:
+    """Gibiansky, "Bringing HPC techniques to deep learning", 2017 (Baidu); Patarasuk and Yuan 2009."""
+    return scatter_reduce(members, index, span) + all_gather(members, index, span)
+
+
+def scatter_reduce(members: Sequence[int], index: int, span: Span) -> Rounds:
+    """n - 1 rounds; member i ends with segment i + 1 summed."""
+    return _around(SCATTER_REDUCE, members, index, span, first=index)
+
+
+def all_gather(members: Sequence[int], index: int, span: Span) -> Rounds:
+    """n - 1 rounds; member i begins with segment i + 1 and ends with all of the span."""
+    return _around(ALL_GATHER, members, index, span, first=index + 1)
+
+
+def _around(phase: str, members: Sequence[int], index: int, span: Span, first: int) -> Rounds:
+    """Member `index` sends segment `first`, then in each round the segment that it has just received."""
+    size, cut = len(members), segments(*span, len(members))
+    after, before = members[(index + 1) % size], members[index - 1]
+    return tuple(
+        Round(phase, message(after, cut[number % size]), message(before, cut[(number - 1) % size]))
+        for number in range(first, first - size + 1, -1)
+    )

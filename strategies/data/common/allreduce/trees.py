@@ -1,0 +1,86 @@
+"""The all-reduce algorithms of 2 log2(n) rounds: halving-doubling and the binomial tree. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallelrun.plan import data_cost
+
+from .algorithm import Algorithm
+from .rounds import ALL_GATHER, SCATTER_REDUCE, Round, Rounds, Span, message, segments
+
+
+@dataclass(frozen=True)
+class HalvingDoubling(Algorithm):
+    """Vector halving, distance doubling, and back (Rabenseifner 2004; Thakur, Rabenseifner, Gropp 2005).
+
+    The members beyond a power of two fold in first: each odd one among the first pairs gives all it has to the even one
+    before it, waits, and gets the result. Every segment is summed by one rank and copied, so all have the same bits.
+    """
+
+    cost_name = data_cost.HALVING
+    text = (
+        "Partners at distance 1, 2, 4, ... exchange halves of what is left and add them; then the same partners give "
+        "the sums back in reverse order. The ring's bytes in 2 log2(n) rounds.",
+        "Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005",
+    )
+
+    name: str = field(default="halving_doubling", init=False)
+
+    def rounds(self, size: int, index: int, numel: int) -> Rounds:
+        core, extra = folded(size)
+        whole: Span = (0, numel)
+        if index < 2 * extra and index % 2:
+            idle = core.bit_length() - 1
+            reducing, gathering = [(Round(phase, None, None),) * idle for phase in (SCATTER_REDUCE, ALL_GATHER)]
+            all_of_it = message(index - 1, whole)
+            return (Round(SCATTER_REDUCE, all_of_it, None), *reducing, *gathering, Round(ALL_GATHER, None, all_of_it))
+        place = index // 2 if index < 2 * extra else index - extra
+        halving, doubling, span = [], [], whole
+        distance = 1
+        while distance < core:
+            partner = place ^ distance
+            peer = 2 * partner if partner < extra else partner + extra
+            lower, upper = segments(*span, 2)
+            keep, give_away = (upper, lower) if place & distance else (lower, upper)
+            halving.append(Round(SCATTER_REDUCE, message(peer, give_away), message(peer, keep)))
+            doubling.append(Round(ALL_GATHER, message(peer, keep), message(peer, give_away)))
+            span = keep
+            distance *= 2
+        middle = (*halving, *reversed(doubling))
+        if not extra:
+            return middle
+        other = message(index + 1, whole) if index < 2 * extra else None
+        return (Round(SCATTER_REDUCE, None, other), *middle, Round(ALL_GATHER, other, None))
+
+
+@dataclass(frozen=True)
+class TreeAllReduce(Algorithm):
+    """Reduce up a binomial tree to member 0, then broadcast down it (Thakur, Rabenseifner and Gropp 2005)."""
+
+    cost_name = data_cost.BINOMIAL
+    text = (
+        "Sums go up a binomial tree to the first rank, and the total comes down the same way. 2 log2(n) rounds, but "
+        "every message is the whole buffer: good for small ones.",
+        "Thakur, Rabenseifner and Gropp 2005",
+    )
+
+    name: str = field(default="tree", init=False)
+
+    def rounds(self, size: int, index: int, numel: int) -> Rounds:
+        up, down, distance = [], [], 1
+        while distance < size:
+            child = index + distance if index % (2 * distance) == 0 and index + distance < size else None
+            parent = index - distance if index % (2 * distance) == distance else None
+            from_child = None if child is None else message(child, (0, numel))
+            to_parent = None if parent is None else message(parent, (0, numel))
+            up.append(Round(SCATTER_REDUCE, to_parent, from_child))
+            down.append(Round(ALL_GATHER, from_child, to_parent))
+            distance *= 2
+        return (*up, *reversed(down))
+
+
+def folded(size: int) -> tuple[int, int]:
+    """(the largest power of two up to `size`, how many members are beyond it)."""
+    core = 1 << (size.bit_length() - 1)
+    return core, size - core

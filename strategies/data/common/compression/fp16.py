@@ -1,0 +1,39 @@
+"""fp16 compression at run time (Horovod's `Compression.fp16`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from parallelrun.comm import Waitable
+from parallelrun.plan.structure import Plan
+
+from ..reducer import Part, Sum
+
+
+def sender(buffer: Tensor, parts: Sequence[Part], plan: Plan, start_sum: Sum) -> Callable[[], Waitable]:
+    """What starts the exchange of `buffer`."""
+    return HalfSum(buffer, start_sum).start
+
+
+class HalfSum:
+    """Cast to fp16, sum, cast back."""
+
+    def __init__(self, buffer: Tensor, start_sum: Sum):
+        self._buffer, self._start_sum = buffer, start_sum
+        self._half = torch.empty_like(buffer, dtype=torch.float16)
+        self._work: Waitable | None = None
+
+    def start(self) -> Waitable:
+        """Start the exchange of the buffer's current values."""
+        self._half.copy_(self._buffer)
+        self._work = self._start_sum(self._half)
+        return self
+
+    def wait(self) -> None:
+        """Wait until the buffer holds the sum."""
+        assert self._work is not None, "nothing was started"
+        self._work.wait()
+        self._buffer.copy_(self._half)
