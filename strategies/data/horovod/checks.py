@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelrun.config.schema import key
+from parallelrun.config.field import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
