@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallelrun import registry
 from parallelrun.mesh import Mesh, build_mesh
-from parallelrun.models import dropout, recompute
+from parallelrun.models import dropout, recompute, rounding
 from parallelrun.models.layers import AttentionProduct
 from parallelrun.models.network import Network
 from parallelrun.plan.resolve import resolve
@@ -81,13 +81,13 @@ def _saved_selectively(overrides: dict[str, Any]) -> tuple[int, int]:
     network, plan = placed(overrides)
     recompute.apply(network, plan.recompute)
     x = network.block("embedding")(torch.zeros((plan.batch.micro_batch, plan.spec.seq), dtype=torch.int64))
-    storages, pack = Storages(network), recompute._CheapOutputs.pack
+    storages, pack = Storages(network), rounding.Recomputable.pack
 
     def counted(self: Any, saved: Tensor) -> Any:  # its hooks hide ours: what they give back to autograd is counted
         packed = pack(self, saved)
         return storages.pack(packed) if isinstance(packed, Tensor) else packed
 
-    with patch.object(recompute._CheapOutputs, "pack", counted):
+    with patch.object(rounding.Recomputable, "pack", counted):
         recompute.run(network.block("layers.0"), x, torch.arange(plan.batch.micro_batch), plan.recompute)
     predicted = plan.tensor.saved_bytes(plan.spec.block("layers.0"), plan)
     return storages.nbytes, predicted
