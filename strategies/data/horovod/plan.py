@@ -1,8 +1,8 @@
-"""Horovod's data parallelism: broadcast at the start, fused all-reduce under backward, and what belongs to it.
+"""Horovod's data parallelism: broadcast at the start, fused all-reduce during backward, process sets, join, Adasum.
 
-What Horovod negotiates in every cycle (which tensors are ready everywhere) stands in the plan here: buckets are fixed,
-so there is no cycle time, and its response cache would always hit. `bucket_mb` is its fusion threshold (0: every tensor
-alone), `microbatches` its backward_passes_per_step.
+Horovod negotiates in every cycle which tensors are ready everywhere. Here the plan fixes the buckets, so there is no
+cycle time, and its response cache would always hit. `bucket_mb` is its fusion threshold (0: every tensor alone),
+`microbatches` its backward_passes_per_step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PROCESS_SET = "process_set"  # the name of their groups among the axes
 
 @dataclass(frozen=True)
 class Horovod(AlgorithmAllReduce):
-    """Every rank of dp holds all of its stage's weights, gradients and optimizer state.
+    """Every rank of dp holds the complete weights, gradients and optimizer state of its stage.
 
-    reduction: average | adasum. worker_batches: how many batches each worker (dp coordinate) has, () for enough;
-    divides_by_active: what a sum with joined workers is divided by. process_sets: dp coordinates that average among
-    themselves, each worker in one of them, () for all together. stall_warn_s: 0 for never.
+    reduction: average | adasum. worker_batches: the number of batches of each worker (dp coordinate); (): enough.
+    divides_by_active: sums are divided by the number of workers that have not joined. process_sets: dp coordinates that
+    average among themselves, each worker in one set; (): all together. stall_warn_s: 0: never.
     """
 
     kind = "horovod"
@@ -110,15 +110,15 @@ class Horovod(AlgorithmAllReduce):
         return sizes.get(axis)
 
     def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
-        """The process set of a worker; None of another axis."""
+        """The process set of a worker; None for another axis."""
         return self.process_set(worker) if self.process_sets and axis == self.axis(worker) else None
 
     def has_batch(self, step: int, worker: int) -> bool:
-        """False for a worker that has joined."""
+        """Whether a worker has not joined yet."""
         return not self.worker_batches or step <= self.worker_batches[worker]
 
     def num_counted(self, step: int, num_workers: int) -> int:
-        """The workers that a mean over workers is taken of."""
+        """The number of workers that a mean gradient is divided by."""
         if not self.divides_by_active:
             return num_workers
         return sum(self.has_batch(step, worker) for worker in range(num_workers))
@@ -134,13 +134,13 @@ class Horovod(AlgorithmAllReduce):
         return [tuple(ranks[worker] for worker in one) for ranks in plan.mesh.groups("dp") for one in sets]
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
+        """The sums of gradients, or with adasum the messages that combine updates; then those of final gradients."""
         if not self._combines_updates(plan):
             return super().collectives(pp_rank, coordinate, plan)
         return [*self._combining(pp_rank, coordinate, plan), *final_collectives(pp_rank, coordinate, plan)]
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """What compression or, with adasum, the weights before the update and the largest update take."""
+        """Bytes of compression or, with adasum, of the weights before the update and the largest update."""
         if not self._combines_updates(plan):
             return super().gathered_bytes(pp_rank, coordinate, plan)
         found = buckets_of(pp_rank, coordinate, plan).parts
@@ -148,7 +148,7 @@ class Horovod(AlgorithmAllReduce):
         return sum(sizes) + max(sizes, default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """As ring's; with adasum its updates are counted in `gathered_bytes`."""
+        """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""
         return 0 if self._combines_updates(plan) else super().held_bytes(pp_rank, coordinate, plan)
 
     def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
@@ -159,7 +159,7 @@ class Horovod(AlgorithmAllReduce):
         return len(members), members.index(coordinate["dp"])
 
     def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """The messages of one sum over a process set, or over all copies where there are none."""
+        """The messages of one sum over a process set, or over all copies if there are no sets."""
         rows = super().rows_of_sum(message, coordinate, plan)
         if not self.process_sets:
             return rows
@@ -167,20 +167,16 @@ class Horovod(AlgorithmAllReduce):
         return [replace(row, axis=self.axis(worker)) for row in rows if len(self.process_set(worker)) > 1]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """Not told: process sets and Adasum send over links of their own."""
+        """Not predicted: process sets and Adasum send over links of their own."""
         return {}
 
     def explain(self, plan: Plan) -> Explanation:
-        """The messages of the largest process set, or of all workers where there are no sets."""
+        """The messages of the largest process set, or of all workers if there are no sets."""
         if not self.process_sets:
             return super().explain(plan)
         worker = max(self.process_sets, key=len)[0]
-        first = {mesh_dim: plan.mesh.coordinate(0)[mesh_dim] for mesh_dim in plan.mesh.mesh_dim_names}
-        coordinate = plan.mesh.coordinate(plan.mesh.rank(**{**first, "dp": worker}))
-        axis, ranks = (
-            self.axis(worker),
-            ranks_over(plan, self.axis(worker), plan.mesh.rank(**{**first, "dp": worker})),
-        )
+        rank, axis = plan.mesh.rank(dp=worker), self.axis(worker)
+        coordinate, ranks = plan.mesh.coordinate(rank), ranks_over(plan, axis, rank)
         rows, exchanges = self.collectives(coordinate["pp"], coordinate, plan), []
         if not self.algorithm.native and len(ranks) > 1:
             rows = [row for row in rows if row.axis != axis]
@@ -204,7 +200,7 @@ class Horovod(AlgorithmAllReduce):
         return [(same[0], len(same)) for same in alike.values()]
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        """What one device computes, as long as workers' gradients are summed as they are."""
+        """Exact if the gradients of all workers are summed unchanged; else a replay."""
         reasons = [
             (self.reduction == ADASUM, "Adasum of the workers' updates, per stored part of a tensor"),
             (bool(self.process_sets), f"averages within process sets {list(map(list, self.process_sets))}"),
