@@ -8,7 +8,7 @@ from math import ceil
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.plan import sample_sets
-from parallelrun.plan.hosts import rate_gb_s
+from parallelrun.plan.hosts import mesh_dims, rate_gb_s
 from parallelrun.plan.prediction import CONTROL, TrafficRow
 from parallelrun.plan.structure import EMBEDDING, WORLD, Memory, Plan
 from parallelrun.wording import gib
@@ -119,8 +119,7 @@ def _is_of_data(plan: Plan, axis: str) -> bool:
         return plan.servers > 0  # pushes and pulls
     if axis == EMBEDDING or axis.startswith("expert_"):
         return False
-    mesh_dims = {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}
-    return mesh_dims <= set(plan.mesh.mesh_dims_of("dp")) and not mesh_dims <= set(plan.mesh.mesh_dims_of("ep"))
+    return mesh_dims(plan, axis) <= mesh_dims(plan, "dp") and not mesh_dims(plan, axis) <= mesh_dims(plan, "ep")
 
 
 def _communication_s(plan: Plan, cluster: ClusterConfig, rows: tuple[TrafficRow, ...]) -> float | None:

@@ -220,8 +220,10 @@ def _element(row: Collective, precision: Precision) -> int:
 
 def _line(plan: Plan, block: BlockSpec) -> tuple[float, int]:
     """(slope, value at 0) of the volume over M, with the plan's forms: weights move whatever M is, all else grows."""
-    figures = _figures(plan, block)
-    return (figures.received_bytes - figures.moved_weight_bytes) / _rows(plan), figures.moved_weight_bytes
+    received = {True: 0, False: 0}
+    for row in _collectives(plan, block):
+        received[row.purpose in MOVED_WEIGHTS] += _received(row, plan)
+    return received[False] / _rows(plan), received[True]
 
 
 def _break_even(layout: LayoutChoice, resolved: Plan, case: _Case) -> float | None:

@@ -9,7 +9,7 @@ al. 2014 (parameter server), Jiang et al. 2020 (BytePS). Tests run every algorit
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import ceil, log2, sqrt
 from operator import add
 
@@ -42,11 +42,11 @@ class Exchange:
 
     def __add__(self, then: Exchange) -> Exchange:
         """One after the other, by the same nodes."""
-        return Exchange(*map(add, astuple(self), astuple(then)))
+        return Exchange(*map(add, vars(self).values(), vars(then).values()))
 
     def every(self, num_steps: int) -> Exchange:
         """This exchange once in `num_steps` steps, on average (local SGD, DiLoCo)."""
-        return Exchange(*(figure / num_steps for figure in astuple(self)))
+        return Exchange(*(figure / num_steps for figure in vars(self).values()))
 
 
 NOTHING = Exchange(0, 0.0, 0.0, 0.0)

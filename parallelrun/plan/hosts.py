@@ -21,7 +21,7 @@ def stays_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> bool:
     if axis in (WORLD, EMBEDDING, "pp"):
         return False
     span, inner = 1, 1  # span: from the first to the last rank of a group that is aligned to it
-    varying = _mesh_dims(plan, axis)
+    varying = mesh_dims(plan, axis)
     for name, degree in reversed(plan.mesh.mesh_dims):
         inner *= degree
         if name in varying and degree > 1:
@@ -34,11 +34,11 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
     per_node = cluster.gpus_per_node or plan.world
     if axis in (WORLD, EMBEDDING):
         return min(per_node, plan.world) if axis == WORLD else 1
-    members = plan.mesh.group_of(0, *_mesh_dims(plan, axis))
+    members = plan.mesh.group_of(0, *mesh_dims(plan, axis))
     return min(Counter(rank // per_node for rank in members).values())
 
 
-def _mesh_dims(plan: Plan, axis: str) -> set[str]:
+def mesh_dims(plan: Plan, axis: str) -> set[str]:
     """The mesh dims over which the coordinates of a group of `axis` vary."""
     axis = axis if plan.data.group_size(axis) is None else "dp"
     return {mesh_dim for part in axis.split("+") for mesh_dim in plan.mesh.mesh_dims_of(part)}
