@@ -15,8 +15,8 @@ from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
 from ..common.compression import plan as compression
 from ..common.keys import AlgorithmKeys
+from .settings import ADASUM
 
-ADASUM = "adasum"
 MOST_NAMED = 8
 
 
