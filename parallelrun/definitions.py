@@ -24,8 +24,8 @@ class ModelDefinition(ABC):
     """A model before it is built. Subclasses override `make` and, where needed, attributes.
 
     reads_layers, reads_experts: whether it reads `model.layers` and `model.experts`, so that messages may suggest them.
-    is_lesson: `run(config, plan, device, show)` of the package's `network.py` replaces training; a lesson reads no
-    dataset, and its matrices may be cut unevenly.
+    is_lesson: `network.py` has `run(config, plan, device, show)`, which replaces training, instead of `build`; a lesson
+    reads no dataset, and its matrices may be cut unevenly.
     """
 
     reads_layers: ClassVar[bool] = False

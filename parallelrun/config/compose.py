@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from parallelrun.config import presets, recipes, sweeps, untrusted
+from parallelrun.config.model_schema import DatasetConfig, ModelConfig
 from parallelrun.config.overrides import Override, unquoted
 from parallelrun.config.recipes import Recipe
-from parallelrun.config.schema import Config, DatasetConfig, ModelConfig, StrategyConfig
+from parallelrun.config.schema import Config, StrategyConfig
 from parallelrun.config.strategy_keys import complete_class
 from parallelrun.errors import ConfigError, Problem
 

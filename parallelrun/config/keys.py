@@ -55,7 +55,7 @@ _ELSEWHERE = {
 class Key:
     """One leaf of the schema. kind: int | float | bool | str | list | dict | Any; optional: null is allowed.
 
-    The other fields are the arguments of `schema.key`.
+    The other fields are the arguments of `field.key`.
     """
 
     name: str

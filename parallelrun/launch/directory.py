@@ -108,8 +108,8 @@ def describe(
     resumed: dict[str, Any] | None = None,
 ) -> None:
     """Write config.yaml, plan.json and manifest.json. resumed: facts about the checkpoint that the run starts from."""
+    from parallelrun.plan.document import document
     from parallelrun.plan.freeze import freeze
-    from parallelrun.report.plan import document
 
     if not reserve.set_aside(directory):
         print(f"warning: the disk of {directory} is almost full: records of this run may be lost", file=sys.stderr)

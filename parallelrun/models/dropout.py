@@ -62,13 +62,11 @@ def keep_mask(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor, rate:
     return _bits(key, sample_ids, rows, columns) >= round(rate * 2**32) - 2**31
 
 
-def uniform(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-    """fp32 (samples, rows[, columns]) in [0, 1), from the same hash and arguments as `keep_mask`.
+def uniform(key: int, sample_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """fp32 (samples, rows, columns) in [0, 1), from the same hash and arguments as `keep_mask`.
 
-    Multiples of 2^-24, so that they are the same numbers in fp32 and fp64. Without columns: the numbers of column 0.
+    Multiples of 2^-24, so that they are the same numbers in fp32 and fp64.
     """
-    if columns is None:
-        return uniform(key, sample_ids, rows, torch.zeros_like(rows[:1])).squeeze(2)
     return _shifted(_bits(key, sample_ids, rows, columns), 8).to(torch.float32) * 2.0**-24
 
 

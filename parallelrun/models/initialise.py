@@ -72,15 +72,13 @@ def fill(local: Tensor, spec: ParameterSpec, ranges: Ranges, seed: int, own: dic
     elif kind == "own":
         local.copy_(own[spec.name][tuple(slice(*pair) for pair in ranges)])
     elif local.numel():
-        for start, block in _blocks(spec, ranges[0] if ranges else (0, 1), seed):
+        local, ranges = (local, ranges) if ranges else (local.view(1), ((0, 1),))  # a scalar is one row
+        for start, block in _blocks(spec, ranges[0], seed):
             _copy_rows(local, block, start, ranges)
 
 
 def _copy_rows(local: Tensor, block: Tensor, start: int, ranges: Ranges) -> None:
     """Copy the part of `block` (rows of dim 0 from `start`) that is in `ranges` into `local`."""
-    if not ranges:
-        local.copy_(block)
-        return
     first, last = max(start, ranges[0][0]), min(start + block.size(0), ranges[0][1])
     rest = tuple(slice(*pair) for pair in ranges[1:])
     local[first - ranges[0][0] : last - ranges[0][0]].copy_(block[(slice(first - start, last - start), *rest)])
@@ -88,11 +86,11 @@ def _copy_rows(local: Tensor, block: Tensor, start: int, ranges: Ranges) -> None
 
 def _blocks(spec: ParameterSpec, rows: tuple[int, int], seed: int) -> Iterator[tuple[int, Tensor]]:
     """(first row, values) of every block that touches `rows`."""
-    num_rows, row_shape = (spec.shape[0], spec.shape[1:]) if spec.shape else (1, ())
+    num_rows, *row_shape = spec.shape or (1,)
     size = max(1, BLOCK_BYTES // (4 * prod(row_shape)))
     for number in range(rows[0] // size, -(-rows[1] // size)):
         start = number * size
-        shape = (min(size, num_rows - start), *row_shape) if spec.shape else ()
+        shape = (min(size, num_rows - start), *row_shape)
         yield start, torch.from_numpy(_draw(spec.initialiser, shape, f"{seed}/{spec.name}/{number}"))
 
 

@@ -64,14 +64,11 @@ class ColumnLinear(RoleLayer):
         super().__init__(compute_dtype)
         self.in_features, self.outputs, self.has_bias = in_features, dict(outputs), bias
         for name, size in outputs.items():
-            self.set_weights(name, NamedWeights(in_features, size, bias))
-
-    def set_weights(self, name: str, part: nn.Module) -> None:
-        """Take over the weight and bias of one output."""
-        if name:
-            setattr(self, name, part)
-        else:
-            self.weight, self.bias = part.weight, part.bias
+            part = NamedWeights(in_features, size, bias)
+            if name:
+                setattr(self, name, part)
+            else:
+                self.weight, self.bias = part.weight, part.bias
 
     def returned(self, results: tuple[Tensor, ...]) -> Any:
         """The result of forward: a tensor per output in order, or only the tensor of a single output without a name."""

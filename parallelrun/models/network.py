@@ -26,10 +26,10 @@ class Network(nn.Module):
     """Chains its blocks, each of which maps x to x. `loss(logits, targets)` is the SUM over valid targets.
 
     block_names: the blocks held, in order, each a path for `get_submodule`. blocks: those that `spec` lists, in order;
-    none if a subclass adds them itself, or if `split` does.
-    recomputed: those whose activations `recompute.apply` may drop. rounds_weights: False if the compute dtype is the
-    stored one, so that there are no rounded copies. own_values: from the run's seed to the initial values, by name, of
-    the parameters whose initialiser is `own` (a user's module).
+    none if they are added later. recomputed: the blocks whose activations `recompute.apply` may drop. rounds_weights:
+    False if the compute dtype is the stored one, so that there are no rounded copies. before_split: called when the
+    network is split, after the tensor strategy has replaced its layers. own_values: from the run's seed to the initial
+    values, by name, of the parameters whose initialiser is `own` (a user's module).
     """
 
     def __init__(self, spec: ModelSpec, loss: nn.Module, blocks: Sequence[nn.Module] = ()):
@@ -40,6 +40,7 @@ class Network(nn.Module):
         self.recompute = "none"
         self.loss = loss
         self.own_values: Callable[[int], dict[str, Tensor]] | None = None
+        self.before_split: Callable[[], None] | None = None
         self.rounds_weights = True
         for name, block in zip(self.block_names, blocks, strict=bool(blocks)):
             mount(self, name, block)
@@ -71,6 +72,8 @@ class Network(nn.Module):
 
         A tied weight stays one Parameter if both its holders are here.
         """
+        if self.before_split is not None:
+            self.before_split()
         stages = []
         for blocks in parts:
             stage = Network(self.spec, self.loss)

@@ -12,7 +12,8 @@ from operator import attrgetter
 
 from parallelrun import registry
 from parallelrun.config.keys import known_keys
-from parallelrun.config.schema import Config, ExpertConfig, ModelConfig, RouterConfig
+from parallelrun.config.model_schema import ModelConfig, RouterConfig
+from parallelrun.config.schema import Config, ExpertConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import ModelSpec, RouterSpec
 from parallelrun.plan import routing_statistics as statistics

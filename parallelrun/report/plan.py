@@ -9,7 +9,7 @@ from rich.text import Text
 from parallelrun.config.schema import Config
 from parallelrun.plan import cluster_cost, prediction
 from parallelrun.plan.advice import warnings
-from parallelrun.plan.document import document, experts, server_rows
+from parallelrun.plan.document import experts, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.prediction import TrafficRow
@@ -26,8 +26,6 @@ from parallelrun.report.figures import (
 )
 from parallelrun.report.screen import framed, labelled, show_section, table
 from parallelrun.wording import DETAILS, counted
-
-__all__ = ["document", "facts", "show"]
 
 MOST_LINES = 40  # of the summary
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}

@@ -37,9 +37,8 @@ class LayerMap:
 
     def __init__(self, layer: str, experts: int, columns: int):
         self.layer, self.experts = layer, experts
-        self._bounds = [
-            *pairwise(row * experts // min(experts, MOST_ROWS) for row in range(min(experts, MOST_ROWS) + 1))
-        ]
+        num_rows = min(experts, MOST_ROWS)
+        self._bounds = [*pairwise(row * experts // num_rows for row in range(num_rows + 1))]
         self._sums = [[0.0] * columns for _ in self._bounds]
         self._vio = [0.0] * columns
         self._steps = [0] * columns
@@ -152,24 +151,17 @@ def _map_text(one: LayerMap, maps: Maps, wide: int, in_colour: bool) -> Text:
     for label, row in zip(one.row_labels, one.cells):
         text.append(f"{label:>{margin}} ", "dim")
         for cell in row:
-            _append_cell(text, cell, wide, in_colour)
+            text.append(*_cell(cell, wide, in_colour))
         text.append("\n")
     first, last, width = str(maps.first), str(maps.last), wide * len(one.cells[0])
     return text.append(f"{'':>{margin}} {first}{last:>{max(width - len(first), len(last) + 1)}}", "dim")
 
 
-def _append_cell(text: Text, load: float | None, wide: int, in_colour: bool) -> None:
-    if load is None:
-        text.append(wide * " ")
-    elif in_colour:
-        text.append(wide * " ", f"on {heat_colour(load)}")
-    else:
-        text.append(wide * shade(load))
-
-
-def shade(load: float) -> str:
-    """Return the character of a load over the mean load."""
-    return SHADES[max(0, min(len(SHADES) - 1, int(load / MOST_LOAD * len(SHADES))))]
+def _cell(load: float | None, wide: int, in_colour: bool) -> tuple[str, str]:
+    """Return `wide` characters for a load over the mean load, and their style."""
+    if load is None or in_colour:
+        return wide * " ", "" if load is None else f"on {heat_colour(load)}"
+    return wide * SHADES[max(0, min(len(SHADES) - 1, int(load / MOST_LOAD * len(SHADES))))], ""
 
 
 def heat_colour(load: float) -> str:
@@ -183,9 +175,9 @@ def heat_colour(load: float) -> str:
 def _key(in_colour: bool) -> Text:
     text = Text("load of each expert (rows) over the mean load, by step: ", "dim")
     for value in (0.0, 0.5, 1.0, 1.5, MOST_LOAD):
-        text.append("" if in_colour else "'")
-        _append_cell(text, value, 2 if in_colour else 1, in_colour)
-        text.append(f"{'' if in_colour else chr(39)} {value:g}{' or more' if value == MOST_LOAD else ''}  ", "dim")
+        quote = "" if in_colour else "'"
+        text.append(quote).append(*_cell(value, 2 if in_colour else 1, in_colour))
+        text.append(f"{quote} {value:g}{' or more' if value == MOST_LOAD else ''}  ", "dim")
     return text
 
 

@@ -162,14 +162,11 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
         column.no_wrap = column.no_wrap or column.header not in swept or len(swept) < 4
     for row, name in list(zip(rows, names))[:_MAX_ROWS]:
         given = overridden({"overrides": name})
-        cells = [str(row["point"]), *(given.get(key, "") for key in swept), _state(row)]
+        state = f"same as {row['same_as']}" if "same_as" in row else row["state"]
+        cells = [str(row["point"]), *(given.get(key, "") for key in swept), state]
         cells += [str(row.get("world", given.get("world", ""))), _degrees(row)]
         drawn.add_row(*cells, *(_cell_text(key, row.get(key)) for key in columns.values()))
     return drawn
-
-
-def _state(row: dict[str, Any]) -> str:
-    return f"same as {row['same_as']}" if "same_as" in row else row["state"]
 
 
 def _degrees(row: dict[str, Any]) -> str:

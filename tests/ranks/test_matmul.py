@@ -9,17 +9,17 @@ import torch
 
 from parallelrun import comm
 from parallelrun.errors import VerificationError
-from parallelrun.mesh import build_mesh
-from parallelrun.models.matmul import lesson
-from tests.plans import tiny_plan
+from parallelrun.models.matmul import network
+from parallelrun.plan.resolve import resolve
+from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
 
 MATMUL = {"model.name": "matmul", "model.preset": "matmul"}
 
 
 def lines(overrides: dict[str, Any]) -> list[str]:
-    plan = tiny_plan({**MATMUL, **overrides})
-    return lesson.run(plan, build_mesh(plan, torch.device("cpu")))
+    config = tiny_config({**MATMUL, **overrides})
+    return network.run(config, resolve(config), torch.device("cpu"), show=False)
 
 
 def lines_without_reduce(overrides: dict[str, Any]) -> list[str]:
@@ -85,20 +85,15 @@ GRIDS = {
 }
 
 
-def grid_lines(overrides: dict[str, Any]) -> list[str]:
-    plan = tiny_plan({**MATMUL, **overrides})
-    return lesson.run(plan, build_mesh(plan, torch.device("cpu")), form=overrides.get("strategy.tensor.form", "auto"))
-
-
 @pytest.mark.parametrize("name", GRIDS)
 def test_every_grid_gives_the_same_product(name: str) -> None:
     overrides = GRIDS[name]
-    told = "\n".join(run_ranks(overrides["tp"] * overrides.get("dp", 1), grid_lines, overrides)[0])
+    told = "\n".join(run_ranks(overrides["tp"] * overrides.get("dp", 1), lines, overrides)[0])
     assert "Equal to X W, dX and dW" in told
 
 
 def test_summa_shows_its_panels_step_by_step() -> None:
-    told = "\n".join(run_ranks(4, grid_lines, GRIDS["SUMMA"])[0])
+    told = "\n".join(run_ranks(4, lines, GRIDS["SUMMA"])[0])
     assert "X[0:2, 0:3]" in told and "W[0:3, 0:4]" in told and "W[3:5, 4:8]" in told
     assert "step 1: X[0:2, 3:5] comes from rank 1 over col" in told
     assert "step 1: W[3:5, 0:4] comes from rank 2 over row" in told
@@ -106,12 +101,12 @@ def test_summa_shows_its_panels_step_by_step() -> None:
 
 
 def test_depth_sums_the_gradient_of_w_and_nothing_else() -> None:
-    told = "\n".join(run_ranks(8, grid_lines, GRIDS["2.5d"])[0])
+    told = "\n".join(run_ranks(8, lines, GRIDS["2.5d"])[0])
     assert told.count("all-reduce of the partial dW") == 8 and "over depth, with ranks [0, 4]" in told
 
 
 def test_in_3d_each_axis_moves_one_matrix() -> None:
-    told = run_ranks(8, grid_lines, GRIDS["3d"])[0]
+    told = run_ranks(8, lines, GRIDS["3d"])[0]
     first = told[: next(i for i, line in enumerate(told) if "rank 1" in line)]
     moves = [
         line.split("(")[0].strip() + line.rpartition("over ")[2][:1]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallelrun import comm
-from parallelrun.config.schema import RouterConfig
+from parallelrun.config.model_schema import RouterConfig
 from parallelrun.layout import Layout
 from parallelrun.mesh import Mesh
 from parallelrun.models import layers as single_device

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from parallelrun import definitions
-from parallelrun.config.schema import Config, ModelConfig
+from parallelrun.config.model_schema import ModelConfig
+from parallelrun.config.schema import Config
 from parallelrun.definitions import ModelDefinition
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.model_spec import BlockSpec, ModelSpec

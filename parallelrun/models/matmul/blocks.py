@@ -176,15 +176,15 @@ def _over(group: Group) -> str:
     return f"over {group.axis}, with ranks {list(group.ranks)}"
 
 
-def show(*blocks: MatrixBlock, note: str = "") -> list[str]:
+def picture(*blocks: MatrixBlock, note: str = "") -> list[str]:
     """Lines that show blocks next to each other: name, rows and columns, numbers. note: after the last one's name."""
-    pictures = [_picture(block, note if block is blocks[-1] else "") for block in blocks]
-    widths = [max(map(len, picture)) for picture in pictures]
-    rows = zip_longest(*pictures, fillvalue="")
+    columns = [_lines(block, note if block is blocks[-1] else "") for block in blocks]
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip_longest(*columns, fillvalue="")
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _picture(block: MatrixBlock, note: str) -> list[str]:
+def _lines(block: MatrixBlock, note: str) -> list[str]:
     name = block.name + note
     if not block.numbers.numel():
         return [f"{name}: nothing", "(more ranks than parts)"]

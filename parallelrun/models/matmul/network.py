@@ -1,26 +1,129 @@
-"""The product as a network of one column-parallel layer, and the entry point of the lesson that replaces training."""
+"""The lesson that replaces training: ranks multiply the blocks that they hold, and print what they hold and send."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from textwrap import wrap
+
 import torch
+from torch import Tensor
 
+from parallelrun.comm import gather_json
 from parallelrun.config.schema import Config
-from parallelrun.mesh import build_mesh
-from parallelrun.model_spec import ModelSpec
-from parallelrun.models import layers
-from parallelrun.models.matmul import lesson
-from parallelrun.models.network import Network, assemble
+from parallelrun.config.strategy_keys import narrowed
+from parallelrun.errors import VerificationError
+from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.models.matmul.blocks import COLUMNS, ROWS, BlockOperations, MatrixBlock, picture
+from parallelrun.models.matmul.cuts import ProductCut, cuts
+from parallelrun.models.matmul.spec import WEIGHT
 from parallelrun.plan.structure import Plan
-from parallelrun.precision import Precision
+
+WIDTH, INDENT = 100, "   "
 
 
-def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """A network whose one block multiplies by W."""
-    dtype = getattr(torch, precision.compute)
-    product = layers.ColumnLinear(config.model.inner, {"": config.model.columns}, False, dtype)
-    return assemble(config, spec, precision, (product,))
+def run(config: Config, plan: Plan, device: torch.device, show: bool) -> list[str]:
+    """Compute the product and its gradients under every cut that the plan's mesh can show. Return the lines that
+    describe it, of all ranks, and print them if `show` is set.
+
+    Collective. Every rank checks its blocks against the full product. Raises VerificationError naming the ranks whose
+    blocks are wrong.
+    """
+    mesh = build_mesh(plan, device)
+    rows, inner, columns = _sizes(plan)
+    lines = [f"Y = X W: X is {rows}x{inner}, W is {inner}x{columns}; dY is the gradient of Y, dX = dY W^T, dW = X^T dY"]
+    wrong: list[str] = []
+    for number, cut in enumerate(cuts(plan.mesh, _form(config, plan)), start=1):
+        told, is_right = multiply(plan, mesh, cut)
+        reports = gather_json((mesh.rank, told, is_right), mesh)
+        lines += ["", f"{number}. {cut.title}", *wrap(cut.text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)]
+        for rank, report, right in reports:
+            lines += ["", f"   {_rank_title(plan, rank)}", *(f"     {line}".rstrip() for line in report)]
+            wrong += [] if right else [f"rank {rank} ({cut.title})"]
+        equal = all(right for _, _, right in reports)
+        lines += ["", f"   {'Equal' if equal else 'NOT equal'} to X W, dX and dW computed by one rank."]
+    if show:
+        print("\n".join(lines), flush=True)
+    if wrong:
+        raise VerificationError(f"the product differs from one device's on {', '.join(wrong)}")
+    return lines
 
 
-def run(config: Config, plan: Plan, device: torch.device, show: bool) -> None:
-    """Every rank multiplies its blocks; with `show` rank 0 prints what each held and sent."""
-    lesson.run(plan, build_mesh(plan, device), show, plan.tensor.asked_form(config))
+def multiply(plan: Plan, mesh: Mesh, cut: ProductCut) -> tuple[list[str], bool]:
+    """This rank's part of one cut: the lines that describe it, and whether all its results are right."""
+    rows, inner, columns = _sizes(plan)
+    x, w, dy = (matrix.to(mesh.device) for matrix in matrices(rows, inner, columns))
+    blocks = BlockOperations(cut.product, {"X": x, "W": w, "Y": dy}, mesh)
+    lines, results = _by_panels(blocks) if cut.product.panels else _by_gathers(blocks)
+    expected = {"Y": x @ w, "dX": dy @ w.T, "dW": x.T @ dy}
+    return lines, all(torch.equal(block.numbers, block.part_of(expected[block.name])) for block in results)
+
+
+def _form(config: Config, plan: Plan) -> str:
+    """The form of products that the user asks for. In `config`, shorthands such as `layout` may not be resolved yet."""
+    tensor = replace(config.strategy.tensor, kind=plan.tensor.kind)
+    return plan.tensor.asked_form(narrowed(replace(config, strategy=replace(config.strategy, tensor=tensor))))
+
+
+def matrices(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """X, W and dY of small whole numbers, so that every sum is exact and can be checked by hand."""
+    i, j, k = (torch.arange(size, dtype=torch.float64) for size in (rows, inner, columns))
+    return (3 * i[:, None] + j) % 5 - 1, (2 * j[:, None] + k) % 7 - 3, (i[:, None] + 2 * k) % 3 - 1
+
+
+def _by_gathers(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
+    """Gather what the product gathers, multiply, reduce; then the same backwards."""
+    product = blocks.product
+    x, w, dy = blocks.held("X"), blocks.held("W"), blocks.held("dY")
+    lines = picture(x, w)
+    gathered_x, gathered_w = blocks.gather(x, product.gather_x), blocks.gather_weight(w)
+    gathers = blocks.take_told("forward")
+    lines += [*gathers, *picture(gathered_x, gathered_w)] if gathers else []
+    partial = blocks.computed("Y", product.y.without(product.scatter_y), gathered_x.numbers @ gathered_w.numbers)
+    lines += picture(partial)
+    y = blocks.reduce(partial, product.scatter_y, product.sum_y)
+    reductions = blocks.take_told("forward")
+    if reductions:
+        lines += [*reductions, *picture(y, note=" summed")]
+    elif not gathers:
+        lines.append("forward: sends nothing")
+    gradient = blocks.gather(dy, product.scatter_y).numbers
+    dx = blocks.computed("dX", product.gathered_x, gradient @ gathered_w.numbers.T)
+    dx = blocks.reduce(dx, product.gather_x, product.sum_x)
+    dw = blocks.weight_gradient(gathered_x.numbers.T @ gradient)
+    lines += blocks.take_told("backward") or ["backward: sends nothing"]
+    if product.gather_x or product.gather_w:
+        lines += picture(dx, dw)
+    return lines, [y, dx, dw]
+
+
+def _by_panels(blocks: BlockOperations) -> tuple[list[str], list[MatrixBlock]]:
+    """SUMMA: Y is summed panel by panel; so are the gradients of X and W, on the ranks that hold them."""
+    x, w, dy = blocks.held("X"), blocks.held("W"), blocks.held("dY")
+    lines = picture(x, w)
+    y = blocks.computed("Y", blocks.product.y, torch.zeros_like(dy.numbers))
+    dx, dw = (torch.zeros_like(block.numbers) for block in (x, w))
+    for step in range(blocks.num_panels):
+        panel_x, panel_w = blocks.panel(x, COLUMNS, step), blocks.panel(w, ROWS, step)
+        y = blocks.computed("Y", blocks.product.y, y.numbers + panel_x.numbers @ panel_w.numbers)
+        lines += [*blocks.take_told(f"step {step}"), *picture(panel_x, panel_w, y, note=f" after step {step}")]
+    backward: list[str] = []
+    for step in range(blocks.num_panels):
+        panel_x, panel_w = blocks.panel(x, COLUMNS, step), blocks.panel(w, ROWS, step)
+        blocks.told.clear()  # the same broadcasts as in forward
+        dx = blocks.reduce_panel("dX", COLUMNS, step, dy.numbers @ panel_w.numbers.T, dx)
+        dw = blocks.reduce_panel("dW", ROWS, step, panel_x.numbers.T @ dy.numbers, dw)
+        backward += blocks.take_told("backward")
+    results = [y, blocks.computed("dX", blocks.product.x, dx), blocks.weight_gradient(dw)]
+    return [*lines, *backward, *blocks.take_told("backward"), *picture(*results[1:])], results
+
+
+def _sizes(plan: Plan) -> tuple[int, int, int]:
+    """rows, inner, columns."""
+    columns, inner = plan.spec.parameters[WEIGHT].shape
+    return plan.spec.sample_shape[0], inner, columns
+
+
+def _rank_title(plan: Plan, rank: int) -> str:
+    coordinate = plan.mesh.coordinate(rank)
+    axes = [f"{axis} {coordinate[axis]}" for axis in plan.mesh.mesh_dim_names if plan.mesh.size(axis) > 1]
+    return f"rank {rank}" + (f" ({', '.join(axes)})" if axes else "")

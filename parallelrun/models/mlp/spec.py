@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import sqrt
 
 from parallelrun import definitions
-from parallelrun.config.schema import Config, ModelConfig
+from parallelrun.config.model_schema import ModelConfig
+from parallelrun.config.schema import Config
 from parallelrun.definitions import ModelDefinition
 from parallelrun.model_spec import BlockSpec, Initialiser, ModelSpec
 from parallelrun.models.transformer import spec as transformer

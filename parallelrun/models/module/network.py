@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,23 +24,11 @@ from parallelrun.precision import Precision
 ROOT = "module"  # the name of the user's module in the network
 
 
-class UserNetwork(Network):
-    """Holds the user's module as `module`; its blocks are that module, or modules inside it."""
-
-    def __init__(self, module: nn.Module, spec: ModelSpec, loss: nn.Module):
-        super().__init__(spec, loss)
-        self.module = module
-        self.needs_every_gradient = False
-
-    def split(self, parts: Sequence[Sequence[str]]) -> list[Network]:
-        """See `Network.split`. It is called after the tensor strategy has replaced the role layers."""
-        if self.needs_every_gradient:
-            let_gradients_through(self.module)
-        return super().split(parts)
-
-
 def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
-    """The network, its parameters on meta. The module itself is built on CPU: its buffers and constants are real."""
+    """The network, its parameters on meta. The module itself is built on CPU: its buffers and constants are real.
+
+    Its blocks are the user's module, or modules inside it.
+    """
     dtype = getattr(torch, precision.compute)
     module = source.build_with_roles(config, spec.vocab, "cpu", dtype)
     _set_dropout_widths(module, config, spec)
@@ -47,9 +36,11 @@ def build(config: Config, spec: ModelSpec, precision: Precision) -> Network:
     store(module, precision.stored)
     for part in module.modules():
         _compute_in(part, dtype)
-    network = UserNetwork(module, spec, layers.TokenLoss(config.model.label_smoothing))
+    network = Network(spec, layers.TokenLoss(config.model.label_smoothing))
+    network.module = module
     shards_weights = data_strategy(config.strategy.data.kind).shards_weights and (config.dp or 1) > 1
-    network.needs_every_gradient = (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights
+    if (config.tp or 1) > 1 or (config.pp or 1) > 1 or shards_weights:
+        network.before_split = partial(let_gradients_through, module)
     network.own_values = lambda seed: own_values(config, spec.vocab)
     return network
 

@@ -42,10 +42,8 @@ class Router(RoleLayer):
         super().__init__(compute_dtype)
         self.spec, self.site = spec, site
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
-        if spec.bias_rate > 0.0:
-            self.selection_bias: nn.Parameter | None = nn.Parameter(torch.empty(num_experts), requires_grad=False)
-        else:
-            self.selection_bias = None
+        bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if spec.bias_rate > 0.0 else None
+        self.selection_bias = bias
         self._jitter_key = dropout.site_key(seed, f"{site}.jitter")
         self._second_key = dropout.site_key(seed, f"{site}.second")
         self.decisions: HeldDecisions | None = None
@@ -61,7 +59,7 @@ class Router(RoleLayer):
         groups = (batch // spec.group_samples, spec.group_samples * seq)
         uniform = None
         if draws_second(spec, self.training):
-            uniform = dropout.uniform(self._second_key, self._sample_ids(batch), _positions(seq, x)).view(groups)
+            uniform = self._draws(self._second_key, x, 1).view(groups)
         routing = route(
             logits.view(*groups, -1),
             spec,
@@ -90,13 +88,13 @@ class Router(RoleLayer):
 
     def _jittered(self, x: Tensor) -> Tensor:
         """x times uniform(1 - jitter, 1 + jitter), by element (Fedus et al. 2021)."""
-        rows, columns = _positions(x.size(1), x), _positions(x.size(2), x)
-        draws = dropout.uniform(self._jitter_key, self._sample_ids(x.size(0)), rows, columns)
+        draws = self._draws(self._jitter_key, x, x.size(2))
         return x * (1.0 - self.spec.jitter + 2.0 * self.spec.jitter * draws.to(x.dtype))
+
+    def _draws(self, key: int, x: Tensor, columns: int) -> Tensor:
+        """Uniform numbers in [0, 1) for the tokens of x (batch, seq, hidden): (batch, seq, columns)."""
+        rows, each = (torch.arange(count, device=x.device) for count in (x.size(1), columns))
+        return dropout.uniform(key, self._sample_ids(x.size(0)), rows, each)
 
     def _sample_ids(self, batch: int) -> Tensor:
         return dropout.sample_ids_at(f"the router at {self.site}", batch)
-
-
-def _positions(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, device=like.device)

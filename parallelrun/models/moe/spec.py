@@ -6,7 +6,7 @@ experts in every layer; DeepSeek-V3 (2024): the first layers dense, many small e
 
 from __future__ import annotations
 
-from parallelrun.config.schema import ModelConfig
+from parallelrun.config.model_schema import ModelConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import Initialiser, LayerSpec, ParameterSpec, RouterSpec
 from parallelrun.models.transformer import spec as transformer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from parallelrun.config.schema import ModelConfig
+from parallelrun.config.model_schema import ModelConfig
 from parallelrun.errors import Problem
 from parallelrun.model_spec import (
     BlockSpec,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.schema import key
+from parallelrun.config.field import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan

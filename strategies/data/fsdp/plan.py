@@ -11,7 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.schema import DataStrategyConfig, key
+from parallelrun.config.field import key
+from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec

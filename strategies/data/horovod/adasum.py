@@ -16,7 +16,7 @@ from torch import Tensor
 from parallelrun import comm
 from parallelrun.mesh import Group
 
-from .halving import levels
+from ..common.allreduce.rounds import halvings
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
@@ -39,14 +39,14 @@ def all_combine(vector: Tensor, lengths: Sequence[int], group: Group) -> None:
 
     The group's size is a power of two. Every member calls it with the same lengths.
     """
-    steps = levels(vector.numel(), group.size, group.index)
+    steps = halvings(vector.numel(), group.size, group.index)
     spans = list(pairwise(accumulate(lengths, initial=0)))
-    for number, level in enumerate(steps, start=1):
-        low, high = level.keep
+    for number, one in enumerate(steps, start=1):
+        low, high = one.keep
         kept = vector[low:high]
         theirs = torch.empty_like(kept)
-        _swap(vector[slice(*level.give)], theirs, group, level.distance)
-        first, second = (theirs, kept) if group.index & level.distance else (kept, theirs)
+        _swap(vector[slice(*one.give)], theirs, group, one.distance)
+        first, second = (theirs, kept) if group.index & one.distance else (kept, theirs)
         inside = [  # (tensor, its part of `kept`)
             (tensor, slice(max(start, low) - low, min(stop, high) - low))
             for tensor, (start, stop) in enumerate(spans)
@@ -61,8 +61,8 @@ def all_combine(vector: Tensor, lengths: Sequence[int], group: Group) -> None:
             products += other
         for tensor, part in inside:
             kept[part] = weigh(first[part], second[part], products[tensor])
-    for level in reversed(steps):
-        _swap(vector[slice(*level.keep)], vector[slice(*level.give)], group, level.distance)
+    for one in reversed(steps):
+        _swap(vector[slice(*one.keep)], vector[slice(*one.give)], group, one.distance)
 
 
 def _swap(mine: Tensor, theirs: Tensor, group: Group, distance: int) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelrun.config.schema import key
+from parallelrun.config.field import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
@@ -15,8 +15,8 @@ from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
 from ..common.compression import plan as compression
 from ..common.keys import AlgorithmKeys
+from .settings import ADASUM
 
-ADASUM = "adasum"
 MOST_NAMED = 8
 
 

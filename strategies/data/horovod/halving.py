@@ -8,41 +8,21 @@ their dot products, in k + 1 swaps between pairs. At the end the parts are gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from parallelrun.plan.structure import Collective
 
+from ..common.allreduce.rounds import halvings
+
 NUM_DOTS = 3  # a.b, |a|^2, |b|^2 of every tensor
 DOT_BYTES = 8  # fp64
-
-
-@dataclass(frozen=True)
-class HalvingLevel:
-    """One halving. distance: 2^k; the rank keeps [keep) and gives [give) of the vector, as (start, stop)."""
-
-    distance: int
-    keep: tuple[int, int]
-    give: tuple[int, int]
-
-
-def levels(numel: int, size: int, index: int) -> tuple[HalvingLevel, ...]:
-    """Return the halvings of member `index` of `size` (a power of two) for a vector of `numel` elements."""
-    start, stop, distance, out = 0, numel, 1, []
-    while distance < size:
-        middle = start + (stop - start) // 2
-        low, high = (start, middle), (middle, stop)
-        keep, give = (high, low) if index & distance else (low, high)
-        out.append(HalvingLevel(distance, keep, give))
-        (start, stop), distance = keep, 2 * distance
-    return tuple(out)
 
 
 def rows(vectors: Sequence[tuple[int, int]], size: int, index: int, element_bytes: int, axis: str) -> list[Collective]:
     """Return the messages of member `index` that combine vectors, each (its elements, the tensors in it)."""
     calls = payload = 0
     for numel, num_tensors in vectors:
-        for number, level in enumerate(levels(numel, size, index), start=1):
-            sizes = [stop - start for start, stop in (level.give, level.keep)]  # while halving, while gathering
+        for number, one in enumerate(halvings(numel, size, index), start=1):
+            sizes = [stop - start for start, stop in (one.give, one.keep)]  # while halving, while gathering
             calls += len(sizes) + number
             payload += sum(sizes) * element_bytes + number * NUM_DOTS * DOT_BYTES * num_tensors
     return [

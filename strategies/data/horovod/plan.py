@@ -1,8 +1,8 @@
-"""Horovod's data parallelism: broadcast at the start, fused all-reduce under backward, and what belongs to it.
+"""Horovod's data parallelism: broadcast at the start, fused all-reduce during backward, process sets, join, Adasum.
 
-What Horovod negotiates in every cycle (which tensors are ready everywhere) stands in the plan here: buckets are fixed,
-so there is no cycle time, and its response cache would always hit. `bucket_mb` is its fusion threshold (0: every tensor
-alone), `microbatches` its backward_passes_per_step.
+Horovod negotiates in every cycle which tensors are ready everywhere. Here the plan fixes the buckets, so there is no
+cycle time, and its response cache would always hit. `bucket_mb` is its fusion threshold (0: every tensor alone),
+`microbatches` its backward_passes_per_step.
 """
 
 from __future__ import annotations
@@ -24,22 +24,16 @@ from ..common.bucket_prediction import buckets_of, final_collectives
 from ..common.buckets import reduce_bytes
 from ..common.compression.plan import SummedMessage
 from . import checks, halving
-from .checks import ADASUM, HorovodConfig
+from .checks import HorovodConfig
+from .settings import ADASUM, HorovodSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-PROCESS_SET = "process_set"  # the name of their groups among the axes
-
 
 @dataclass(frozen=True)
-class Horovod(AlgorithmAllReduce):
-    """Every rank of dp holds all of its stage's weights, gradients and optimizer state.
-
-    reduction: average | adasum. worker_batches: how many batches each worker (dp coordinate) has, () for enough;
-    divides_by_active: what a sum with joined workers is divided by. process_sets: dp coordinates that average among
-    themselves, each worker in one of them, () for all together. stall_warn_s: 0 for never.
-    """
+class Horovod(HorovodSettings, AlgorithmAllReduce):
+    """Every rank of dp holds the complete weights, gradients and optimizer state of its stage."""
 
     kind = "horovod"
     config_class = HorovodConfig
@@ -48,13 +42,6 @@ class Horovod(AlgorithmAllReduce):
         "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
         "Sergeev and Del Balso 2018",
     )
-
-    reduction: str = "average"
-    timeline: bool = False
-    stall_warn_s: float = 60.0
-    worker_batches: tuple[int, ...] = ()
-    divides_by_active: bool = False
-    process_sets: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -88,59 +75,20 @@ class Horovod(AlgorithmAllReduce):
         return (*super().filled(request), *checks.filled(request))
 
     @property
-    def independent(self) -> bool:
-        """Adasum combines updates, so gradients stay each worker's own; process sets train apart."""
-        return self.reduction == ADASUM or bool(self.process_sets)
+    def sum_name(self) -> str | None:
+        return None if self.algorithm.native else self.algorithm.name
 
-    @property
-    def in_step(self) -> bool:
-        """A worker that has joined takes part in gradients only."""
-        return not self.independent and not self.worker_batches
-
-    def axis(self, worker: int) -> str:
-        """The name of the groups over which a worker reduces; process sets of different sizes have different names."""
-        if not self.process_sets:
-            return "dp"
-        sizes = {len(one) for one in self.process_sets if len(one) > 1}
-        return PROCESS_SET if len(sizes) < 2 else f"{PROCESS_SET}_{len(self.process_set(worker))}"
-
-    def group_size(self, axis: str) -> int | None:
-        """The workers of the process sets of that name."""
-        sizes = {self.axis(one[0]): len(one) for one in self.process_sets if len(one) > 1}
-        return sizes.get(axis)
-
-    def members(self, axis: str, worker: int) -> tuple[int, ...] | None:
-        """The process set of a worker; None of another axis."""
-        return self.process_set(worker) if self.process_sets and axis == self.axis(worker) else None
-
-    def has_batch(self, step: int, worker: int) -> bool:
-        """False for a worker that has joined."""
-        return not self.worker_batches or step <= self.worker_batches[worker]
-
-    def num_counted(self, step: int, num_workers: int) -> int:
-        """The workers that a mean over workers is taken of."""
-        if not self.divides_by_active:
-            return num_workers
-        return sum(self.has_batch(step, worker) for worker in range(num_workers))
-
-    def process_set(self, worker: int) -> tuple[int, ...]:
-        """The workers of the process set of `worker`, itself among them."""
-        return next(one for one in self.process_sets if worker in one)
-
-    def rank_groups(self, plan: Plan) -> list[tuple[int, ...]]:
-        """The ranks that sum with each other: those of each group of dp, or of each process set in it."""
-        everyone = range(plan.mesh.size("dp"))
-        sets = self.process_sets or (everyone,)
-        return [tuple(ranks[worker] for worker in one) for ranks in plan.mesh.groups("dp") for one in sets]
+    def update_dtype(self, plan: Plan) -> str:
+        return self.compression.dtype(plan)
 
     def collectives(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """As ddp's, or with adasum the messages that combine updates; then what the final gradients need."""
+        """The sums of gradients, or with adasum the messages that combine updates; then those of final gradients."""
         if not self._combines_updates(plan):
             return super().collectives(pp_rank, coordinate, plan)
         return [*self._combining(pp_rank, coordinate, plan), *final_collectives(pp_rank, coordinate, plan)]
 
     def gathered_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """What compression or, with adasum, the weights before the update and the largest update take."""
+        """Bytes of compression or, with adasum, of the weights before the update and the largest update."""
         if not self._combines_updates(plan):
             return super().gathered_bytes(pp_rank, coordinate, plan)
         found = buckets_of(pp_rank, coordinate, plan).parts
@@ -148,7 +96,7 @@ class Horovod(AlgorithmAllReduce):
         return sum(sizes) + max(sizes, default=0)
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
-        """As ring's; with adasum its updates are counted in `gathered_bytes`."""
+        """Receive buffers of the sums; the updates of adasum are counted in `gathered_bytes`."""
         return 0 if self._combines_updates(plan) else super().held_bytes(pp_rank, coordinate, plan)
 
     def summing_group(self, axis: str, coordinate: dict[str, int], plan: Plan) -> tuple[int, int]:
@@ -159,7 +107,7 @@ class Horovod(AlgorithmAllReduce):
         return len(members), members.index(coordinate["dp"])
 
     def rows_of_sum(self, message: SummedMessage, coordinate: dict[str, int], plan: Plan) -> list[Collective]:
-        """The messages of one sum over a process set, or over all copies where there are none."""
+        """The messages of one sum over a process set, or over all copies if there are no sets."""
         rows = super().rows_of_sum(message, coordinate, plan)
         if not self.process_sets:
             return rows
@@ -167,20 +115,16 @@ class Horovod(AlgorithmAllReduce):
         return [replace(row, axis=self.axis(worker)) for row in rows if len(self.process_set(worker)) > 1]
 
     def links(self, plan: Plan) -> dict[tuple[int, int], int]:
-        """Not told: process sets and Adasum send over links of their own."""
+        """Not predicted: process sets and Adasum send over links of their own."""
         return {}
 
     def explain(self, plan: Plan) -> Explanation:
-        """The messages of the largest process set, or of all workers where there are no sets."""
+        """The messages of the largest process set, or of all workers if there are no sets."""
         if not self.process_sets:
             return super().explain(plan)
         worker = max(self.process_sets, key=len)[0]
-        first = {mesh_dim: plan.mesh.coordinate(0)[mesh_dim] for mesh_dim in plan.mesh.mesh_dim_names}
-        coordinate = plan.mesh.coordinate(plan.mesh.rank(**{**first, "dp": worker}))
-        axis, ranks = (
-            self.axis(worker),
-            ranks_over(plan, self.axis(worker), plan.mesh.rank(**{**first, "dp": worker})),
-        )
+        rank, axis = plan.mesh.rank(dp=worker), self.axis(worker)
+        coordinate, ranks = plan.mesh.coordinate(rank), ranks_over(plan, axis, rank)
         rows, exchanges = self.collectives(coordinate["pp"], coordinate, plan), []
         if not self.algorithm.native and len(ranks) > 1:
             rows = [row for row in rows if row.axis != axis]
@@ -204,7 +148,7 @@ class Horovod(AlgorithmAllReduce):
         return [(same[0], len(same)) for same in alike.values()]
 
     def equivalence(self, plan: Plan) -> Equivalence:
-        """What one device computes, as long as workers' gradients are summed as they are."""
+        """Exact if the gradients of all workers are summed unchanged; else a replay."""
         reasons = [
             (self.reduction == ADASUM, "Adasum of the workers' updates, per stored part of a tensor"),
             (bool(self.process_sets), f"averages within process sets {list(map(list, self.process_sets))}"),
@@ -227,5 +171,5 @@ class Horovod(AlgorithmAllReduce):
             return []
         found = buckets_of(pp_rank, coordinate, plan).parts
         vectors = [(sum(prod(shape) for _, shape in parts), len(parts)) for parts in found]
-        size = BYTES[self.compression.dtype(plan)]
+        size = BYTES[self.update_dtype(plan)]
         return halving.rows(vectors, len(members), members.index(worker), size, self.axis(worker))

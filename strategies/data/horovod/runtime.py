@@ -25,9 +25,8 @@ from parallelrun.train.data_runtime import DataRuntime, Pair, match, trained
 from ..common.allreduce.runtime import all_reduce
 from ..common.reducer import BucketedRuntime, Part
 from .adasum import all_combine
-from .checks import ADASUM
 from .exchanges import WatchedExchange
-from .plan import Horovod
+from .settings import ADASUM, HorovodSettings
 from .stalls import StallWatch
 from .timeline import Timeline
 
@@ -40,7 +39,7 @@ class HorovodRuntime(BucketedRuntime):
         """Return the runtime, after broadcasting the weights of worker 0."""
         if plan.mesh.size("dp") == 1:
             return super().attach(parts, plan, mesh)
-        pairs, strategy = match(parts, plan, mesh), Horovod.of(plan)
+        pairs, strategy = match(parts, plan, mesh), HorovodSettings.of(plan)
         broadcast([(held.layout, weight.detach()) for held, weight in pairs], plan, mesh)
         runtime = AdasumRuntime if strategy.reduction == ADASUM else HorovodRuntime
         return runtime(pairs, plan, mesh, make_group(strategy, plan, mesh))
@@ -59,7 +58,7 @@ class HorovodRuntime(BucketedRuntime):
 
     def begin_run(self, training: Training, context: WorkerContext, start: int) -> None:
         """Broadcast the weights and the optimizer's state of worker 0 after a resume, and start to watch."""
-        strategy = Horovod.of(self._plan)
+        strategy = HorovodSettings.of(self._plan)
         if start and not strategy.independent:
             state = [
                 (p.layout, value)
@@ -107,7 +106,7 @@ class HorovodRuntime(BucketedRuntime):
                 torch_private.multiply(list(buffers), 1 / self._group.size)
 
     def start_sum(self, tensor: Tensor, group: Group) -> Waitable:
-        rounds = Horovod.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
+        rounds = HorovodSettings.of(self._plan).rounds(group.axis, group.size, group.index, tensor.numel(), self._plan)
         return all_reduce(tensor, group, "gradients", rounds, async_op=True) or Done()
 
     def sender(self, buffer: Tensor, parts: Sequence[Part], group: Group) -> Callable[[], Waitable]:
@@ -132,7 +131,7 @@ def broadcast(tensors: Sequence[tuple[Layout, Tensor]], plan: Plan, mesh: Mesh) 
             tensor.copy_(part.view_as(tensor))
 
 
-def make_group(strategy: Horovod, plan: Plan, mesh: Mesh) -> Group:
+def make_group(strategy: HorovodSettings, plan: Plan, mesh: Mesh) -> Group:
     """Return this rank's process set along dp (Horovod's static process sets), or all of dp if there are no sets.
 
     Every rank creates the groups of all sets, in the same order.
@@ -164,7 +163,7 @@ class AdasumRuntime(DataRuntime):
         found = plan.data.buckets([held for held, _ in trained(pairs)], [tuple(one.shape) for one in weights], plan)
         self._weights = [[weights[index] for index in bucket.indices] for bucket in found]
         self._before = [_flat(bucket) for bucket in self._weights]
-        self._dtype = getattr(torch, Horovod.of(plan).compression.dtype(plan))
+        self._dtype = getattr(torch, HorovodSettings.of(plan).update_dtype(plan))
         self._stepping = False
 
     def begin_step(self) -> None:

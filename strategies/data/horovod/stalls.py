@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from parallelrun import torch_private
 
 from .exchanges import WatchedExchange
-from .plan import Horovod
+from .settings import HorovodSettings
 
 if TYPE_CHECKING:
     from parallelrun.context import WorkerContext
@@ -97,7 +97,7 @@ class StallWatch:
     def __init__(
         self, exchanges: Sequence[WatchedExchange], buckets: Sequence[FlatBucket], plan: Plan, context: WorkerContext
     ):
-        strategy = Horovod.of(plan)
+        strategy = HorovodSettings.of(plan)
         self._exchanges, self._buckets = exchanges, buckets
         self._rank, self._world, self._warn_s = context.rank, plan.mesh.num_ranks, strategy.stall_warn_s
         self._groups = strategy.rank_groups(plan)

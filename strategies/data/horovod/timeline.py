@@ -20,7 +20,7 @@ from parallelrun.plan.parameters import LocalParameter
 from parallelrun.plan.structure import Plan
 
 from .exchanges import WatchedExchange
-from .plan import Horovod
+from .settings import HorovodSettings
 
 STEPS_ROW = 0
 
@@ -31,7 +31,7 @@ class Timeline:
     def __init__(
         self, path: Path, exchanges: Sequence[WatchedExchange], parameters: Sequence[LocalParameter], plan: Plan
     ):
-        strategy = Horovod.of(plan)
+        strategy = HorovodSettings.of(plan)
         self._file = path.open("w")
         self._file.write("[\n")
         self._began = perf_counter()
@@ -40,8 +40,8 @@ class Timeline:
         self._row_of = {name: 1 + len(exchanges) + number for number, name in enumerate(names)}
         self._ready: dict[str, float] = {}  # when the gradient was, in this step
         backend = "NCCL" if plan.device == "cuda" else "GLOO"
-        self._operation = f"{backend}_ALLREDUCE" if strategy.algorithm.native else strategy.algorithm.name.upper()
-        self._compression = strategy.compression.kind
+        self._operation = strategy.sum_name.upper() if strategy.sum_name else f"{backend}_ALLREDUCE"
+        self._compression = strategy.exchange_form(plan).compression or "none"
         rows = {STEPS_ROW: "steps"} | {1 + n: f"fusion buffer {n}" for n in range(len(exchanges))}
         for row, name in (rows | {row: name for name, row in self._row_of.items()}).items():
             self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})

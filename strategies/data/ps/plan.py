@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.schema import CONSISTENCIES, Config, DataStrategyConfig, key
+from parallelrun.config.field import key
+from parallelrun.config.schema import CONSISTENCIES, Config, DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm

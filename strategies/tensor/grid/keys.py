@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import TensorStrategyConfig, key
+from parallelrun.config.field import key
+from parallelrun.config.schema import TensorStrategyConfig
 
 
 @dataclass

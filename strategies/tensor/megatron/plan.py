@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.schema import Config, TensorStrategyConfig, key
+from parallelrun.config.field import key
+from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec

@@ -8,7 +8,8 @@ import pytest
 
 from parallelrun import registry
 from parallelrun.config import strategy_keys
-from parallelrun.config.schema import Config, DataStrategyConfig, key
+from parallelrun.config.field import key
+from parallelrun.config.schema import Config, DataStrategyConfig
 from parallelrun.config.strategy_keys import SECTIONS, completed, config_class, narrowed, own_keys
 from parallelrun.errors import ConfigError
 from tests.plans import tiny_config, tiny_plan

@@ -87,7 +87,7 @@ def test_uniform_numbers_are_the_first_bits_of_that_hash(key: int, sample: int, 
     where = torch.tensor([sample]), torch.tensor([row])
     expected = [(hashed(key, sample, row, column + i) >> 8) / 2**24 for i in range(8)]
     assert dropout.uniform(key, *where, torch.arange(column, column + 8)).flatten().tolist() == expected
-    assert dropout.uniform(key, *where).tolist() == [[(hashed(key, sample, row, 0) >> 8) / 2**24]]
+    assert dropout.uniform(key, *where, torch.arange(1)).tolist() == [[[(hashed(key, sample, row, 0) >> 8) / 2**24]]]
 
 
 def test_uniform_numbers_fill_their_range_evenly() -> None:

@@ -12,7 +12,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from parallelrun.config.schema import Config, RouterConfig
+from parallelrun.config.model_schema import RouterConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import initialise

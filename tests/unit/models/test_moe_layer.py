@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from parallelrun import torch_private
-from parallelrun.config.schema import Config, RouterConfig
+from parallelrun.config.model_schema import RouterConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.models import dropout
 from parallelrun.models.functions import activate

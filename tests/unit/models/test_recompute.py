@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelrun.config.schema import RouterConfig
+from parallelrun.config.model_schema import RouterConfig
 from parallelrun.models import initialise, recompute, rounding
 from parallelrun.models.gpt import network, spec
 from parallelrun.models.moe.layer import MoE

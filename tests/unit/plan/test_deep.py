@@ -13,10 +13,10 @@ from parallelrun.config.schema import Config
 from parallelrun.errors import ConfigError
 from parallelrun.models.gpt import spec as gpt
 from parallelrun.plan import prediction, rules
+from parallelrun.plan.facts import facts
 from parallelrun.plan.parameters import distinct_parameters, held_parameters, module_layout
 from parallelrun.plan.partition import partition
 from parallelrun.plan.resolve import resolve
-from parallelrun.report.plan import facts
 from tests.plans import tiny_config
 
 LAYERS = 10_000

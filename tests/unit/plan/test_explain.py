@@ -149,6 +149,12 @@ def test_one_rank_has_nothing_to_explain() -> None:
         explain(tiny_plan())
 
 
+def test_an_exchange_of_more_ranks_than_can_be_listed_is_refused_at_once() -> None:
+    """4,096 ranks would send 33 million messages, which took all memory of the machine."""
+    with pytest.raises(ConfigError, match="4096 ranks exchange messages with each other"):
+        explain(tiny_plan({"strategy.data.kind": "ring", "dp": 4096, "global_batch": 4096}))
+
+
 def test_the_screen_says_what_is_sent_and_folds_what_is_alike() -> None:
     told = report.text(explain(tiny_plan(dp=2, tp=2, strategy__data__kind="ring", model__layers=12)))
     assert "layers.0 to layers.11, each" in told and "0 -> 2  block 0, of rank 0" in told

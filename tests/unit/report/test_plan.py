@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from parallelrun.plan.document import document
+from parallelrun.plan.facts import facts
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.figures import bytes_text, count_text, flops_text, seconds_text
-from parallelrun.report.plan import document, facts, show
+from parallelrun.report.plan import show
 from parallelrun.report.plan_details import ranks_text
 from tests.plans import tiny_config
 from tests.unit.config.test_presets import composed
@@ -200,6 +202,8 @@ def test_planning_3072_ranks_imports_no_torch_and_is_fast():
     code = f"""
 import io, sys, time
 from rich.console import Console
+from parallelrun.plan.document import document
+from parallelrun.plan.facts import facts
 from parallelrun.plan.resolve import resolve
 from parallelrun.report.plan import show
 from tests.plans import tiny_config

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.messages import ExplainedExchange, ExplainedMessage, ExplainedRound
 
 from .algorithm import Algorithm
 from .rounds import ALL_GATHER, SCATTER_REDUCE, PeerMessage, Rounds, Span
 
+MOST_RANKS = 128  # their messages take seconds and tens of megabytes to list; both grow with the cube of the ranks
 TITLES = {SCATTER_REDUCE: "scatter-reduce", ALL_GATHER: "all-gather"}
 
 
@@ -22,8 +24,14 @@ def exchange(
     title: str,
     purpose: str = "gradients",
 ) -> ExplainedExchange:
-    """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are sent whole."""
+    """One all-reduce of `numel` elements. limit: elements of a piece of a message; None: messages are sent whole.
+
+    Raises ConfigError for more than MOST_RANKS ranks.
+    """
     size = len(ranks)
+    if size > MOST_RANKS:
+        what = f"{size} ranks exchange messages with each other: explain lists every message of at most {MOST_RANKS}"
+        raise ConfigError(Problem(what, "dp", "dp=8"))
     tables = [algorithm.rounds(size, index, numel) for index in range(size)]
     blocks = _blocks(tables, numel)
     holders = [[frozenset({index}) for _ in blocks] for index in range(size)]  # whose gradients a rank's block has

@@ -72,6 +72,25 @@ def segments(start: int, stop: int, parts: int) -> tuple[Span, ...]:
     return tuple(pairwise(edges))
 
 
+class Halving(NamedTuple):
+    """One halving of a vector with the partner at `distance`: a rank keeps one half and gives it the other."""
+
+    distance: int
+    keep: Span
+    give: Span
+
+
+def halvings(numel: int, size: int, index: int) -> tuple[Halving, ...]:
+    """Vector halving, distance doubling: the halvings of member `index` of `size` (a power of two), in order."""
+    span, distance, found = (0, numel), 1, []
+    while distance < size:
+        lower, upper = segments(*span, 2)
+        keep, give = (upper, lower) if index & distance else (lower, upper)
+        found.append(Halving(distance, keep, give))
+        span, distance = keep, 2 * distance
+    return tuple(found)
+
+
 def message(peer: int, span: Span) -> PeerMessage | None:
     """The message of a span; None if it is empty."""
     return PeerMessage(peer, *span) if span[0] < span[1] else None

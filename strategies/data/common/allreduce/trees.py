@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from parallelrun.plan import data_cost
 
 from .algorithm import Algorithm
-from .rounds import ALL_GATHER, SCATTER_REDUCE, Round, Rounds, Span, message, segments
+from .rounds import ALL_GATHER, SCATTER_REDUCE, Round, Rounds, Span, halvings, message
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,12 @@ class HalvingDoubling(Algorithm):
             all_of_it = message(index - 1, whole)
             return (Round(SCATTER_REDUCE, all_of_it, None), *reducing, *gathering, Round(ALL_GATHER, None, all_of_it))
         place = index // 2 if index < 2 * extra else index - extra
-        halving, doubling, span = [], [], whole
-        distance = 1
-        while distance < core:
-            partner = place ^ distance
+        halving, doubling = [], []
+        for one in halvings(numel, core, place):
+            partner = place ^ one.distance
             peer = 2 * partner if partner < extra else partner + extra
-            lower, upper = segments(*span, 2)
-            keep, give_away = (upper, lower) if place & distance else (lower, upper)
-            halving.append(Round(SCATTER_REDUCE, message(peer, give_away), message(peer, keep)))
-            doubling.append(Round(ALL_GATHER, message(peer, keep), message(peer, give_away)))
-            span = keep
-            distance *= 2
+            halving.append(Round(SCATTER_REDUCE, message(peer, one.give), message(peer, one.keep)))
+            doubling.append(Round(ALL_GATHER, message(peer, one.keep), message(peer, one.give)))
         middle = (*halving, *reversed(doubling))
         if not extra:
             return middle

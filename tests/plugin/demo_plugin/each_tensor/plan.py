@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelrun.config.schema import DataStrategyConfig, key
+from parallelrun.config.field import key
+from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.plan.data_strategy import DataStrategy
 from parallelrun.plan.parameters import held_parameters
 from parallelrun.plan.request import Request

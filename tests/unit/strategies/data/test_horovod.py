@@ -15,7 +15,8 @@ from parallelrun.errors import ConfigError
 from parallelrun.launch.environment import for_other_hosts, loopback_interface
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
-from parallelrun.strategies.data.horovod import adasum, halving
+from parallelrun.strategies.data.common.allreduce.rounds import halvings
+from parallelrun.strategies.data.horovod import adasum
 from parallelrun.strategies.data.horovod.stalls import SubmissionProgress, find_stalls
 from tests.plans import tiny_config, tiny_plan
 
@@ -105,12 +106,12 @@ def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("numel", [1, 7, 64])
 def test_the_kept_parts_of_all_members_make_up_the_vector(size, numel):
-    last = [halving.levels(numel, size, index)[-1].keep for index in range(size)]
+    last = [halvings(numel, size, index)[-1].keep for index in range(size)]
     held = sorted(element for start, stop in last for element in range(start, stop))
     assert held == list(range(numel))
     for index in range(size):
-        for level in halving.levels(numel, size, index):
-            other = halving.levels(numel, size, index ^ level.distance)
+        for level in halvings(numel, size, index):
+            other = halvings(numel, size, index ^ level.distance)
             assert next(one for one in other if one.distance == level.distance).give == level.keep
 
 
