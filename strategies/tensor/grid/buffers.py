@@ -163,23 +163,18 @@ class WeightPacking:
 
     def pack(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return (sum of rows, columns): this rank's rows of every weight, rounded to `dtype`."""
-        if len(weights) == 1 and weights[0].size(0) == self.rows[0]:
-            return weights[0].to(dtype)
-        out = weights[0].new_empty((sum(self.rows), *weights[0].shape[1:]), dtype=dtype)
-        for weight, padded in zip(weights, out.split(self.rows)):
-            padded[: weight.size(0)].copy_(weight)
-            padded[weight.size(0) :].zero_()
-        return out
+        missing = [rows - weight.size(0) for weight, rows in zip(weights, self.rows)]
+        parts = [functional.pad(w, (0, 0, 0, n)) if n else w for w, n in zip(weights, missing)]
+        return parts[0].to(dtype) if len(parts) == 1 else torch.cat([part.to(dtype) for part in parts])
 
     def matrices(self, buffer: Tensor) -> list[BlockMatrix]:
         """Return the gathered weights in `buffer` (parts, sum of rows, columns): views, without padding."""
         if len(self.rows) == 1 and not self.is_padded:
             return [BlockMatrix((buffer.flatten(0, 1),))]
-        found, start = [], 0
-        for rows, valid in zip(self.rows, self.valid):
-            parts = [buffer[index].narrow(0, start, real) for index, real in enumerate(valid) if real]
-            found.append(BlockMatrix(tuple(parts or [buffer[0].narrow(0, start, 0)])))
-            start += rows
+        found = []
+        for whole, valid in zip(buffer.split(self.rows, dim=1), self.valid):
+            parts = tuple(part[:real] for part, real in zip(whole, valid) if real)
+            found.append(BlockMatrix(parts or (whole[0, :0],)))
         return found
 
     def start(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Callable[[], Sequence[Tensor]]:
