@@ -57,7 +57,10 @@ def warnings(plan: Plan, config: Config, found: Facts) -> list[str]:
 
 def heaviest(plan: Plan) -> Memory:
     """The Memory of the rank that holds most."""
-    return max(prediction.memories(plan).values(), key=lambda memory: memory.total)
+    if "heaviest" not in plan.cache:
+        plan.cache["heaviest"] = max(prediction.memories(plan).values(), key=lambda memory: memory.total)
+    found: Memory = plan.cache["heaviest"]
+    return found
 
 
 def memory_advice(plan: Plan, config: Config) -> str:

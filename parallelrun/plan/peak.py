@@ -121,7 +121,7 @@ class Walk:
             if action.kind == "I" and index > 0:
                 waiting[index] += 1
             if action.kind != "F" and (action.kind != "I" or index > 0):
-                apart = sum(number * self._apart(stage) for stage, number in waiting.items())
+                apart = sum(number * self._apart(stage) for stage, number in waiting.items() if number)
                 split = action.kind in "IW" and index > 0
                 temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
                 gradients = self._complete(begun)

@@ -2,7 +2,6 @@
 
 The catalogue holds what users mistype. Each line is answered in this process, and no rank is started. Then what
 `did you mean` and `try` print is typed: the answer must neither repeat the error nor refuse what was suggested.
-Of errors that differ in numbers alone the first one's suggestions are typed, with `pytest --matrix=full` those of all.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from parallelrun.config.keys import GROUPS
 from parallelrun.config.overrides import split
 from parallelrun.config.schema import Config
 from parallelrun.config.strategy_keys import completed
-from tests.matrix import FULL
 from tests.unit.bad_commands import CATALOGUE, FILES, OWN_MODULES, PROSE
 
-_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _PAIR = re.compile(r"(?:~|\+\+|\+|)([A-Za-z_][\w./]*)=(.*)", re.DOTALL)
 _LABELS = {"where": "where", "did you mean": "suggestion", "try": "command"}
 
@@ -36,11 +33,6 @@ class Said:
     where: str = ""
     suggestion: str = ""
     command: str = ""
-
-    @property
-    def wording(self) -> tuple[str, ...]:
-        """The same for errors that differ in numbers alone."""
-        return tuple(_NUMBER.sub("0", text) for text in (self.what, self.where, self.suggestion, self.command))
 
 
 def blocks_of(stderr: str) -> list[Said]:
@@ -58,14 +50,9 @@ class Shell:
     """Answers command lines in this process; the same line is answered once for all tests."""
 
     _answers: ClassVar[dict[tuple[str, ...], tuple[int, list[Said]]]] = {}
-    _tried: ClassVar[dict[tuple[str, ...], str]] = {}
 
     def __init__(self, capsys: Any):
         self._capsys = capsys
-
-    def has_tried(self, line: str, said: Said) -> bool:
-        """Whether the suggestions of an error with that wording were typed after another line."""
-        return not FULL and self._tried.setdefault(said.wording, line) != line
 
     def __call__(self, words: list[str]) -> tuple[int, list[Said]]:
         key = tuple(words)
@@ -232,7 +219,7 @@ def test_what_is_suggested_is_not_refused(part, shell):
         if code != 2 or not said or any("unexpected" in one.what for one in said):
             wrong.append(f"{line!r} ended with {code}: {said}")
             continue
-        wrong += [text for one in said if not shell.has_tried(line, one) for text in refused(shell, line, one)]
+        wrong += [text for one in said for text in refused(shell, line, one)]
     assert not wrong, "\n".join(wrong)
 
 
