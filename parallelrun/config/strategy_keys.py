@@ -64,8 +64,7 @@ def complete_class() -> type[Config]:
 
 def completed(config: Config) -> Config:
     """`config` with the keys of every strategy; those that it does not have are at their defaults."""
-    hints = typing.get_type_hints(typing.get_type_hints(complete_class())["strategy"])
-    return _with_sections(config, {axis: hints[axis] for axis in SECTIONS})
+    return _with_sections(config, {axis: _section(axis) for axis in SECTIONS})
 
 
 def narrowed(config: Config) -> Config:
@@ -87,6 +86,7 @@ def _converted(section: Any, cls: type) -> Any:
     return cls(**{item.name: getattr(section, item.name) for item in fields(cls) if item.name in known})
 
 
+@lru_cache(maxsize=len(SECTIONS))
 def _section(axis: str) -> type:
     """The union of the config classes of an axis. Raises ConfigError if two declare one key differently."""
     base = SECTIONS[axis]

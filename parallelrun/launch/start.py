@@ -23,6 +23,7 @@ from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.outcome import Outcome, conclude
 from parallelrun.launch.rank import STOP_SIGNALS, Job, RankSettings
 from parallelrun.launch.supervisor import signal_handlers
+from parallelrun.plan.freeze import filled
 from parallelrun.plan.structure import Plan
 from parallelrun.train import tracker
 from parallelrun.wording import counted
@@ -104,7 +105,7 @@ def _prepare(job: Job, argv: Sequence[str], attached: Attached | None, run_root:
         if warning:
             print(f"warning: {warning}", file=sys.stderr)
     directory.describe(folder, config, plan, argv, job.options.overrides, resumed)
-    return replace(job, config=config, directory=folder)
+    return replace(job, config=filled(config, plan), directory=folder)
 
 
 def _is_finished(found: Chosen, config: Config) -> bool:

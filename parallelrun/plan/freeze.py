@@ -28,7 +28,7 @@ def freeze(config: Config, plan: Plan | None = None) -> str:
 
     Resolving the frozen config gives the same plan again, on any machine.
     """
-    config = strategy_keys.narrowed(config) if plan is None else _filled(config, plan)
+    config = strategy_keys.narrowed(config) if plan is None else filled(config, plan)
     return str(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -51,13 +51,14 @@ def identity(config: Config, plan: Plan | None = None) -> str:
 
     plan: also resolves defaults and drops unread keys, so that two spellings of the same run have one identity.
     """
-    values = dataclasses.asdict(config if plan is None else _filled(config, plan))
+    values = dataclasses.asdict(config if plan is None else filled(config, plan))
     for key in _VOLATILE:
         values.pop(key)
     return digest(yaml.safe_dump(values, sort_keys=True))
 
 
-def _filled(config: Config, plan: Plan) -> Config:
+def filled(config: Config, plan: Plan) -> Config:
+    """What every rank starts from: `config` with the values that `resolve` chose, and the chosen strategies' keys."""
     from parallelrun.plan import routing, sample_sets, shorthands
     from parallelrun.plan.optimizers import with_lr_scale
 

@@ -10,6 +10,7 @@ import torch
 from parallelrun import comm
 from parallelrun.errors import VerificationError
 from parallelrun.models.matmul import network
+from parallelrun.plan.freeze import filled
 from parallelrun.plan.resolve import resolve
 from tests.plans import tiny_config
 from tests.pool import RanksFailed, run_ranks
@@ -19,7 +20,8 @@ MATMUL = {"model.name": "matmul", "model.preset": "matmul"}
 
 def lines(overrides: dict[str, Any]) -> list[str]:
     config = tiny_config({**MATMUL, **overrides})
-    return network.run(config, resolve(config), torch.device("cpu"), show=False)
+    plan = resolve(config)
+    return network.run(filled(config, plan), plan, torch.device("cpu"), show=False)
 
 
 def lines_without_reduce(overrides: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from textwrap import wrap
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from parallelrun.comm import gather_json
 from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import narrowed
 from parallelrun.errors import VerificationError
 from parallelrun.mesh import Mesh, build_mesh
 from parallelrun.models.matmul.blocks import COLUMNS, ROWS, BlockOperations, MatrixBlock, picture
@@ -32,7 +30,7 @@ def run(config: Config, plan: Plan, device: torch.device, show: bool) -> list[st
     rows, inner, columns = _sizes(plan)
     lines = [f"Y = X W: X is {rows}x{inner}, W is {inner}x{columns}; dY is the gradient of Y, dX = dY W^T, dW = X^T dY"]
     wrong: list[str] = []
-    for number, cut in enumerate(cuts(plan.mesh, _form(config, plan)), start=1):
+    for number, cut in enumerate(cuts(plan.mesh, plan.tensor.asked_form(config)), start=1):
         told, is_right = multiply(plan, mesh, cut)
         reports = gather_json((mesh.rank, told, is_right), mesh)
         lines += ["", f"{number}. {cut.title}", *wrap(cut.text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)]
@@ -56,12 +54,6 @@ def multiply(plan: Plan, mesh: Mesh, cut: ProductCut) -> tuple[list[str], bool]:
     lines, results = _by_panels(blocks) if cut.product.panels else _by_gathers(blocks)
     expected = {"Y": x @ w, "dX": dy @ w.T, "dW": x.T @ dy}
     return lines, all(torch.equal(block.numbers, block.part_of(expected[block.name])) for block in results)
-
-
-def _form(config: Config, plan: Plan) -> str:
-    """The form of products that the user asks for. In `config`, shorthands such as `layout` may not be resolved yet."""
-    tensor = replace(config.strategy.tensor, kind=plan.tensor.kind)
-    return plan.tensor.asked_form(narrowed(replace(config, strategy=replace(config.strategy, tensor=tensor))))
 
 
 def matrices(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,7 +66,7 @@ def test_two_declarations_of_one_key_must_agree(monkeypatch):
     classes = [config_class("data", "ring"), OtherConfig]
     monkeypatch.setattr(strategy_keys, "_config_classes", lambda axis: classes)
     with pytest.raises(ConfigError, match=r"RingConfig and OtherConfig declare strategy\.data\.bucket_mb differently"):
-        strategy_keys._section("data")
+        strategy_keys._section.__wrapped__("data")
 
 
 def test_a_plug_in_that_cannot_be_imported_spoils_no_other_command(monkeypatch):
