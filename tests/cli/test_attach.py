@@ -120,7 +120,7 @@ def test_when_rank_0_is_killed_the_lowest_rank_that_is_left_writes_it_down(tmp_p
 def test_a_rank_that_waits_for_a_dead_rank_0_for_ever_still_writes_it_down(tmp_path):
     """As under NCCL, where the survivors' collectives do not fail: here rank 1 sleeps."""
     ranks = run_attached(tmp_path, {**ENDLESS, "rank": 1, "do": "sleep"})
-    ranks[0].reaches(2)
+    ranks[1].reaches(3)  # from where it sleeps: earlier, it would be in a collective, which fails
     os.kill(ranks[0].pid, signal.SIGKILL)
     wait_for(lambda: ranks[1].status["state"] == "failed", "the survivor's word")
     assert (ranks[1].status["failed_rank"], ranks[1].status["exit_code"]) == (0, 6)
