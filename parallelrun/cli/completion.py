@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from parallelrun.cli.help import HYDRA_FLAGS, KEYS, KINDS, OUR_FLAGS, TOOLS, VERBS
 from parallelrun.config import presets, recipes
 from parallelrun.config.keys import GROUPS, MAPPINGS, known_keys
+from parallelrun.config.strategy_keys import SECTIONS, kinds
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -69,9 +70,9 @@ def values(key: str) -> list[str]:
         return ["true", "false"]
     from parallelrun.plan import shorthands
 
-    axes = {f"strategy.{axis}.kind": axis for axis in ("data", "tensor", "pipeline", "expert")}
+    axes = {f"strategy.{axis}.kind": axis for axis in SECTIONS}
     if key == "schedule" or key in axes:
-        return list(shorthands.kinds(axes.get(key, "pipeline")))
+        return list(kinds(axes.get(key, "pipeline")))
     if key == "layout":
         return list(shorthands.layouts())
     return ["latest", "auto"] if key == "resume" else list(known.choices)

@@ -27,7 +27,8 @@ def continued(new: Config, given: Set[str], saved: Config, world: int | None = N
     saved degrees. If a degree is given, the values that depended on the old one are computed again; `world` drops all
     saved degrees.
     """
-    config = _overlaid(completed(saved), completed(new), given, "")
+    new = completed(new)
+    config = _overlaid(completed(saved), new, given, "")
     config = _with_keys(config, new, _NOT_SAVED)
     changed = [key for key in given if "." not in key and is_dataclass(getattr(new, key, None))]
     for group in changed:
@@ -38,7 +39,7 @@ def continued(new: Config, given: Set[str], saved: Config, world: int | None = N
     if given & {*_DEGREES, "world"} or other_world:
         dropped = [key for key in _DEGREES if key not in given] if "world" in given or other_world else ["world"]
         config = _with_keys(config, new, (*dropped, "micro_batch"))
-        config = _with_degree_settings(config, completed(new))
+        config = _with_degree_settings(config, new)
         config = _with_keys(config, new, ("world",)) if other_world else config
     if given & set(_BATCH):
         config = _with_keys(config, new, ("micro_batch",))

@@ -43,6 +43,26 @@ def strategy_class(axis: str, kind: str) -> type[Any]:
     raise ConfigError(Problem(what, f"strategy.{axis}.kind"))
 
 
+@lru_cache(maxsize=len(SECTIONS))
+def kinds(axis: str) -> tuple[str, ...]:
+    """The names of the strategies of one axis (`data`, `tensor`, `pipeline`, `expert`), without `none`.
+
+    A plug-in that cannot be imported is left out: it says so when it is chosen, and spoils no other command.
+    """
+    found = []
+    for name in registry.names("strategies"):
+        of_axis, _, kind = name.partition(".")
+        if of_axis == axis and kind != "none":
+            try:
+                strategy_class(axis, kind)
+            except Exception:
+                if not registry.is_plug_in("strategies", name):
+                    raise
+            else:
+                found.append(kind)
+    return tuple(found)
+
+
 def config_class(axis: str, kind: str | None) -> type:
     """The config dataclass of a strategy; the axis's own where none is chosen. Raises KeyError for an unknown kind."""
     return SECTIONS[axis] if kind is None else strategy_class(axis, kind).config_class
@@ -91,7 +111,7 @@ def _section(axis: str) -> type:
     """The union of the config classes of an axis. Raises ConfigError if two declare one key differently."""
     base = SECTIONS[axis]
     found: dict[str, tuple[type, Field[Any]]] = {item.name: (base, item) for item in fields(base)}
-    for cls in dict.fromkeys(_config_classes(axis)):
+    for cls in dict.fromkeys(config_class(axis, kind) for kind in kinds(axis)):
         for item in fields(cls):
             first, known = found.setdefault(item.name, (cls, item))
             if item.name != "kind" and _declaration(cls, item) != _declaration(first, known):
@@ -104,18 +124,6 @@ def _section(axis: str) -> type:
         own = field(**default, **factory, metadata=item.metadata)
         made.append((name, typing.get_type_hints(cls)[name], own))
     return make_dataclass(f"Complete{base.__name__}", made, bases=(base,))
-
-
-def _config_classes(axis: str) -> list[type]:
-    found = []
-    for name in registry.names("strategies"):
-        if name.startswith(f"{axis}."):
-            try:
-                found.append(config_class(axis, name.partition(".")[2]))
-            except Exception:
-                if not registry.is_plug_in("strategies", name):
-                    raise  # a plug-in that cannot be imported says so when it is chosen, and spoils no other command
-    return found
 
 
 def _declaration(cls: type, item: Field[Any]) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ from math import ceil, gcd
 from typing import Any
 
 from parallelrun.config.schema import Config
+from parallelrun.config.strategy_keys import kinds
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.batch import in_whole_rounds
 from parallelrun.plan.draft import REFERENCE_SCHEDULE
@@ -15,7 +16,6 @@ from parallelrun.plan.facts import Facts
 from parallelrun.plan.hosts import ranks_per_node, stays_in_node
 from parallelrun.plan.load import data_strategy, pipeline_schedule
 from parallelrun.plan.resolve import solve
-from parallelrun.plan.shorthands import kinds
 from parallelrun.plan.simulate import Simulation
 from parallelrun.plan.structure import Memory, Plan
 from parallelrun.plan.suggest import with_value

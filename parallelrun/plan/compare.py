@@ -11,14 +11,13 @@ from functools import cached_property
 from math import ceil, inf
 
 from parallelrun.config.schema import Config, TensorStrategyConfig
-from parallelrun.config.strategy_keys import narrowed
+from parallelrun.config.strategy_keys import kinds, narrowed
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan import prediction
 from parallelrun.plan.load import tensor_strategy
 from parallelrun.plan.mesh_shape import MeshShape
 from parallelrun.plan.parameters import module_layout
 from parallelrun.plan.request import Request
-from parallelrun.plan.shorthands import kinds
 from parallelrun.plan.structure import BatchSizes, Collective, Plan
 from parallelrun.plan.tensor_strategy import LayoutChoice
 from parallelrun.precision import BYTES, Precision

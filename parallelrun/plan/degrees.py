@@ -81,8 +81,7 @@ def fill(
         degrees.servers = _enough_servers(config, asked, world, servers, degrees.filled)
     target, source = target_world(asked["world"], world, degrees.servers, cluster, problems)
     given = {axis: degree for axis in AXES if (degree := asked[axis]) is not None}
-    degrees.sound = len(problems) == before
-    ep = asked["ep"] or 1
+    degrees.sound, ep = len(problems) == before, asked["ep"] or 1
     if config.strategy.own_axis not in AXES:
         problems += _check_single(config, {**given, "ep": ep, "world": target or 1})
         return degrees

@@ -9,24 +9,17 @@ from typing import Any
 
 from parallelrun import definitions
 from parallelrun.config.schema import Config
-from parallelrun.config.strategy_keys import own_keys
+from parallelrun.config.strategy_keys import kinds, own_keys
 from parallelrun.errors import Problem
 from parallelrun.plan import routing
 from parallelrun.plan.load import pipeline_schedule, tensor_strategy
 from parallelrun.plan.optimizers import OPTIMIZERS, readers
-from parallelrun.registry import has, names
+from parallelrun.registry import has
 from parallelrun.wording import did_you_mean, one_of
 
 # keys that say which strategies are chosen and how they work
 OF_STRATEGIES = ("strategy.", "layout", "schedule", "virtual_stages")
 MOST_NAMED = 4  # strategies in a suggestion
-
-
-def kinds(axis: str) -> list[str]:
-    """The names of the strategies of one axis (`data`, `tensor`, `pipeline`, `expert`), without `none`."""
-    return [
-        name.partition(".")[2] for name in names("strategies") if name.startswith(f"{axis}.") and name[-5:] != ".none"
-    ]
 
 
 @lru_cache(maxsize=1)

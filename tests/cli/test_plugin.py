@@ -106,3 +106,18 @@ def test_a_key_of_a_plug_in_is_listed_bounded_and_refused_where_nothing_reads_it
     assert bounds.returncode == 2 and f"{key}=0 is not a whole number of at least 1" in bounds.stderr
     unread = parallelrun(site, tmp_path, "plan", "strategy=ddp", "dp=2", f"{key}=2")
     assert unread.returncode == 2 and "strategy=each_tensor" in unread.stderr
+
+
+def test_a_plug_in_that_cannot_be_imported_spoils_only_the_commands_that_choose_it(tmp_path):
+    info = tmp_path / "site" / "broken-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    entries = "".join(f"{axis}.broken = nosuch_package\n" for axis in ("data", "tensor", "pipeline", "expert"))
+    (info / "entry_points.txt").write_text(f"[parallelrun.strategies]\n{entries}")
+    for words in (DATA[1:], ("layout=2d", "tp=4"), ("schedule=gpipe", "pp=2", "microbatches=4")):
+        planned = parallelrun(tmp_path / "site", tmp_path, "plan", "--json", "strategy=ptdp", *words)
+        assert planned.returncode == 0, planned.stderr
+    unread = parallelrun(tmp_path / "site", tmp_path, "plan", "strategy=ring", "dp=2", "staleness=2")
+    assert unread.returncode == 2 and "strategy=ps" in unread.stderr
+    chosen = parallelrun(tmp_path / "site", tmp_path, "plan", "strategy.data.kind=broken")
+    assert chosen.returncode != 0 and "nosuch_package" in chosen.stderr

@@ -53,3 +53,10 @@ def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
     figures = read(only_run(tmp_path) / "bench.json")
     assert len(figures["step_times_s"]) == 4
     assert figures["min_s"] <= figures["lower_quartile_s"] <= figures["median_s"] <= figures["upper_quartile_s"]
+
+
+def test_forked_ranks_start_from_the_resolved_configuration(tmp_path: Path) -> None:
+    """`layout` is a shorthand: the lesson asks the layout's own keys on every rank, where it must be resolved."""
+    done = run("model=matmul", "layout=2d", "tp=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2D tensor parallel, SUMMA" in done.stdout
