@@ -41,13 +41,9 @@ def every_cell() -> list[Cell]:
 
 
 def settings_of(cell: Cell) -> dict[str, object]:
-    """What can interact in a cell.
-
-    Axes of four ranks interact with the rest as those of two do, except that hsdp needs four ranks, and that a pipeline
-    of four has ranks that are neither first nor last.
-    """
+    """What can interact in a cell."""
     (dp, tp, pp), data, schedule = cell
-    return {"dp": min(dp, 2), "tp": min(tp, 2), "pp": pp, "data": data, "schedule": schedule}
+    return {"dp": dp, "tp": tp, "pp": pp, "data": data, "schedule": schedule}
 
 
 def chosen_cells() -> list[Cell]:
@@ -88,15 +84,15 @@ def test_plan_equals_one_device_in_fp64(cell: Cell) -> None:
 
 
 def test_the_chosen_cells_cover_what_can_interact() -> None:
-    """Every legal pair of (strategy, schedule), (degree, strategy) and so on, and every legal triple of degrees."""
+    """At least the 60 cells of every run, and among them every legal pair of (strategy, schedule), (degrees, ...)."""
     cells, everything = chosen_cells(), every_cell()
-    assert 45 <= len(set(cells)) == len(cells) and set(cells) <= set(everything)
+    assert 60 <= len(set(cells)) == len(cells) and set(cells) <= set(everything)
     covered, legal = (set().union(*(pairs(settings_of(cell)) for cell in some)) for some in (cells, everything))
     assert covered == legal
     assert {degrees for degrees, _, _ in cells} == set(DEGREES)
 
 
-@pytest.mark.parametrize("dp, tp, pp", [one for one in DEGREES if FULL or prod(one) == 2 or one == (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("dp, tp, pp", [one for one in DEGREES if FULL or prod(one) <= 4], ids=str)
 def test_plan_equals_one_device_in_fp32(dp: int, tp: int, pp: int) -> None:
     data, schedule = ("zero1" if pp == 1 else "fsdp") if dp > 1 else "ddp", "interleaved" if pp > 1 else "none"
     assert_equal(parity({**overrides_of(dp, tp, pp, data, schedule), "verify.precision": "fp32"}))
