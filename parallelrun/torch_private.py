@@ -257,3 +257,34 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     product: Tensor = grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     return product
+
+
+def gloo_group(options: Any) -> Any:
+    """Return gloo's implementation of a group, for a backend that leaves the group to it.
+
+    options: torch's `_DistributedBackendOptions`.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+
+
+def has_dispatch_modes() -> bool:
+    """Return whether a dispatch mode is active in this thread."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+@contextmanager
+def observed(operation: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Tell the dispatch modes of this thread that have `collective` of a c10d operation, and suspend all modes inside.
+
+    torch's own process groups call c10d's operators, which modes see. Those written in Python have no operators.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with ExitStack() as inside:
+        for mode in reversed(current_dispatch_modes()):
+            if hasattr(mode, "collective"):
+                inside.enter_context(mode.collective(operation, arguments))
+        inside.enter_context(_disable_current_modes())
+        yield

@@ -56,6 +56,8 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments of a c10d operation."""
     for value in args:
+        if isinstance(value, dist.ProcessGroup):
+            return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     return None
@@ -96,11 +98,17 @@ class _CollectiveMode(TorchDispatchMode):
         name = name.partition(".")[0]
         if namespace != "c10d" or name not in _COUNTED:
             return func(*args, **(kwargs or {}))
+        with self.collective(name, args):
+            return func(*args, **(kwargs or {}))
+
+    def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object]:
+        """Return a context to enter around torch's operation `name`; `torch_private.observed` asks for it too."""
+        if name not in _COUNTED:
+            return nullcontext()
         label = comm.current_label()
         operation = (label and label.operation) or _COUNTED[name][0]
         axis, purpose = label[:2] if label else (self._axis(_group(args)), _purpose(operation, args))
-        with self._seen(name, (axis, operation, purpose), args):
-            return func(*args, **(kwargs or {}))
+        return self._seen(name, (axis, operation, purpose), args)
 
     def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
         """Return a context to enter around torch's operation `name`. Called before it."""
