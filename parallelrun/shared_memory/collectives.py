@@ -1,4 +1,4 @@
-"""The collectives, as what each member contributes and reads. Tensors are contiguous; see `group` for those that are not.
+"""The collectives, as what each member contributes and reads, for contiguous tensors.
 
 A collective takes the group's `Member`s, this rank's number, and its tensors. What a rank reads of its own part is read
 from its tensor, so that only what others read is copied into the arena.
@@ -7,7 +7,7 @@ from its tensor, so that only what others read is copied into the arena.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class Collectives:
         item = flat.element_size()
         each = aligned(-(-flat.numel() // self._size) * item) // item
         starts = [min(number * each, flat.numel()) for number in range(self._size + 1)]
-        parts = [flat[first:last] for first, last in zip(starts, starts[1:])]
+        parts = [flat[first:last] for first, last in pairwise(starts)]
         mine = parts[self._rank]
 
         def fill(offset: int) -> None:

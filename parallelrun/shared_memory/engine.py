@@ -148,22 +148,21 @@ class Engine:
                 self.progress()
 
 
-_engine: Engine | None = None
+_engines: dict[int, Engine] = {}  # by pid: a fork has its own
 
 
 def existing() -> Engine | None:
-    """Return the engine of this process, None if it has none (a fork does not inherit its parent's)."""
-    return _engine if _engine is not None and _engine.process.pid == os.getpid() else None
+    """Return the engine of this process, None if it has none."""
+    return _engines.get(os.getpid())
 
 
 def current() -> Engine:
     """Return the engine of this process; create it at the first call. Raises OSError or EnvironmentProblem."""
-    global _engine
-    if existing() is None:
-        _engine = Engine()
+    engine = existing()
+    if engine is None:
+        engine = _engines[os.getpid()] = Engine()
         atexit.register(_at_exit)
-    assert _engine is not None
-    return _engine
+    return engine
 
 
 def _at_exit() -> None:

@@ -68,6 +68,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._collectives = CollectiveChannel(engine, members, rank)
         self._messages = MessageChannel(engine, members, rank, messages_base)
         self._open = True
+        self._group_name = self._description = ""
         self._coalesced: list[SharedMemoryWork] | None = None
 
     def getBackendName(self) -> str:
@@ -79,6 +80,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+    # torch keeps the names of a group in its C++ backends, which this one has none of
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -172,7 +192,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def gather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         held = _Outputs(outputs[0] if outputs else [])
         parts = held.contiguous(filled=False)
-        return self._issue([self._make.gather(parts, _plain(tensors[0]), opts.rootRank)], opts, held.tensors, held.copies)
+        return self._issue(
+            [self._make.gather(parts, _plain(tensors[0]), opts.rootRank)], opts, held.tensors, held.copies
+        )
 
     @_observed("scatter_")
     def scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:

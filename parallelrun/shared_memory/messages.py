@@ -9,7 +9,7 @@ receiver waits for a later message makes it take those before to private memory.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _SLOTS, _SLOT_WORDS = 32, 3  # of a ring: (tag, offset, bytes)
 
 
 def message_words(size: int) -> int:
-    """Return the words of a member's block in a group of `size`: SENT, STALLED, TAKEN for each member, and the rings."""
+    """Return the words of a member's block in a group of `size`: SENT, STALLED, TAKEN and a ring for each member."""
     return size * (3 + _SLOTS * _SLOT_WORDS)
 
 
@@ -79,6 +79,7 @@ class MessageChannel:
         self._me, self._arena = members[rank], engine.process.arena
         size = len(members)
         self._sent, self._stalled, self._taken, self._rings = base, base + size, base + 2 * size, base + 3 * size
+        self._everyone = [number for number in range(size) if number != rank]
         self._outbox: list[Message] = []
         self._receives: list[Message] = []
         self._inboxes = [_Inbox() for _ in members]
@@ -117,6 +118,8 @@ class MessageChannel:
                     blocked.add(message.peer)
             self._outbox = [message for message in self._outbox if not message.done]
         if self._receives:
+            for number in self._sources():  # before any is matched: the first of two equal receives gets the first
+                self._look(number)
             for message in self._receives:
                 self._match(message)
             self._receives = [message for message in self._receives if not message.done]
@@ -164,11 +167,14 @@ class MessageChannel:
     def _slot(self, to: int, index: int) -> int:
         return self._rings + (to * _SLOTS + index % _SLOTS) * _SLOT_WORDS
 
+    def _sources(self) -> Iterable[int]:
+        """Return the members from which messages are awaited."""
+        wanted = {message.peer for message in self._receives}
+        return self._everyone if None in wanted else {number for number in wanted if number is not None}
+
     def _match(self, message: Message) -> None:
         """Receive a message if it has arrived."""
-        everyone = (number for number in range(len(self._members)) if number != self._rank)
-        for number in everyone if message.peer is None else (message.peer,):
-            self._look(number)
+        for number in self._everyone if message.peer is None else (message.peer,):
             queue = self._inboxes[number].by_tag.get(message.tag)
             if queue:
                 message.peer = number
