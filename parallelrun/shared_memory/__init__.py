@@ -47,3 +47,10 @@ def finish(timeout_s: float = 60.0) -> None:
     engine = existing()
     if engine is not None:
         engine.finish(timeout_s)
+
+
+def refusal() -> str:
+    """Return why the last group that uses gloo instead does so."""
+    from parallelrun.shared_memory.joining import refusals
+
+    return refusals[-1] if refusals else "no group was refused"

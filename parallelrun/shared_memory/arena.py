@@ -100,7 +100,7 @@ class Arena(Memory):
             raise self._exhausted(target - self._reserved, error.strerror) from error
         self._reserved = target
 
-    def _exhausted(self, num_bytes: int, cause: str) -> EnvironmentProblem:
+    def _exhausted(self, num_bytes: int, cause: str | None) -> EnvironmentProblem:
         what = f"no shared memory for a collective: {num_bytes} more bytes beside {self._reserved} are refused: {cause}"
         suggestion = "backend=gloo, fewer ranks on this host, or a smaller micro_batch"
         return EnvironmentProblem(Problem(what, suggestion=suggestion))

@@ -54,14 +54,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,
         rank: int,
         engine: Engine,
         members: Sequence[Member],
         messages_base: int,
         timeout: timedelta,
     ):
-        super().__init__(rank, len(members))  # torch's other constructor makes no group of Python methods
+        super().__init__(rank, len(members))  # type: ignore[call-arg]  # torch's other constructor makes no group of Python methods
         self._store = store
         self._engine, self._timeout, self._size, self._number = engine, timeout, len(members), rank
         self._make = Collectives(members, rank)
@@ -100,7 +100,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Any:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:

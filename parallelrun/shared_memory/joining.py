@@ -14,6 +14,8 @@ from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.group import SharedMemoryGroup
 from parallelrun.shared_memory.messages import message_words
 
+refusals: list[str] = []  # why groups use gloo instead
+
 
 def create_group(options: Any, _: Any = None) -> Any:
     """Return a SharedMemoryGroup if all members can map each other's memory, else gloo's group; the same on all.
@@ -23,19 +25,28 @@ def create_group(options: Any, _: Any = None) -> Any:
     store, rank, size = options.store, options.group_rank, options.group_size
     mine = _offer(size)
     everyone = _exchange(store, "endpoint", rank, size, mine)
-    if any("refused" in one for one in everyone) or len({one["host"] for one in everyone}) > 1:
-        return torch_private.gloo_group(options)
+    why = [one["refused"] for one in everyone if "refused" in one]
+    if not why and len({one["host"] for one in everyone}) > 1:
+        why = ["the ranks are on several hosts, or in containers apart"]
+    if why:
+        return _refused(options, why[0])
     engine = engines.current()
-    refused = ""
+    mine_refused = ""
     try:
         for one in everyone:
             engine.process.open_peer(one)
     except (OSError, ValueError) as error:
-        refused = f"{type(error).__name__}: {error}"
-    if any(_exchange(store, "opened", rank, size, refused)):
-        return torch_private.gloo_group(options)
+        mine_refused = f"the memory of another rank cannot be mapped: {error}"
+    why = [one for one in _exchange(store, "opened", rank, size, mine_refused) if one]
+    if why:
+        return _refused(options, why[0])
     members = [_member(engine, one) for one in everyone]
     return SharedMemoryGroup(store, rank, engine, members, COLLECTIVE_WORDS, options.timeout)
+
+
+def _refused(options: Any, why: str) -> Any:
+    refusals.append(why)
+    return torch_private.gloo_group(options)
 
 
 def _offer(size: int) -> dict[str, Any]:
