@@ -36,7 +36,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Memory:
+class MappedMemory:
     """A mapped arena, this process's own or a peer's. `words[i]` is the int64 at byte 8 * i."""
 
     def __init__(self, descriptor: int, size: int):
@@ -50,7 +50,7 @@ class Memory:
         return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
 
-class Arena(Memory):
+class Arena(MappedMemory):
     """The memory of this process: `allocate` returns the byte offset of a block, `free` gives it back.
 
     Pages are reserved before they are used, so that exhausted memory is an error here and no SIGBUS later.

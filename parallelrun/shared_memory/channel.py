@@ -21,7 +21,7 @@ COLLECTIVE_WORDS = _RING + _SLOTS * _SLOT_WORDS
 _QUEUED, _POSTED, _COMBINED, _DONE = range(4)
 
 
-class Member:
+class GroupMember:
     """A member of a group: its process, and where its block of words begins."""
 
     def __init__(self, process: Peer | LocalProcess, base: int):
@@ -35,7 +35,7 @@ class Member:
         self.words[self.base + word] = value
 
 
-class Collective:
+class SharedCollective:
     """A collective on one member.
 
     name, num_bytes: compared between the members that read each other. size: bytes of this member's contribution, -1:
@@ -83,17 +83,17 @@ class Collective:
 class CollectiveChannel:
     """The collectives of one group in one process. Every method is called under the engine's lock."""
 
-    def __init__(self, engine: Engine, members: Sequence[Member], rank: int):
+    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int):
         self._engine, self._members, self._rank = engine, members, rank
         self._me = members[rank]
         self._arena = engine.process.arena
         self._others = [one for number, one in enumerate(members) if number != rank]
-        self._queue: deque[Collective] = deque()
+        self._queue: deque[SharedCollective] = deque()
         self._num_issued = 0
         self._failed: Exception | None = None
         self._held: deque[tuple[int, int]] = deque()  # (index, offset) of contributions that members may still read
 
-    def issue(self, collective: Collective) -> None:
+    def issue(self, collective: SharedCollective) -> None:
         """Post a collective and begin it."""
         collective.attach(self, self._num_issued)
         self._num_issued += 1
@@ -101,7 +101,7 @@ class CollectiveChannel:
         self._engine.submit(self)
 
     def advance(self) -> bool:
-        """See `engine.Channel`."""
+        """See `engine.OperationQueue`."""
         limit = _DONE
         try:
             for collective in self._queue:
@@ -121,7 +121,7 @@ class CollectiveChannel:
             self._queue.popleft()
         return bool(self._queue)
 
-    def _step(self, collective: Collective, limit: int) -> bool:
+    def _step(self, collective: SharedCollective, limit: int) -> bool:
         """Take a collective to its next stage, if that is possible now; `limit`: the stage of the one before it."""
         if collective.stage == _QUEUED:
             if self._behind(DONE, collective.index - _SLOTS + 1) is not None:
@@ -143,7 +143,7 @@ class CollectiveChannel:
             self._end(collective)
         return True
 
-    def _post(self, collective: Collective) -> None:
+    def _post(self, collective: SharedCollective) -> None:
         offset = -1
         if collective.size >= 0:
             self.reclaim()
@@ -157,7 +157,7 @@ class CollectiveChannel:
         collective.offsets = [offset]
         self._publish(POSTED, collective.index + 1, collective.readers)
 
-    def _combine(self, collective: Collective) -> None:
+    def _combine(self, collective: SharedCollective) -> None:
         mine = collective.offsets[0]
         slot, offsets = self._slot(collective.index), [mine] * len(self._members)
         kind = hash_of(collective.name)
@@ -177,7 +177,7 @@ class CollectiveChannel:
             collective.stage = _COMBINED
             self._publish(COMBINED, collective.index + 1, collective.readers)
 
-    def _end(self, collective: Collective) -> None:
+    def _end(self, collective: SharedCollective) -> None:
         collective.stage = _DONE
         collective.done = True
         self._me[DONE] = collective.index + 1  # nobody sleeps for it, except for a free slot: see `_SAFETY_S`
@@ -190,7 +190,7 @@ class CollectiveChannel:
         for number in readers:
             self._members[number].process.wake(pid)
 
-    def _behind(self, counter: int, target: int, of: Iterable[int] | None = None) -> Member | None:
+    def _behind(self, counter: int, target: int, of: Iterable[int] | None = None) -> GroupMember | None:
         """Return a member (of those numbered) whose counter is below `target`."""
         if target <= 0:
             return None

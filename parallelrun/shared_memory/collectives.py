@@ -1,7 +1,6 @@
 """The collectives, as what each member contributes and reads, for contiguous tensors.
 
-A collective takes the group's `Member`s, this rank's number, and its tensors. What a rank reads of its own part is read
-from its tensor, so that only what others read is copied into the arena.
+What a rank reads of its own part is read from its tensor, so that only what others read is copied into the arena.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
-from parallelrun.shared_memory.channel import Collective, Member
+from parallelrun.shared_memory.channel import GroupMember, SharedCollective
 from parallelrun.shared_memory.reductions import Reduction
 
 SMALL = 2**15  # bytes up to which every rank sums an all-reduce itself: one exchange instead of two
 
 
 class Collectives:
-    """Makes the collectives of one group."""
+    """Make the collectives of one group."""
 
-    def __init__(self, members: Sequence[Member], rank: int):
+    def __init__(self, members: Sequence[GroupMember], rank: int):
         self._members, self._rank, self._size = members, rank, len(members)
         self._me = members[rank]
         self._others = tuple(number for number in range(self._size) if number != rank)
@@ -34,17 +33,17 @@ class Collectives:
         if tensor.numel():
             self._me.tensor(offset, tensor.dtype, tensor.numel()).copy_(tensor.view(-1))
 
-    def barrier(self) -> Collective:
-        return Collective("barrier", 0, -1, None, self._others, None)
+    def barrier(self) -> SharedCollective:
+        return SharedCollective("barrier", 0, -1, None, self._others, None)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Collective:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> SharedCollective:
         flat = tensor.view(-1)
         num_bytes = flat.numel() * flat.element_size()
         if self._size == 2 or num_bytes <= SMALL:
             return self._all_reduce_at_once(flat, num_bytes, reduction)
         return self._all_reduce_by_parts(flat, num_bytes, reduction)
 
-    def _all_reduce_at_once(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> Collective:
+    def _all_reduce_at_once(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
         """Every rank reads all tensors."""
         in_place = self._rank < 2  # the first sum overwrites it; a later source would be lost
 
@@ -58,9 +57,9 @@ class Collectives:
         def fill(offset: int) -> None:
             self._write(offset, flat)
 
-        return Collective("all_reduce", num_bytes, num_bytes, fill, self._others, combine)
+        return SharedCollective("all_reduce", num_bytes, num_bytes, fill, self._others, combine)
 
-    def _all_reduce_by_parts(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> Collective:
+    def _all_reduce_by_parts(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
         """Rank i reduces part i, into its place in the arena, from where the others copy it."""
         item = flat.element_size()
         each = aligned(-(-flat.numel() // self._size) * item) // item
@@ -84,13 +83,13 @@ class Collectives:
                 part = parts[number]
                 part.copy_(self._read(number, offsets[number] + starts[number] * item, part))
 
-        return Collective("all_reduce", num_bytes, num_bytes, fill, self._others, combine, finish)
+        return SharedCollective("all_reduce", num_bytes, num_bytes, fill, self._others, combine, finish)
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Collective:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> SharedCollective:
         flat = tensor.view(-1)
         num_bytes = flat.numel() * flat.element_size()
         if self._rank != root:
-            return Collective(
+            return SharedCollective(
                 "reduce", num_bytes, num_bytes, lambda offset: self._write(offset, flat), (), None, readers=(root,)
             )
 
@@ -100,13 +99,13 @@ class Collectives:
                 sources[root] = flat.clone()
             reduction(flat, sources)
 
-        return Collective("reduce", num_bytes, -1, None, self._others, combine, readers=())
+        return SharedCollective("reduce", num_bytes, -1, None, self._others, combine, readers=())
 
-    def broadcast(self, tensor: Tensor, root: int) -> Collective:
+    def broadcast(self, tensor: Tensor, root: int) -> SharedCollective:
         flat = tensor.view(-1)
         num_bytes = flat.numel() * flat.element_size()
         if self._rank == root:
-            return Collective(
+            return SharedCollective(
                 "broadcast", num_bytes, num_bytes, lambda offset: self._write(offset, flat), (), None,
                 readers=self._others,
             )  # fmt: skip
@@ -114,9 +113,9 @@ class Collectives:
         def combine(offsets: list[int]) -> None:
             flat.copy_(self._read(root, offsets[root], flat))
 
-        return Collective("broadcast", num_bytes, -1, None, (root,), combine, readers=())
+        return SharedCollective("broadcast", num_bytes, -1, None, (root,), combine, readers=())
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Collective:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> SharedCollective:
         """outputs: one per rank, whose sizes may differ."""
         num_bytes = sum(one.numel() * one.element_size() for one in outputs)
 
@@ -132,13 +131,13 @@ class Collectives:
                 output.copy_(self._read(number, offsets[number], output))
 
         size = tensor.numel() * tensor.element_size()
-        return Collective("all_gather", num_bytes, size, fill, self._others, combine)
+        return SharedCollective("all_gather", num_bytes, size, fill, self._others, combine)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Collective:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> SharedCollective:
         """outputs: one per rank at the root, else empty."""
         size = tensor.numel() * tensor.element_size()
         if self._rank != root:
-            return Collective(
+            return SharedCollective(
                 "gather", size, size, lambda offset: self._write(offset, tensor), (), None, readers=(root,)
             )
 
@@ -147,9 +146,9 @@ class Collectives:
                 part = tensor.view(-1) if number == root else self._read(number, offsets[number], output)
                 output.view(-1).copy_(part)
 
-        return Collective("gather", size, -1, None, self._others, combine, readers=())
+        return SharedCollective("gather", size, -1, None, self._others, combine, readers=())
 
-    def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int) -> Collective:
+    def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int) -> SharedCollective:
         """parts: one per rank at the root, else empty; all have the size of `output`."""
         size = output.numel() * output.element_size()
         step = aligned(size)
@@ -160,14 +159,14 @@ class Collectives:
                     self._write(offset + number * step, parts[number])
                 output.view(-1).copy_(parts[root].view(-1))
 
-            return Collective("scatter", size, step * self._size, fill, (), None, readers=self._others)
+            return SharedCollective("scatter", size, step * self._size, fill, (), None, readers=self._others)
 
         def combine(offsets: list[int]) -> None:
             output.view(-1).copy_(self._read(root, offsets[root] + self._rank * step, output))
 
-        return Collective("scatter", size, -1, None, (root,), combine, readers=())
+        return SharedCollective("scatter", size, -1, None, (root,), combine, readers=())
 
-    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> Collective:
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> SharedCollective:
         """parts: one per rank, whose sizes may differ; `output` may be this rank's own part."""
         sizes = [one.numel() * one.element_size() for one in parts]
         starts = [0, *accumulate(map(aligned, sizes))]
@@ -185,9 +184,9 @@ class Collectives:
             sources[self._rank] = mine.clone() if overwritten else mine
             reduction(output.view(-1), sources)
 
-        return Collective("reduce_scatter", sum(sizes), starts[-1], fill, self._others, combine)
+        return SharedCollective("reduce_scatter", sum(sizes), starts[-1], fill, self._others, combine)
 
-    def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> Collective:
+    def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> SharedCollective:
         """outputs, parts: one from and one for each rank; the sizes may differ. What a rank sends begins with where
         each part is and how many bytes it has."""
         sizes = [one.numel() * one.element_size() for one in parts]
@@ -213,4 +212,4 @@ class Collectives:
                                        f"rank {self._rank} expects {expected}")  # fmt: skip
                 output.copy_(self._read(number, offset + start, output))
 
-        return Collective("all_to_all", 0, starts[-1], fill, self._others, combine)
+        return SharedCollective("all_to_all", 0, starts[-1], fill, self._others, combine)

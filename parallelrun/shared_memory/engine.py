@@ -19,7 +19,7 @@ _SPIN_S = 5e-5  # about as long as it takes to be woken
 _SAFETY_S = 0.02  # a process looks this often itself: a store and a load of two processors may pass each other
 
 
-class Operation(Protocol):
+class PendingOperation(Protocol):
     """A collective or a message. done: whether it has ended; error: how, if not well."""
 
     done: bool
@@ -34,7 +34,7 @@ class Operation(Protocol):
         ...
 
 
-class Channel(Protocol):
+class OperationQueue(Protocol):
     """The operations of a group of one kind."""
 
     def advance(self) -> bool:
@@ -48,12 +48,12 @@ class Engine:
     def __init__(self) -> None:
         self.process = LocalProcess()
         self.lock = threading.Condition(threading.RLock())
-        self._active: dict[Channel, None] = {}
+        self._active: dict[OperationQueue, None] = {}
         self._sleeping = False
         self._waiting = 0
         self._num_cores = len(os.sched_getaffinity(0))
 
-    def submit(self, channel: Channel) -> None:
+    def submit(self, channel: OperationQueue) -> None:
         """Advance a channel that has a new operation; remember it while operations are left."""
         self._active[channel] = None
         self.progress()
@@ -64,7 +64,7 @@ class Engine:
             if not channel.advance():
                 self._active.pop(channel, None)
 
-    def wait(self, operation: Operation, timeout_s: float) -> None:
+    def wait(self, operation: PendingOperation, timeout_s: float) -> None:
         """Return when the operation has ended. Raises RuntimeError as gloo does, if a peer ends or time is up."""
         if operation.done:
             return
@@ -80,7 +80,7 @@ class Engine:
             finally:
                 self._waiting -= 1
 
-    def _spin(self, operation: Operation) -> bool:
+    def _spin(self, operation: PendingOperation) -> bool:
         """Try again for a moment, if no rank of this host needs the core meanwhile."""
         self.progress()
         if operation.done or len(self.process.peers) >= self._num_cores:
@@ -93,7 +93,7 @@ class Engine:
             self.progress()
         return operation.done
 
-    def _wait_once(self, operation: Operation) -> bool:
+    def _wait_once(self, operation: PendingOperation) -> bool:
         """Sleep once, unless the operation has ended; return whether it has."""
         process = self.process
         if self._sleeping:  # another thread sleeps, for all
@@ -124,7 +124,7 @@ class Engine:
             self._look_for_ended_peers(operation)
         return operation.done
 
-    def _look_for_ended_peers(self, operation: Operation) -> None:
+    def _look_for_ended_peers(self, operation: PendingOperation) -> None:
         """Raise RuntimeError if the operation needs a peer that has ended or left the group."""
         peer = operation.missing()
         if peer is not None and (peer.gone or operation.closed(peer)):

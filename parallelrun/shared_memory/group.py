@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import torch_private
-from parallelrun.shared_memory.channel import Collective, CollectiveChannel, Member
+from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.messages import MessageChannel
@@ -57,7 +57,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         store: Any,
         rank: int,
         engine: Engine,
-        members: Sequence[Member],
+        members: Sequence[GroupMember],
         messages_base: int,
         timeout: timedelta,
     ):
@@ -291,7 +291,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return list(tensor.view(self._size, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * self._size
 
     def _issue(
-        self, made: list[Collective], opts: Any, results: list[Tensor], copies: Sequence[tuple[Tensor, Tensor]] = ()
+        self,
+        made: list[SharedCollective],
+        opts: Any,
+        results: list[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> SharedMemoryWork:
         with self._engine.lock:
             for collective in made:

@@ -9,7 +9,7 @@ from parallelrun import torch_private
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.shared_memory import engine as engines
 from parallelrun.shared_memory.arena import is_supported
-from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, Member
+from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, GroupMember
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.group import SharedMemoryGroup
 from parallelrun.shared_memory.messages import message_words
@@ -69,6 +69,6 @@ def _exchange(store: Any, key: str, rank: int, size: int, value: Any) -> list[An
     return [json.loads(one) for one in store.multi_get([f"{key}{number}" for number in range(size)])]
 
 
-def _member(engine: Engine, endpoint: dict[str, Any]) -> Member:
+def _member(engine: Engine, endpoint: dict[str, Any]) -> GroupMember:
     pid = endpoint["pid"]
-    return Member(engine.process if pid == engine.process.pid else engine.process.peers[pid], endpoint["base"])
+    return GroupMember(engine.process if pid == engine.process.pid else engine.process.peers[pid], endpoint["base"])

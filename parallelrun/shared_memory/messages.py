@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import fence
-from parallelrun.shared_memory.channel import CLOSED, Member
+from parallelrun.shared_memory.channel import CLOSED, GroupMember
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.process import Peer
 
@@ -74,7 +74,7 @@ class _Inbox:
 class MessageChannel:
     """The messages of one group in one process. Every method is called under the engine's lock."""
 
-    def __init__(self, engine: Engine, members: Sequence[Member], rank: int, base: int):
+    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int, base: int):
         self._engine, self._members, self._rank = engine, members, rank
         self._me, self._arena = members[rank], engine.process.arena
         size = len(members)
@@ -109,7 +109,7 @@ class MessageChannel:
         return message
 
     def advance(self) -> bool:
-        """See `engine.Channel`."""
+        """See `engine.OperationQueue`."""
         if self._outbox:
             blocked: set[int] = set()
             for message in self._outbox:

@@ -8,7 +8,7 @@ import select
 from pathlib import Path
 from typing import Any
 
-from parallelrun.shared_memory.arena import ALIGNMENT, Arena, Memory, fence
+from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, fence
 
 AWAITED = 0  # word of an arena: the pid that its process sleeps for, ANY, or 0 while it is awake
 ANY = -1
@@ -24,7 +24,7 @@ class Peer:
         folder = f"/proc/{self.pid}/fd"
         descriptor = os.open(f"{folder}/{endpoint['memory']}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.memory = Memory(descriptor, endpoint["size"])
+            self.memory = MappedMemory(descriptor, endpoint["size"])
         finally:
             os.close(descriptor)
         self.words = self.memory.words

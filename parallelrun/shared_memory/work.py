@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import torch_private
-from parallelrun.shared_memory.engine import Engine, Operation
+from parallelrun.shared_memory.engine import Engine, PendingOperation
 from parallelrun.shared_memory.messages import Message
 
 
@@ -24,7 +24,7 @@ class SharedMemoryWork(dist.Work):
     def __init__(
         self,
         engine: Engine,
-        operations: Sequence[Operation],
+        operations: Sequence[PendingOperation],
         timeout: timedelta,
         results: list[Tensor],
         copies: Sequence[tuple[Tensor, Tensor]] = (),
