@@ -3,8 +3,8 @@
     python -m benchmarks.native                          # every case and size, 40 pairs each, results committed
     python -m benchmarks.native --case tp --size mixed --pairs 30
 
-Peers: a plain training loop on one rank, DistributedDataParallel, FSDP2 `fully_shard`, DTensor `parallelize_module` with loss_parallel, and raw
-`torch.distributed.pipelining` (1F1B). Rows where the peer wins are printed like any other.
+Peers: a plain training loop on one rank, DistributedDataParallel, FSDP2 `fully_shard`, DTensor `parallelize_module`
+with loss_parallel, and raw `torch.distributed.pipelining` (1F1B). Rows where the peer wins are printed like any other.
 
 A full step on both sides: the same samples read by the same reader, forward, backward, gradients summed over ranks,
 the global norm clipped, torch's fused AdamW (the fastest that each peer can use), one thread a rank. Only ours also
