@@ -9,12 +9,16 @@ Both sides run in the same processes and alternate: one group uses shared memory
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from benchmarks.pairs import on_ranks, read_arguments, summarise, time_pairs, write
 from benchmarks.plain_gpt import SIZES
@@ -25,6 +29,7 @@ from parallelrun.train.schedules import LossScaler
 from parallelrun.train.step import train_step
 from tests.plans import tiny_config
 
+RANKS_OF_STEPS = 2
 BYTES = {"4K": 2**12, "256K": 2**18, "16M": 2**24}
 STEPS: dict[str, dict[str, Any]] = {
     "ddp": {"dp": 2, "strategy.data.kind": "ddp", "microbatches": 1},
@@ -57,8 +62,10 @@ def _broadcast(group: Any, tensor: torch.Tensor, parts: torch.Tensor) -> None:
 def _messages(group: Any, tensor: torch.Tensor, parts: torch.Tensor) -> None:
     """From every rank to the next one."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    received = dist.irecv(parts.view(-1), (rank - 1) % world, group=group)
     sent = dist.isend(tensor, (rank + 1) % world, group=group)
-    dist.recv(parts.view(-1), (rank - 1) % world, group=group)
+    assert sent is not None and received is not None
+    received.wait()
     sent.wait()
 
 
@@ -88,11 +95,53 @@ def _collective(name: str, size: str, pairs: int, warmup: int) -> dict[str, Any]
     return {"times": {side: [one / _REPEATED[size] for one in values] for side, values in times.items()}}
 
 
-def _step(name: str, pairs: int, warmup: int) -> dict[str, Any]:
-    """One rank: two trainings of the same plan, one over each backend; equal losses prove equal work."""
-    first = _stepper(name)
-    gloo_world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
-    raise NotImplementedError(gloo_world, store, first)
+def _steps(name: str, pairs: int, warmup: int) -> dict[str, Any]:
+    """Two worlds of processes, one per backend, take turns; equal losses prove equal work."""
+    context, sides = mp.get_context("spawn"), ("shm", "gloo")
+    turn, answers = context.Barrier(2 * RANKS_OF_STEPS), context.Queue()
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = [(name, side, rank, scratch, pairs, warmup, turn, answers) for side in sides for rank in range(2)]
+        processes = [context.Process(target=_take_turns, args=one) for one in arguments]
+        for process in processes:
+            process.start()
+        found = [answers.get(timeout=1200) for _ in processes]
+        for process in processes:
+            process.join()
+    losses = {side: [loss for one in found if one["side"] == side and one["rank"] == 0 for loss in one["losses"]]
+              for side in sides}  # fmt: skip
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses["shm"], losses["gloo"]))
+    assert worst < 1e-4, f"{name}: the two sides do not train alike: {losses}"
+    times = {key: [max(values) for values in zip(*(one["times"][key] for one in found if key in one["times"]))]
+             for key in ("ours", "theirs", "again")}  # fmt: skip
+    return {"first_losses": losses, "times": times}
+
+
+def _take_turns(
+    name: str, side: str, rank: int, scratch: str, pairs: int, warmup: int, turn: Any, answers: Any
+) -> None:
+    """One rank of one side: a step whenever it is this side's turn."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{scratch}/{side}", RANKS_OF_STEPS)  # type: ignore[attr-defined]
+    dist.init_process_group(shared_memory.register() if side == "shm" else side, store=store, rank=rank, world_size=2)
+    step = _stepper(name)
+    losses = [step() for _ in range(3)]
+    mine = ("ours",) if side == "shm" else ("theirs", "again")
+    times: dict[str, list[float]] = {key: [] for key in mine}
+    order = ["ours", "theirs", "again"]
+    for number in range(warmup + pairs):
+        for key in order:
+            turn.wait()
+            if key in mine:
+                dist.barrier()
+                began = time.perf_counter()
+                step()
+                if number >= warmup:
+                    times[key].append(time.perf_counter() - began)
+        order = order[1:] + order[:1]
+    answers.put({"side": side, "rank": rank, "losses": losses, "times": times})
+    turn.wait()
+    dist.destroy_process_group()
 
 
 def _stepper(name: str) -> Callable[[], float]:
@@ -115,10 +164,12 @@ def main() -> None:
     for case in arguments.case.split(","):
         for world in map(int, arguments.ranks.split(",")):
             for size in arguments.size.split(",") if case in COLLECTIVES else ("mixed",):
-                if case in STEPS and world > 2:
+                if case in STEPS and world != RANKS_OF_STEPS:
                     continue
-                body = partial(_collective, case, size) if case in COLLECTIVES else partial(_step, case)
-                result = on_ranks(world, body, arguments.pairs, arguments.warmup)
+                if case in STEPS:
+                    result = _steps(case, arguments.pairs, arguments.warmup)
+                else:
+                    result = on_ranks(world, _collective, case, size, arguments.pairs, arguments.warmup)
                 row = {"case": f"{case}, {world} ranks", "ranks": world, "size": size, **result}
                 row |= summarise(result["times"], None)
                 interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
