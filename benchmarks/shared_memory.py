@@ -10,6 +10,7 @@ Both sides run in the same processes and alternate: one group uses shared memory
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -113,7 +114,8 @@ def _steps(name: str, pairs: int, warmup: int) -> dict[str, Any]:
     assert worst < 1e-4, f"{name}: the two sides do not train alike: {losses}"
     times = {key: [max(values) for values in zip(*(one["times"][key] for one in found if key in one["times"]))]
              for key in ("ours", "theirs", "again")}  # fmt: skip
-    return {"first_losses": losses, "times": times}
+    cpu = {side: sum(statistics.median(one["cpu"]) for one in found if one["side"] == side) for side in sides}
+    return {"first_losses": losses, "times": times, "cpu_s_of_all_ranks": cpu}
 
 
 def _take_turns(
@@ -128,18 +130,20 @@ def _take_turns(
     losses = [step() for _ in range(3)]
     mine = ("ours",) if side == "shm" else ("theirs", "again")
     times: dict[str, list[float]] = {key: [] for key in mine}
+    cpu: list[float] = []
     order = ["ours", "theirs", "again"]
     for number in range(warmup + pairs):
         for key in order:
             turn.wait()
             if key in mine:
                 dist.barrier()
-                began = time.perf_counter()
+                began, used = time.perf_counter(), time.process_time()
                 step()
                 if number >= warmup:
                     times[key].append(time.perf_counter() - began)
+                    cpu.append(time.process_time() - used)
         order = order[1:] + order[:1]
-    answers.put({"side": side, "rank": rank, "losses": losses, "times": times})
+    answers.put({"side": side, "rank": rank, "losses": losses, "times": times, "cpu": cpu})
     turn.wait()
     dist.destroy_process_group()
 
@@ -178,6 +182,9 @@ def main() -> None:
                     f"{row['theirs_median_s'] * 1e3:11.3f}{row['ratio']:8.2f}{interval:>12}{row['a_a_ratio']:7.2f}",
                     flush=True,
                 )
+                if "cpu_s_of_all_ranks" in row:
+                    shm, gloo = row["cpu_s_of_all_ranks"].values()
+                    print(f"{'  CPU time of both ranks':32}{shm * 1e3:9.1f}{gloo * 1e3:11.1f}{shm / gloo:8.2f}")
                 rows.append(row)
     if arguments.name:
         command = f"python -m benchmarks.shared_memory --case {arguments.case} --ranks {arguments.ranks}"
