@@ -121,6 +121,10 @@ class CollectiveChannel:
             self._queue.popleft()
         return bool(self._queue)
 
+    def is_owing(self) -> bool:
+        """See `engine.OperationQueue`."""
+        return bool(self._queue)
+
     def _step(self, collective: SharedCollective, limit: int) -> bool:
         """Take a collective to its next stage, if that is possible now; `limit`: the stage of the one before it."""
         if collective.stage == _QUEUED:

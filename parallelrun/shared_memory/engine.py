@@ -41,6 +41,14 @@ class OperationQueue(Protocol):
         """Do what can be done without waiting; return whether operations are left."""
         ...
 
+    def is_owing(self) -> bool:
+        """Return whether other members may need this one's part in the operations that are left."""
+        ...
+
+    def missing(self) -> Peer | None:
+        """Return a peer without which the first operation cannot end, None if several would do."""
+        ...
+
 
 class Engine:
     """The operations of this process. `lock` is held wherever they are touched."""
@@ -133,19 +141,25 @@ class Engine:
                 raise RuntimeError(f"[shared memory] Connection closed by peer: process {peer.pid}, {operation}")
 
     def finish(self, timeout_s: float) -> None:
-        """Advance all operations until none is left, a peer has ended or time is up."""
+        """Advance the operations until no peer needs them, or time is up. Those with ended peers are left."""
         deadline = time.monotonic() + timeout_s
         with self.lock:
             self.progress()
-            while self._active and time.monotonic() < deadline:
-                if any(peer.gone for peer in self.process.peers.values()):
-                    return
+            while self._is_owing() and time.monotonic() < deadline:
                 self.process.sleep_for(ANY)
                 self.progress()
-                if self._active:
+                if self._is_owing():
                     self.process.sleep(_SAFETY_S)
                 self.process.sleep_for(0)
                 self.progress()
+
+    def _is_owing(self) -> bool:
+        for queue in self._active:
+            if queue.is_owing():
+                peer = queue.missing()
+                if peer is None or not peer.gone:
+                    return True
+        return False
 
 
 _engines: dict[int, Engine] = {}  # by pid: a fork has its own

@@ -23,6 +23,7 @@ from parallelrun.shared_memory.messages import MessageChannel
 from parallelrun.shared_memory.reductions import Reduction
 from parallelrun.shared_memory.work import SharedMemoryWork
 
+_LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that its peers may still need
 _Method = Callable[..., SharedMemoryWork]
 
 
@@ -110,7 +111,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Leave the group, when what was issued has ended."""
         if self._open:
             self._open = False
-            self._engine.finish(self._timeout.total_seconds())
+            self._engine.finish(_LEAVE_S)
             with self._engine.lock:
                 self._collectives.close()
 

@@ -70,5 +70,5 @@ def _exchange(store: Any, key: str, rank: int, size: int, value: Any) -> list[An
 
 
 def _member(engine: Engine, endpoint: dict[str, Any]) -> GroupMember:
-    pid = endpoint["pid"]
-    return GroupMember(engine.process if pid == engine.process.pid else engine.process.peers[pid], endpoint["base"])
+    process = engine.process
+    return GroupMember(process.peers.get(endpoint["token"], process), endpoint["base"])

@@ -39,8 +39,8 @@ class Message:
         self.error: Exception | None = None
 
     def missing(self) -> Peer | None:
-        """Return the other side, None if it may be any."""
-        return None if self.peer is None else self._channel.peer(self.peer)
+        """Return the other side. If it may be any: one that has ended, as with gloo."""
+        return self._channel.ended() if self.peer is None else self._channel.peer(self.peer)
 
     def closed(self, peer: Peer) -> bool:
         """Return whether the other side has left the group."""
@@ -124,6 +124,19 @@ class MessageChannel:
                 self._match(message)
             self._receives = [message for message in self._receives if not message.done]
         return bool(self._outbox or self._receives)
+
+    def is_owing(self) -> bool:
+        """See `engine.OperationQueue`. Nobody needs a receive but its own rank."""
+        return bool(self._outbox)
+
+    def missing(self) -> Peer | None:
+        """Return the receiver for which the first message waits."""
+        return self._outbox[0].missing() if self._outbox else None
+
+    def ended(self) -> Peer | None:
+        """Return a member that has ended."""
+        peers = (self.peer(number) for number in self._everyone)
+        return next((peer for peer in peers if peer is not None and peer.gone), None)
 
     def reclaim(self, number: int) -> int:
         """Free the messages that a member has received; return the bytes that it has not."""

@@ -47,7 +47,8 @@ class LocalProcess:
         self.arena = Arena()
         self.memory, self.words = self.arena, self.arena.words
         assert self.arena.allocate(ALIGNMENT) == AWAITED, "the first words of an arena are its process's"
-        self.peers: dict[int, Peer] = {}
+        self.token = os.urandom(8).hex()  # pids are reused
+        self.peers: dict[str, Peer] = {}
         self._doorbell, self._bell_to_me = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.epoll()
         self._poll.register(self._doorbell, select.EPOLLIN)
@@ -59,12 +60,13 @@ class LocalProcess:
     def endpoint(self) -> dict[str, Any]:
         """Return what a peer needs to reach this process."""
         descriptors = {"memory": self.arena.descriptor, "doorbell": self._bell_to_me}
-        return {"host": host_identity(), "pid": self.pid, "size": self.arena.size, **descriptors}
+        facts = {"host": host_identity(), "pid": self.pid, "token": self.token, "size": self.arena.size}
+        return {**facts, **descriptors}
 
     def open_peer(self, endpoint: dict[str, Any]) -> None:
         """Map the memory of a peer, unless it is mapped. Raises OSError if that is not possible."""
-        if endpoint["pid"] not in self.peers and endpoint["pid"] != self.pid:
-            peer = self.peers[endpoint["pid"]] = Peer(endpoint)
+        if endpoint["token"] not in self.peers and endpoint["token"] != self.token:
+            peer = self.peers[endpoint["token"]] = Peer(endpoint)
             self._watched[peer.pidfd] = peer
             self._poll.register(peer.pidfd, select.EPOLLIN)
 
