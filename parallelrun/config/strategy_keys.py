@@ -82,7 +82,7 @@ def _keys_of_built_in(axis: str, kind: str) -> type:
         return SECTIONS[axis]
     module = registry.load("strategies", f"{axis}.{kind}", "keys")
     own = (found for found in vars(module).values() if getattr(found, "__module__", None) == module.__name__)
-    return next(found for found in own if getattr(found, "kind", None) == kind)
+    return cast(type, next(found for found in own if getattr(found, "kind", None) == kind))
 
 
 def own_keys(axis: str, kind: str | None) -> frozenset[str]:
