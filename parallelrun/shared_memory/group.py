@@ -1,7 +1,7 @@
 """The process group of torch whose operations go through shared memory.
 
-torch calls the methods of a Python process group directly, not through its dispatcher. So each tells the dispatch modes
-of `parallelrun.torch_private.observed` what it was called with, as torch's own groups do.
+torch calls the methods of a Python process group directly, not through its dispatcher. So each tells the observers of
+`parallelrun.torch_private` what it was called with, as torch's dispatcher does for its own groups.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Method = Callable[..., SharedMemoryWork]
 
 
 def _observed(operation: str) -> Callable[[_Method], _Method]:
-    """Tell dispatch modes of a call: torch's name for it, and its arguments in the order of torch's operation."""
+    """Tell observers of a call: torch's name for it, and its arguments in the order of torch's operation."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def call(self: SharedMemoryGroup, *args: Any, **options: Any) -> SharedMemoryWork:
-            if not torch_private.has_dispatch_modes():
+            if not torch_private.is_observed():
                 return method(self, *args, **options)
             with torch_private.observed(operation, _arguments(operation, self, args)):
                 return method(self, *args, **options)
