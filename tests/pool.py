@@ -12,8 +12,10 @@ Tests run as `pytest` from the project root; every folder under `tests/` is a pa
 `tests.pool`, `tests.plans`. The same function comes as the fixture `run_ranks`.
 
 How: one helper process per test session has imported torch and every parallelrun module (one thread, no tensor
-operation) and forks the ranks of each call. Every call has fresh processes, so a failing test cannot poison the next.
-The helper imports the test's module once: a module edited during a session is not reloaded.
+operation) and forks ranks. Ranks that have answered a call answer the next one of the same module and world, which
+takes half the time. A call that fails, or that replaces a function or a constant of the program, ends its ranks, so a
+test cannot poison the next. The helper imports the test's module once: a module edited during a session is not
+reloaded.
 
 A failing call raises `RanksFailed`; its text starts with the first real cause (rank and traceback), victims of a lost
 connection come last. After `timeout` seconds the stacks of all ranks are collected, all are killed, and the call fails.
@@ -63,11 +65,14 @@ class RanksFailed(Exception):
         super().__init__("\n".join(f"rank {f.rank}: {f.kind}: {f.message}\n{f.traceback}" for f in failures))
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `function(*args)` on `world` fresh gloo ranks; return their results by rank.
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, fresh: bool = False
+) -> list[Any]:
+    """Call `function(*args)` on `world` gloo ranks; return their results by rank.
 
     `function` is module-level and finds its rank by `torch.distributed.get_rank()`; arguments and results are pickled.
-    What ranks print is printed here, prefixed by rank. Raises RanksFailed.
+    What ranks print is printed here, prefixed by rank. fresh: no earlier call has run in these processes, for tests of
+    memory and for what cannot be undone. Raises RanksFailed.
     """
     request = {
         "world": world,
@@ -76,6 +81,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         "name": function.__qualname__,
         "args": pickle.dumps(args),
         "timeout": timeout,
+        "fresh": fresh,
         "path": list(sys.path),
     }
     reply = _helper().ask(pickle.dumps(request), timeout + 60)

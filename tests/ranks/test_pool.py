@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import RanksFailed, run_ranks
+from parallelrun import torch_private
+from parallelrun.comm.counter import CommunicationCounter
+from parallelrun.train import first_steps, step
+from tests.cli.launcher import survivors
+from tests.pool import ROOT, RanksFailed, run_ranks
 
 
 def summed(scale: float) -> torch.Tensor:
@@ -56,6 +64,49 @@ def one_rank_sleeps() -> None:
 def fast_and_slow() -> int:
     time.sleep(0.3 * dist.get_rank())
     return os.getpid()
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def replaces_a_function() -> int:
+    step.train_step = lambda *args: None
+    return os.getpid()
+
+
+def replaces_a_constant() -> int:
+    first_steps.COUNTED_STEP = 3
+    return os.getpid()
+
+
+def replaces_a_method() -> int:
+    CommunicationCounter.rows = lambda self: []
+    return os.getpid()
+
+
+def replaces_a_constructor() -> int:
+    CommunicationCounter.__init__ = lambda self, mesh: None
+    return os.getpid()
+
+
+def changes_a_default() -> int:
+    torch.set_default_dtype(torch.float64)
+    return os.getpid()
+
+
+def leaves_traces(name: str) -> tuple:
+    """What a call sees of the calls before it, which then leaves as much as it can."""
+    store = torch_private.default_store()
+    seen = (os.getcwd(), dict(os.environ), torch.get_num_threads(), store.check(["key"]))
+    seen += (torch.rand(1).item(), random.random(), np.random.random())
+    dist.barrier()
+    store.set("key", name)
+    os.environ["PARALLELRUN_TEST"] = name
+    os.chdir("/")
+    torch.set_num_threads(2)
+    dist.new_group([0])
+    return seen
 
 
 def prints() -> None:
@@ -123,9 +174,39 @@ def test_ranks_that_are_done_wait_for_the_slowest():
     assert len(set(run_ranks(3, fast_and_slow))) == 3
 
 
-def test_no_rank_survives_a_call():
-    pids = run_ranks(3, fast_and_slow)
+def test_ranks_answer_the_next_call_of_the_same_world():
+    assert run_ranks(3, fast_and_slow) == run_ranks(3, fast_and_slow)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replaces_a_function, replaces_a_constant, replaces_a_method, replaces_a_constructor, changes_a_default],
+)
+def test_ranks_that_a_call_has_changed_answer_no_other(change):
+    pids = run_ranks(2, change)
+    again = run_ranks(2, own_pid)
+    assert not set(pids) & set(again)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_no_rank_of_a_fresh_call_is_used_twice():
+    before = run_ranks(2, own_pid)
+    fresh = run_ranks(2, own_pid, fresh=True)
+    assert not set(before) & set(fresh)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in fresh)
+    assert run_ranks(2, own_pid) == before
+
+
+def test_a_call_finds_the_process_as_the_first_one_did():
+    assert run_ranks(2, leaves_traces, "first") == run_ranks(2, leaves_traces, "second")
+
+
+def test_no_rank_survives_the_session():
+    code = "from tests.ranks.test_pool import own_pid\nfrom tests.pool import run_ranks\nprint(*run_ranks(2, own_pid))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    assert not survivors([int(pid) for pid in pids], within_s=5.0)
 
 
 def test_what_ranks_print_is_shown(capsys):

@@ -1,0 +1,195 @@
+"""A rank of `tests.pool`: a process that answers one call after another, as long as none has changed it."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from tests.pool import receive_message, send_message
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(rank: int, world: int, timeout: float, listener: socket.socket, pipe: socket.socket) -> None:
+    """Answer calls until the pipe closes or a call fails; never return."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        before = Surroundings()
+        store: dist.Store | None = None
+        number = 0
+        while True:
+            request = pickle.loads(receive_message(pipe))
+            stack = _redirect(Path(request["folder"]), rank)
+            try:
+                if store is None:
+                    store = _join(rank, world, timeout, listener)
+                message = _call(request, dist.PrefixStore(f"call {number}", store))
+            except BaseException as error:
+                message = _failure(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            send_message(pipe, pickle.dumps(message))
+            if message[0] != "result":
+                break
+            pipe.recv(1)  # all have answered
+            gc.collect()
+            send_message(pipe, pickle.dumps(before.changes()))
+            stack.close()
+            before.restore()
+            number += 1
+    except (EOFError, ConnectionError):
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def find(request: dict[str, Any]) -> Any:
+    """The function of a request, its module imported here once (a script's `__main__` by its file)."""
+    name, file = request["module"], request["file"]
+    if name == "__main__":
+        name = f"__pool_main__{abs(hash(file))}"
+    if name not in sys.modules:
+        if request["module"] == "__main__" or importlib.util.find_spec(name) is None:
+            _load_file(name, file)
+        else:
+            importlib.import_module(name)
+    found: Any = sys.modules[name]
+    for part in request["name"].split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(name: str, file: str | None) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file) if file else None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"the function's module {name!r} has no file: put it in a test module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class Surroundings:
+    """What a call of a rank can see of the calls before it: the state of the process, and what modules are made of."""
+
+    def __init__(self) -> None:
+        self.environ, self.folder = dict(os.environ), os.getcwd()
+        self.random, self.numpy = random.getstate(), numpy.random.get_state()
+        self.threads = torch.get_num_threads()
+        self.contents = _contents()
+
+    def changes(self) -> list[str]:
+        """Names of functions, classes, methods and constants that have been replaced, and of settings of torch."""
+        now = _contents()
+        found = [name for name, value in now.items() if self.contents.get(name) is not value]
+        if torch.get_default_dtype() != torch.float32 or torch.are_deterministic_algorithms_enabled():
+            found.append("a default of torch")
+        if not torch.is_grad_enabled():
+            found.append("gradients are disabled")
+        return found
+
+    def restore(self) -> None:
+        """Set back what may differ after any call."""
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.chdir(self.folder)
+        random.setstate(self.random)
+        numpy.random.set_state(self.numpy)
+        torch.set_num_threads(self.threads)
+
+
+def _contents() -> dict[str, Any]:
+    """Every function, class, method and constant of the program, its tests and the parts of torch that tests replace,
+    by name."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("parallelrun", "tests"):
+            _add(found, name, vars(module))
+        elif name in _TORCH:  # its counters and current groups change in every call
+            _add(found, name, {key: value for key, value in vars(module).items() if callable(value)})
+    return found
+
+
+_TORCH = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional")
+
+
+def _add(found: dict[str, Any], name: str, contents: dict[str, Any]) -> None:
+    for key, value in list(contents.items()):
+        is_special = key.startswith("__") and not callable(value)
+        if not issubclass(type(value), ModuleType) and not is_special:
+            found[f"{name}.{key}"] = value
+            if issubclass(type(value), type) and value.__module__ == name:
+                _add(found, f"{name}.{key}", dict(vars(value)))
+
+
+def _redirect(folder: Path, rank: int) -> Any:
+    """Let stdout and stderr be files of this call, and stacks be written to another; return the latter."""
+    output = os.open(folder / f"output_{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (lives as long as the rank)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    stack = open(folder / f"stack_{rank}", "w")  # noqa: SIM115
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    return stack
+
+
+def _join(rank: int, world: int, timeout: float, listener: socket.socket) -> dist.Store:
+    """Make the process group of this rank's life; return its store."""
+    patience = timedelta(seconds=timeout + 30)
+    port = listener.getsockname()[1]
+    descriptor = listener.detach() if rank == 0 else None
+    if rank:
+        listener.close()
+    store = dist.TCPStore(
+        "127.0.0.1", port, world, rank == 0, patience, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    return store
+
+
+def _call(request: dict[str, Any], store: dist.Store) -> tuple:
+    """Run the function of a request. Its groups and the keys that it stores are apart from those of earlier calls."""
+    world = dist.distributed_c10d._world
+    backend, _ = world.pg_map[dist.group.WORLD]
+    world.pg_map[dist.group.WORLD] = (backend, store)
+    sys.path[:] = request["path"]
+    torch.manual_seed(0)
+    return "result", pickle.dumps(find(request)(*pickle.loads(request["args"])))
+
+
+def _failure(error: BaseException) -> tuple:
+    try:
+        exception = pickle.dumps(error)
+    except Exception:
+        exception = None
+    return "failure", type(error).__name__, str(error), traceback.format_exc(), exception
