@@ -57,6 +57,6 @@ def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
 
 def test_forked_ranks_start_from_the_resolved_configuration(tmp_path: Path) -> None:
     """`layout` is a shorthand: the lesson asks the layout's own keys on every rank, where it must be resolved."""
-    done = run("model=matmul", "layout=2d", "tp=4", cwd=tmp_path)
+    done = run_to_end("model=matmul", "layout=2d", "tp=4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2D tensor parallel, SUMMA" in done.stdout
