@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,6 +128,12 @@ def run_program(folder: Path, words: list[str], environ: dict[str, str], world: 
     runs = folder.parent / "runs"
     _send("tests.cli.launcher:program", folder, [*words, f"runs={runs}"], environ)
     return Launched(folder, world, runs)
+
+
+def run_torchrun(folder: Path, *words: str, **environ: str) -> Launched:
+    """`torchrun --nproc-per-node 2 <words>` in a warm process; its two ranks are started by `python`, as ever."""
+    _send("tests.cli.launcher:torchrun", folder, ["--nproc-per-node", "2", *words], environ)
+    return Launched(folder, 2, folder.parent / "runs")
 
 
 def run_to_end(
@@ -254,6 +261,18 @@ def program(words: list[str]) -> int:
     from parallelrun.cli.main import main
 
     return main(words)
+
+
+def torchrun(words: list[str]) -> int:
+    """`torchrun <words>`."""
+    from torch.distributed.run import main
+
+    try:
+        main(words)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def program_in(call: dict[str, Any]) -> int:
