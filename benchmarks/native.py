@@ -3,8 +3,8 @@
     python -m benchmarks.native                          # every case and size, 40 pairs each, results committed
     python -m benchmarks.native --case tp --size mixed --pairs 30
 
-Peers: DistributedDataParallel, FSDP2 `fully_shard`, DTensor `parallelize_module` with loss_parallel, and raw
-`torch.distributed.pipelining` (1F1B). Rows where the peer wins are printed like any other.
+Peers: a plain training loop on one rank, DistributedDataParallel, FSDP2 `fully_shard`, DTensor `parallelize_module`
+with loss_parallel, and raw `torch.distributed.pipelining` (1F1B). Rows where the peer wins are printed like any other.
 
 A full step on both sides: the same samples read by the same reader, forward, backward, gradients summed over ranks,
 the global norm clipped, torch's fused AdamW (the fastest that each peer can use), one thread a rank. Only ours also
@@ -40,6 +40,7 @@ from tests.plans import tiny_config
 
 LR, CLIP, WEIGHT_DECAY = 1e-3, 1.0, 0.1
 CASES: dict[str, dict[str, Any]] = {
+    "single": {"overrides": {}, "bar": 1.00},
     "ddp": {"overrides": {"dp": 2, "strategy.data.kind": "ddp"}, "bar": 1.00},
     "horovod": {"overrides": {"dp": 2, "strategy.data.kind": "horovod"}, "bar": 1.00},
     "fsdp": {"overrides": {"dp": 2, "strategy.data.kind": "fsdp"}, "bar": 1.05},
@@ -58,7 +59,7 @@ class Peer:
         model = PlainGpt(sizes)
         specs = training.plan.spec.parameters
         model.load_state_dict({name: logical(spec, training.config.seed) for name, spec in specs.items()})
-        self.mesh = init_device_mesh("cpu", (2,))
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model, self.run, self.norm = getattr(self, f"_{case}")(model)
         self.optimizer = torch.optim.AdamW(_groups(self.model), lr=LR, betas=(0.9, 0.95), fused=True)
 
@@ -84,6 +85,9 @@ class Peer:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
         return clip
+
+    def _single(self, model: nn.Module) -> tuple[nn.Module, Callable, Callable]:
+        return model, self._whole(model), self._clip(model)
 
     def _ddp(self, model: nn.Module) -> tuple[nn.Module, Callable, Callable]:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -202,7 +206,7 @@ def main() -> None:
     print(f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}{'95 %':>16}{'A/A':>7}{'bar':>7}")
     for case in arguments.case.split(","):
         for size in arguments.size.split(","):
-            result = on_ranks(2, _run, case, size, arguments.pairs, arguments.warmup)
+            result = on_ranks(1 if case == "single" else 2, _run, case, size, arguments.pairs, arguments.warmup)
             row = {**result, **summarise(result["times"], CASES[case]["bar"])}
             rows.append(row)
             interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"

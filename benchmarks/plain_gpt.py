@@ -44,6 +44,7 @@ class Sizes:
 
 SIZES = {
     "overhead": Sizes("overhead", 4, 64, 4, 64, 256, 8, 4),
+    "small": Sizes("small", 4, 128, 4, 64, 256, 8, 4),
     "mixed": Sizes("mixed", 4, 256, 8, 128, 1024, 8, 4),
     "product": Sizes("product", 4, 512, 8, 256, 1024, 8, 4),
 }
@@ -104,10 +105,10 @@ class Embeddings(nn.Module):
     def __init__(self, vocab: int, seq: int, hidden: int):
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
-        self.pp_rank = nn.Embedding(seq, hidden)
+        self.position = nn.Embedding(seq, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.pp_rank(torch.arange(tokens.size(1), device=tokens.device))
+        return self.tokens(tokens) + self.position(torch.arange(tokens.size(1), device=tokens.device))
 
 
 class OutputHead(nn.Module):
