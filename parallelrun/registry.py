@@ -6,8 +6,13 @@ Plug-ins add their own through the entry-point groups `parallelrun.strategies`, 
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 
 STRATEGIES = {
@@ -58,16 +63,38 @@ def has(kind: str, name: str) -> bool:
 
 @lru_cache(maxsize=len(BUILT_IN))
 def _plug_ins(kind: str) -> dict[str, str]:
-    """The plug-ins of `kind`, cached: reading the metadata of all installed packages takes tens of milliseconds."""
+    """The plug-ins of `kind`. importlib.metadata, which is slow to import, is used only if there may be plug-ins."""
+    if not _may_have_plug_ins():
+        return {}
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=f"parallelrun.{kind}")}
+
+
+def _may_have_plug_ins() -> bool:
+    """Whether a package in a folder of the path has entry points in a group of ours, or may be found elsewhere."""
+    if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
+        return True
+    for folder in dict.fromkeys(path or "." for path in sys.path):
+        if os.path.isfile(folder) or folder.endswith(".egg"):
+            return True
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if name.endswith((".dist-info", ".egg-info")):
+                with suppress(OSError), open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
+                    if b"[parallelrun." in file.read():
+                        return True
+    return False
 
 
 def load(kind: str, name: str, submodule: str = "") -> ModuleType:
     """Import the module of `name`, or its submodule (`plan`, `runtime`, `spec`, `network`). Raises KeyError."""
     path = BUILT_IN[kind].get(name) or _plug_ins(kind)[name]
     return import_module(f"{path}.{submodule}" if submodule else path)
+
+
+def has_submodule(kind: str, name: str, submodule: str) -> bool:
+    """Whether the package of a built-in `name` has this submodule, which is not imported."""
+    return find_spec(f"{BUILT_IN[kind][name]}.{submodule}") is not None
 
 
 def is_plug_in(kind: str, name: str) -> bool:

@@ -5,8 +5,8 @@ Slots are filled in the order in which hosts are listed; remaining slots stay id
 
 from __future__ import annotations
 
+import os
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class HostRanks:
     @property
     def is_here(self) -> bool:
         """Whether this process runs on the host."""
-        here = socket.gethostname()
+        here = os.uname().nodename
         return self.name in ("localhost", "127.0.0.1", "[::1]", here, here.partition(".")[0])
 
     @property

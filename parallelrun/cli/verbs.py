@@ -38,6 +38,7 @@ def run(words: list[str]) -> int:
             return EXIT_OK
         from parallelrun.launch.attach import follow
 
+        gc.enable()
         return follow(words)
     try:
         return _lead(words, attached)
@@ -64,6 +65,7 @@ def _lead(words: list[str], attached: Attached | None) -> int:
         if line.verb in _SHOWN:
             _SHOWN[line.verb](plan, composed.config, line.json)
             return EXIT_OK
+    gc.enable()
     if hosts.has_others(line.host_ranks) and attached is None:
         from parallelrun.cli import host_launcher
 
@@ -89,6 +91,7 @@ def _sweep(line: CommandLine, words: list[str], attached: Attached | None) -> in
     from parallelrun.cli import sweep
     from parallelrun.config import compose
 
+    gc.enable()
     prepared = compose.prepare(line.overrides, line.flags, line.verb, line.trust)
     if not line.json:
         return sweep.run(line, words, prepared)[0]

@@ -1,4 +1,4 @@
-"""Dispatch modes that count and name all c10d operations, including those of torch's FSDP2 and pipelines."""
+"""Observers that count and name all c10d operations, including those of torch's FSDP2 and pipelines."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.mesh import Mesh
 from parallelrun.plan.structure import Collective
 from parallelrun.sequences import Lane
-from parallelrun.torch_private import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ENGINE = "engine"
 
@@ -78,29 +80,41 @@ def _purpose(operation: str, args: tuple[Any, ...]) -> str:
     return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
 
 
-class _CollectiveMode(TorchDispatchMode):
-    """Calls `_seen` for every c10d operation while it is entered, with the key (axis, operation, purpose).
+class _Observer:
+    """Calls `_seen` for every c10d operation of its thread while it is entered, by (axis, operation, purpose).
 
     A call inside `comm.label` has that label. Any other call has the axis of its process group and the purpose `engine`
     (messages of pipeline schedules: the purpose of their tag).
     """
 
+    _lock = threading.Lock()
+    _num_entered = 0
+    _end: Callable[[], None]
+
     def __init__(self, mesh: Mesh):
-        super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = mesh.axis_of_group
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        namespace, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
-        if namespace != "c10d" or name not in _COUNTED:
-            return func(*args, **(kwargs or {}))
+    def __enter__(self) -> Self:
+        with _Observer._lock:
+            if not _Observer._num_entered:
+                _Observer._end = staticmethod(torch_private.observe(_COUNTED))
+            _Observer._num_entered += 1
+        torch_private.observers.set((*torch_private.observers.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch_private.observers.set(torch_private.observers.get()[:-1])
+        with _Observer._lock:
+            _Observer._num_entered -= 1
+            if not _Observer._num_entered:
+                _Observer._end()
+
+    def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object]:
+        """See `torch_private.observe`."""
         label = comm.current_label()
         operation = (label and label.operation) or _COUNTED[name][0]
         axis, purpose = label[:2] if label else (self._axis(_group(args)), _purpose(operation, args))
-        with self._seen(name, (axis, operation, purpose), args):
-            return func(*args, **(kwargs or {}))
+        return self._seen(name, (axis, operation, purpose), args)
 
     def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
         """Return a context to enter around torch's operation `name`. Called before it."""
@@ -110,7 +124,7 @@ class _CollectiveMode(TorchDispatchMode):
         return self._axis_of_group.get(group.group_name, "other") if group is not None else "other"
 
 
-class CollectiveNames(_CollectiveMode):
+class CollectiveNames(_Observer):
     """Names every collective by its axis and purpose in a trace of torch's profiler."""
 
     def _seen(self, name: str, key: tuple[str, str, str], args: tuple[Any, ...]) -> AbstractContextManager[object]:
@@ -118,7 +132,7 @@ class CollectiveNames(_CollectiveMode):
         return record_function(f"{axis} {purpose}: {operation}")
 
 
-class CommunicationCounter(_CollectiveMode):
+class CommunicationCounter(_Observer):
     """Counts calls and payload bytes by (axis, operation, purpose) while it is entered.
 
     The payload is the full-size buffer of a collective, or the tensor of a message at its sender. note: called with a

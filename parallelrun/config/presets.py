@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Option:
 
 def folder() -> Path:
     """The folder of the built-in groups."""
-    return Path(str(resources.files("parallelrun.conf")))
+    return Path(import_module("parallelrun.conf").__path__[0])
 
 
 def options(group: str) -> list[str]:

@@ -8,12 +8,11 @@ node by node, with file and line, before Hydra sees it. Whatever could name code
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module
 from pathlib import Path
 
 from parallelrun.config.keys import nearest
@@ -68,7 +67,7 @@ class Recipe:
 
 def find(environment: Mapping[str, str] = os.environ) -> dict[str, RecipeFile]:
     """Every recipe by name, sorted. Built-in recipes cannot be shadowed; missing or unreadable folders are skipped."""
-    folders = [(Path(str(resources.files("parallelrun.recipes"))), "built-in"), (Path("recipes"), "user")]
+    folders = [(Path(import_module("parallelrun.recipes").__path__[0]), "built-in"), (Path("recipes"), "user")]
     home = os.path.expanduser("~")
     folders += [(Path(home) / ".config" / "parallelrun" / "recipes", "user")] if home != "~" else []
     extra = environment.get("PARALLELRUN_RECIPES", "")
@@ -97,6 +96,8 @@ def at_path(text: str) -> RecipeFile:
         alternatives = [f"recipe={name}" for name in nearest(path.stem, find())]
         what = f"recipe={text}: {'is a folder' if path.is_dir() else 'no such file'}"
         raise ConfigError(Problem(what, str(path.absolute()), ", ".join(alternatives), "parallelrun ls recipes"))
+    import hashlib
+
     digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
     stem = re.sub(r"[^A-Za-z0-9_]", "_", path.stem)
     return RecipeFile(f"file_{stem}_{digest}", path, "user")

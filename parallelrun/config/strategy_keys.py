@@ -1,15 +1,18 @@
-"""The keys of all strategies. Each strategy declares its own: `config_class`, a subclass of its axis's section.
+"""The keys of all strategies. Each strategy declares its own: a subclass of its axis's section.
+
+The `keys` module of a built-in strategy has it, apart from the strategy's class, so that naming the keys imports no
+predictions. The strategy's class names it as `config_class`, which is all that a plug-in needs. Torch-free.
 
 A composed configuration is complete: its sections have the keys of every registered strategy, plug-ins included, so
-that names and bounds are checked whatever strategy is chosen. `narrowed` keeps the keys of the chosen ones. Torch-free.
+that names and bounds are checked whatever strategy is chosen. `narrowed` keeps the keys of the chosen ones.
 """
 
 from __future__ import annotations
 
 import typing
 from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, cast
 
 from parallelrun import registry
 from parallelrun.config.schema import (
@@ -49,23 +52,37 @@ def kinds(axis: str) -> tuple[str, ...]:
 
     A plug-in that cannot be imported is left out: it says so when it is chosen, and spoils no other command.
     """
-    found = []
-    for name in registry.names("strategies"):
-        of_axis, _, kind = name.partition(".")
-        if of_axis == axis and kind != "none":
-            try:
-                strategy_class(axis, kind)
-            except Exception:
-                if not registry.is_plug_in("strategies", name):
-                    raise
-            else:
-                found.append(kind)
-    return tuple(found)
+    names = (name.partition(".") for name in registry.names("strategies"))
+    return tuple(kind for of_axis, _, kind in names if of_axis == axis and kind != "none" and _is_usable(axis, kind))
+
+
+def _is_usable(axis: str, kind: str) -> bool:
+    if not registry.is_plug_in("strategies", f"{axis}.{kind}"):
+        return True
+    try:
+        strategy_class(axis, kind)
+    except Exception:
+        return False
+    return True
 
 
 def config_class(axis: str, kind: str | None) -> type:
     """The config dataclass of a strategy; the axis's own where none is chosen. Raises KeyError for an unknown kind."""
-    return SECTIONS[axis] if kind is None else strategy_class(axis, kind).config_class
+    if kind is None:
+        return SECTIONS[axis]
+    if registry.is_plug_in("strategies", f"{axis}.{kind}"):
+        return cast(type, strategy_class(axis, kind).config_class)
+    return _keys_of_built_in(axis, kind)
+
+
+@lru_cache(maxsize=len(registry.STRATEGIES))
+def _keys_of_built_in(axis: str, kind: str) -> type:
+    """The class of a built-in strategy's `keys` module; the axis's own if there is no such module."""
+    if not registry.has_submodule("strategies", f"{axis}.{kind}", "keys"):
+        return SECTIONS[axis]
+    module = registry.load("strategies", f"{axis}.{kind}", "keys")
+    own = (found for found in vars(module).values() if getattr(found, "__module__", None) == module.__name__)
+    return cast(type, next(found for found in own if getattr(found, "kind", None) == kind))
 
 
 def own_keys(axis: str, kind: str | None) -> frozenset[str]:
@@ -114,7 +131,9 @@ def _section(axis: str) -> type:
     for cls in dict.fromkeys(config_class(axis, kind) for kind in kinds(axis)):
         for item in fields(cls):
             first, known = found.setdefault(item.name, (cls, item))
-            if item.name != "kind" and _declaration(cls, item) != _declaration(first, known):
+            if item.name == "kind" or item is known:
+                continue
+            if _declaration(cls, item) != _declaration(first, known):
                 what = f"{first.__name__} and {cls.__name__} declare strategy.{axis}.{item.name} differently"
                 raise ConfigError(Problem(what, f"strategy.{axis}.{item.name}"))
     made = []
@@ -122,10 +141,15 @@ def _section(axis: str) -> type:
         default: Any = {"default": item.default} if item.default is not MISSING else {}
         factory: Any = {"default_factory": item.default_factory} if item.default_factory is not MISSING else {}
         own = field(**default, **factory, metadata=item.metadata)
-        made.append((name, typing.get_type_hints(cls)[name], own))
+        made.append((name, _hints(cls)[name], own))
     return make_dataclass(f"Complete{base.__name__}", made, bases=(base,))
 
 
 def _declaration(cls: type, item: Field[Any]) -> tuple[object, ...]:
     factory = item.default_factory() if item.default_factory is not MISSING else None
-    return typing.get_type_hints(cls)[item.name], item.default, factory, dict(item.metadata)
+    return _hints(cls)[item.name], item.default, factory, dict(item.metadata)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)

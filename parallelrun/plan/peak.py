@@ -86,6 +86,11 @@ def alike_key(plan: Plan, pp_rank: int) -> object:
     )
 
 
+def within_stage(coordinate: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return a rank's index on every axis but pp."""
+    return tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
+
+
 class Walk:
     """A walk through one rank's step. Each stage is measured once; the actions give the microbatches in flight."""
 
@@ -93,9 +98,9 @@ class Walk:
         self._plan, self._pp_rank, self._coordinate = plan, pp_rank, coordinate
         stages = {stage.index: stage for stage in plan.stages_of(pp_rank)}
         self._number = {index: number for number, index in enumerate(stages)}  # of a stage on this rank
-        others = tuple(sorted((axis, index) for axis, index in coordinate.items() if axis != "pp"))
         # Equal pp ranks differ only in the microbatches in flight, so everything else is computed once for them.
-        self._shared: dict[object, Any] = once(plan.cache, ("peak", alike_key(plan, pp_rank), others), dict)
+        key = "peak", alike_key(plan, pp_rank), within_stage(coordinate)
+        self._shared: dict[object, Any] = once(plan.cache, key, dict)
         self._gradients = {
             index: self._once("gradients", index, 0, partial(_by_block, stage, plan, pp_rank, coordinate))
             for index, stage in stages.items()
@@ -116,20 +121,23 @@ class Walk:
         waiting: Counter[int] = Counter()  # by stage: microbatches whose weight gradients are not computed yet
         batch = _batch_bytes(self._plan, self._pp_rank)
         worst: Moment | None = None
-        for action, activations in self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
-            index = action.stage
-            if action.kind == "I" and index > 0:
+        for (kind, index, _), activations in self._plan.pipeline.live_bytes(self._plan, self._pp_rank, self._kept):
+            if kind == "F":
+                continue
+            has_input_gradient = index > 0
+            if kind == "I" and has_input_gradient:
                 waiting[index] += 1
-            if action.kind != "F" and (action.kind != "I" or index > 0):
+            if kind != "I" or has_input_gradient:
                 apart = sum(number * self._apart(stage) for stage, number in waiting.items() if number)
-                split = action.kind in "IW" and index > 0
+                split = kind in "IW" and has_input_gradient
                 temporary = batch + apart + (self._largest(index) if split else self._beyond_kept(index, begun[index]))
                 gradients = self._complete(begun)
                 if worst is None or gradients + activations + temporary > worst.total:
                     worst = Moment(gradients, activations, temporary)
-            if action.kind in "BW":
+            if kind in "BW":
                 begun[index] += 1
-                waiting[index] -= 1 if action.kind == "W" and index > 0 else 0
+            if kind == "W" and has_input_gradient:
+                waiting[index] -= 1
         last = 0
         if self._plan.mesh.size("dp") > 1:
             last = self._plan.data.ending_bytes(self._pp_rank, self._coordinate, self._plan)

@@ -14,7 +14,7 @@ from typing import Any
 from parallelrun.layout import Layout
 from parallelrun.plan import peak, routing, sample_sets
 from parallelrun.plan.parameters import distinct_parameters
-from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan
+from parallelrun.plan.structure import CONTROL_ELEMENTS, EMBEDDING, SYNC, WORLD, Collective, Memory, Plan, once
 from parallelrun.precision import BYTES
 
 CONTROL = "control"
@@ -103,8 +103,17 @@ def memory(plan: Plan, rank: int) -> Memory:
     """Bytes of `rank` at the peak of a step, from layouts and the schedule. Servers hold the optimizer state."""
     if plan.role(rank) == "server":
         return plan.data.server_memory(rank - plan.num_workers, plan)
-    data, coordinate = plan.data, plan.mesh.coordinate(rank)
-    pp_rank, is_combined = coordinate["pp"], plan.mesh.size("dp") > 1
+    coordinate = plan.mesh.coordinate(rank)
+    pp_rank = coordinate["pp"]
+    key = "held", peak.alike_key(plan, pp_rank), peak.within_stage(coordinate)
+    weights, gradients, states = once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
+    moment = peak.Walk(plan, pp_rank, coordinate).worst()
+    return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
+
+
+def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
+    data, pp_rank, is_combined = plan.data, coordinate["pp"], plan.mesh.size("dp") > 1
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
     weights = gradients = states = 0
@@ -119,8 +128,7 @@ def memory(plan: Plan, rank: int) -> Memory:
             states += state * stored * num_states
     weights += data.gathered_bytes(pp_rank, coordinate, plan)
     gradients += data.held_bytes(pp_rank, coordinate, plan) if is_combined else 0
-    moment = peak.Walk(plan, pp_rank, coordinate).worst()
-    return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
+    return weights, gradients, states
 
 
 def pp_rank_classes(plan: Plan) -> list[list[int]]:

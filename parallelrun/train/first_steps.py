@@ -31,17 +31,13 @@ COUNTED_STEP = 2
 
 
 class FirstSteps:
-    """Watches steps `start + 1` and `start + 2` (or the next full one); `counted` is the second's traffic, or None.
-
-    With `compile=true` the first step is not watched, because torch does not compile under a dispatch mode.
-    """
+    """Watches steps `start + 1` and `start + 2` (or the next full one); `counted` is the second's traffic, or None."""
 
     def __init__(
         self, mesh: Mesh, config: Config, start: int, directory: Path, full_step: Callable[[int], int] = lambda s: s
     ):
         self._counted_step = full_step(start + COUNTED_STEP)
-        first = [] if config.compile else [start + 1]
-        self._watched = [step for step in (*first, self._counted_step) if step <= config.steps]
+        self._watched = [step for step in (start + 1, self._counted_step) if step <= config.steps]
         self._mesh, self._directory = mesh, directory
         self._timeout_s = 2 * config.timeout_s  # the launcher's watchdog acts first, and knows more
         self._file: SequenceFile | None = None

@@ -16,6 +16,7 @@ from .orders import Orders
 # A rank waits for its oldest send before it has more pending sends than this: each holds a buffer.
 SENDS_IN_FLIGHT = 2
 ACTIONS = ("F", "B", "I", "W")
+MESSAGES_SENT = ("SEND_F", "SEND_B")
 
 
 class Step(NamedTuple):
@@ -73,20 +74,27 @@ def _can_run(action: Action, ready: set[tuple[str, int, int]], num_stages: int) 
     return ("F" if action.kind == "F" else "B", action.stage, action.microbatch) in ready
 
 
-def in_turn(orders: Orders) -> Steps:
-    """One stage per rank: every action receives its input just before it runs, and sends its output just after."""
+def in_turn(orders: Orders, joined: Callable[[int], Mapping[str, range]] | None = None) -> Steps:
+    """One stage per rank: every action receives its input just before it runs, and sends its output just after.
+
+    joined: returns, per kind of message of a rank, the microbatches whose messages are posted with another one.
+    """
     last = len(orders) - 1
     steps: Steps = []
     for rank, order in enumerate(orders):
         mine: list[Step] = []
-        for action in order:
-            direction = "F" if action.kind == "F" else "B"
-            sender, receiver = (rank - 1, rank + 1) if direction == "F" else (rank + 1, rank - 1)
+        of_kind = joined(rank) if joined else {}
+        joined_f, joined_b = ((of_kind.get(f"RECV_{d}", ()), of_kind.get(f"SEND_{d}", ())) for d in "FB")
+        for kind, stage, number in order:
+            if kind == "F":
+                sender, receiver, received, sent, joins = rank - 1, rank + 1, "RECV_F", "SEND_F", joined_f
+            else:
+                sender, receiver, received, sent, joins = rank + 1, rank - 1, "RECV_B", "SEND_B", joined_b
             if 0 <= sender <= last:
-                mine.append(Step(f"RECV_{direction}", rank, action.microbatch, sender))
-            mine.append(Step(*action))
+                mine.append(Step(received, rank, number, sender, number in joins[0]))
+            mine.append(Step(kind, stage, number))
             if 0 <= receiver <= last:
-                mine.append(Step(f"SEND_{direction}", rank, action.microbatch, receiver))
+                mine.append(Step(sent, rank, number, receiver, number in joins[1]))
         steps.append(mine)
     return steps
 
@@ -95,18 +103,18 @@ def joined_in_turn(orders: Orders) -> Steps:
     """`in_turn` as in 1F1B: from the last forward of the warm-up to the first backward of the cool-down, a send and the
     receive from the same neighbour are posted together."""
     pp, num_microbatches = len(orders), len(orders[0]) // 2
-    steps = []
-    for rank, order in enumerate(in_turn(orders)):
+
+    def joined(rank: int) -> dict[str, range]:
         warmup = min(num_microbatches, pp - rank)
         steady = num_microbatches - warmup  # backwards that are followed by a forward
-        joined = {  # from which microbatch on, and up to which
+        return {  # from which microbatch on, and up to which
             "SEND_F": range(warmup - 1, num_microbatches),
             "RECV_B": range(steady + 1),
             "SEND_B": range(steady),
             "RECV_F": range(warmup, num_microbatches),
         }
-        steps.append([step._replace(joined=step.microbatch in joined.get(step.kind, ())) for step in order])
-    return steps
+
+    return in_turn(orders, joined)
 
 
 def live_bytes(
@@ -121,30 +129,36 @@ def live_bytes(
     live = 0
     sent: deque[int] = deque()
     joined: list[int] = []
+    sizes: dict[int, tuple[int, int, int]] = {}
     for step in steps:
-        taken, given = inputs.get(step.stage, 0), inputs.get(step.stage + 1, 0)
-        saved = max(kept.get(step.stage, 0), taken)
-        if joined and step.kind in "FBIW":
+        kind, stage, _, _, is_joined = step
+        if stage not in sizes:
+            taken, given = inputs.get(stage, 0), inputs.get(stage + 1, 0)
+            sizes[stage] = taken, given, max(kept.get(stage, 0), taken)
+        taken, given, saved = sizes[stage]
+        if joined and kind in ACTIONS:
             live -= sum(joined) + sum(sent)  # messages to one neighbour finish in order: earlier sends are over too
             joined.clear()
             sent.clear()
         before = peak = live
-        if step.kind == "RECV_F":
+        if kind == "RECV_F":
             live += taken
-        elif step.kind == "RECV_B":
+        elif kind == "RECV_B":
             live += given
-        elif step.kind == "F":
+        elif kind == "F":
             live += saved - taken + given
-        elif step.kind == "B":
+        elif kind == "B":
             peak = max(peak, live - saved + 2 * taken)  # at its end: the input, its gradient, the output's gradient
             live += taken - saved - given
-        elif step.kind == "I" and step.stage > 0:
+        elif kind == "I" and stage > 0:
             peak = max(peak, live + taken)
             live += taken - given
-        elif step.kind == "W":  # the first stage does its whole backward here, and needs the output's gradient for it
-            live -= saved + (given if step.stage == 0 else 0)
-        elif step.kind.startswith("SEND"):
-            (joined if step.joined else sent).append(given if step.kind == "SEND_F" else taken)
+        elif kind == "W":  # the first stage does its whole backward here, and needs the output's gradient for it
+            live -= saved + (given if stage == 0 else 0)
+        elif kind in MESSAGES_SENT:
+            (joined if is_joined else sent).append(given if kind == "SEND_F" else taken)
             while len(sent) > SENDS_IN_FLIGHT:
                 live -= sent.popleft()
-        yield step, before, max(peak, live)
+        if live > peak:
+            peak = live
+        yield step, before, peak

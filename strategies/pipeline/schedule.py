@@ -76,7 +76,11 @@ class Schedule(PipelineSchedule):
 
     def live_bytes(self, plan: Plan, pp_rank: int, kept: Mapping[int, int]) -> list[tuple[Action, int]]:
         walk = self.walk(plan, pp_rank, kept)
-        return [(Action(*step[:3]), before) for step, before, _ in walk if step.kind in messages.ACTIONS]
+        return [
+            (Action(kind, stage, number), before)
+            for (kind, stage, number, _, _), before, _ in walk
+            if kind in messages.ACTIONS
+        ]
 
     def walk(self, plan: Plan, pp_rank: int, kept: Mapping[int, int]) -> Iterator[tuple[messages.Step, int, int]]:
         """Yield a rank's steps, each with the bytes held when it begins and the most bytes held during it."""

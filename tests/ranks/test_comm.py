@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.comm import gather_json
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.mesh import Mesh, build_mesh
@@ -114,6 +116,45 @@ def counted() -> list[Collective]:
         layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=group.process_group)
         layer(torch.ones(2, 4)).sum().backward()
     return counter.rows()
+
+
+def counted_beside_others() -> tuple[list[Collective], list[int], list[str]]:
+    """The rows of an outer counter, the calls that it and an inner one had seen before and after, and what is left."""
+    mesh = mesh_of(dp=2)
+    group, tensor = mesh.group("dp"), torch.ones(2)
+
+    def elsewhere() -> None:
+        comm.all_reduce(tensor, group, "other thread")
+
+    def handed_over(modes: list[object]) -> None:
+        with torch_private.dispatch_modes(modes):
+            comm.all_reduce(tensor, group, "handed over")
+
+    calls = []
+    with CommunicationCounter(mesh) as outer:
+        with torch.inference_mode():
+            comm.all_reduce(torch.ones(2), group, "inference")
+        with CommunicationCounter(mesh) as inner:
+            comm.all_reduce(tensor, group, "both")
+            modes = torch_private.current_dispatch_modes()
+            assert modes == [outer, inner]
+        for target, args in ((elsewhere, ()), (handed_over, (modes[:1],))):
+            thread = threading.Thread(target=target, args=args)
+            thread.start()
+            thread.join()
+        calls.append(sum(row.calls for row in inner.rows()))
+    comm.all_reduce(tensor, group, "after")
+    calls.append(sum(row.calls for row in outer.rows()))
+    left = [str(mode) for mode in torch_private.current_dispatch_modes()]
+    if torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect"):
+        left.append("kernel")
+    return outer.rows(), calls, left
+
+
+def test_a_counter_sees_what_its_own_thread_issues_until_it_is_left() -> None:
+    for rows, calls, left in run_ranks(2, counted_beside_others):
+        assert [(row.purpose, row.calls) for row in rows] == [("both", 1), ("handed over", 1), ("inference", 1)]
+        assert calls == [1, 3] and not left
 
 
 def test_payload_is_the_full_buffer_and_point_to_point_counts_at_the_sender() -> None:

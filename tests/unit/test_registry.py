@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 
 import pytest
 
@@ -19,6 +20,7 @@ class Point:
 def installed(monkeypatch):
     """The groups whose entry points were asked for; each holds one plug-in."""
     asked: list[str] = []
+    monkeypatch.setattr(registry, "_may_have_plug_ins", lambda: True)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: asked.append(group) or [Point])
     registry._plug_ins.cache_clear()
     yield asked
@@ -41,3 +43,32 @@ def test_a_plug_in_is_a_name_like_any_other_and_hides_none(installed, monkeypatc
     with pytest.raises(KeyError):
         registry.load("strategies", "data.nobodys")
     assert installed == ["parallelrun.strategies"] * 2  # each cleared cache asks once
+
+
+@pytest.mark.parametrize("folder", ["theirs-1.0.dist-info", "theirs.egg-info"])
+def test_a_plug_in_in_any_folder_of_the_path_is_found(folder, tmp_path, monkeypatch):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / ("METADATA" if "dist" in folder else "PKG-INFO")).write_text("Name: theirs\nVersion: 1.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    registry._plug_ins.cache_clear()
+    assert not registry._may_have_plug_ins() and not registry.has("datasets", "theirs")
+    (tmp_path / folder / "entry_points.txt").write_text("[parallelrun.datasets]\ntheirs = json\n")
+    registry._plug_ins.cache_clear()
+    try:
+        assert registry.has("datasets", "theirs") and registry.names("datasets")["theirs"] == "json"
+    finally:
+        registry._plug_ins.cache_clear()
+
+
+def test_an_archive_or_a_finder_on_the_path_may_hold_plug_ins(tmp_path, monkeypatch):
+    class Finder:
+        def find_distributions(self, context: object = None) -> list[object]:
+            return []
+
+    assert not registry._may_have_plug_ins()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+        assert registry._may_have_plug_ins()
+    (tmp_path / "theirs.zip").write_bytes(b"")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "theirs.zip")])
+    assert registry._may_have_plug_ins()

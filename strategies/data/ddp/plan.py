@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..common.bucketed_plan import BucketedAllReduce
-from ..common.keys import CompressionKeys
-
-
-@dataclass
-class DDPConfig(CompressionKeys):
-    """Keys of `strategy.data` with kind=ddp."""
-
-    kind: str = "ddp"
+from .keys import DDPConfig
 
 
 @dataclass(frozen=True)

@@ -10,26 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.field import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.plan.structure import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
-from ..common.keys import PeriodicKeys
+from .keys import DiLoCoConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass
-class DiLoCoConfig(PeriodicKeys):
-    """Keys of `strategy.data` with kind=diloco."""
-
-    kind: str = "diloco"
-    outer_lr: float = key(0.7, "diloco: learning rate of the outer SGD", above=0)
-    outer_momentum: float = key(0.9, "diloco: momentum of the outer SGD", least=0, below=1)
-    outer_nesterov: bool = key(True, "diloco: Nesterov momentum in the outer SGD")
 
 
 @dataclass(frozen=True)

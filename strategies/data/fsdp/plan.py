@@ -11,8 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.field import key
-from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
@@ -26,24 +24,13 @@ from parallelrun.precision import BYTES
 
 from ..common.bucket_prediction import buckets_of, check_shardable, final_collectives, local_shapes
 from ..common.buckets import padded_numel, reduce_bytes, shard_dim
+from .keys import FSDPConfig
 from .units import Unit, UnitSharding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ENGINE = "engine"  # the purpose of what torch's engine sends by itself
-
-
-@dataclass
-class FSDPConfig(DataStrategyConfig):
-    """Keys of `strategy.data` with kind=fsdp."""
-
-    kind: str = "fsdp"
-    shard: int | None = key(
-        None, "fsdp: ranks that share one copy (HSDP); null: all dp ranks", least=1, of_degrees=True
-    )
-    reshard_after_forward: bool | None = key(None, "fsdp: free gathered weights after forward; null: only at pp=1")
-    reduce_each_microbatch: bool | None = key(None, "fsdp: reduce in every backward; null: not under zero bubble")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Horovod's keys, the settings that Horovod refuses too, and the completion of process sets. Torch-free."""
+"""The settings that Horovod refuses too, and the completion of process sets. Torch-free."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from parallelrun.config.field import key
 from parallelrun.errors import Problem
 from parallelrun.plan.request import Request
 from parallelrun.wording import either, nearest
@@ -14,23 +12,10 @@ from parallelrun.wording import either, nearest
 from ..common.allreduce.algorithm import NativeAllReduce
 from ..common.allreduce.plan import ALGORITHMS
 from ..common.compression import plan as compression
-from ..common.keys import AlgorithmKeys
+from .keys import HorovodConfig
 from .settings import ADASUM
 
 MOST_NAMED = 8
-
-
-@dataclass
-class HorovodConfig(AlgorithmKeys):
-    """Keys of `strategy.data` with kind=horovod."""
-
-    kind: str = "horovod"
-    reduction: str = key("average", "horovod: how gradients are combined", choices=("average", "adasum"))
-    timeline: bool = key(False, "horovod: write timeline.json, a Chrome trace of the reducer")
-    stall_warn_s: float = key(60.0, "horovod: warn if a tensor waits this long for other ranks; 0: never", least=0)
-    worker_batches: list[int] = key(list, "horovod: batches of each worker before it joins; []: enough")
-    join_divisor: str = key("initial", "horovod: divide by all workers or the active", choices=("initial", "active"))
-    process_sets: list[list[int]] = key(list, "horovod: workers that average among themselves; []: all")
 
 
 def check(request: Request) -> list[Problem]:

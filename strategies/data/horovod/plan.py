@@ -24,7 +24,7 @@ from ..common.bucket_prediction import buckets_of, final_collectives
 from ..common.buckets import reduce_bytes
 from ..common.compression.plan import SummedMessage
 from . import checks, halving
-from .checks import HorovodConfig
+from .keys import HorovodConfig
 from .settings import ADASUM, HorovodSettings
 
 if TYPE_CHECKING:

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from parallelrun.plan.structure import Equivalence, Plan
 
 from ..common.independent_plan import IndependentReplicas
-from ..common.keys import PeriodicKeys
-
-
-@dataclass
-class LocalSGDConfig(PeriodicKeys):
-    """Keys of `strategy.data` with kind=local_sgd."""
-
-    kind: str = "local_sgd"
+from .keys import LocalSGDConfig
 
 
 @dataclass(frozen=True)

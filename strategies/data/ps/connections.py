@@ -81,8 +81,8 @@ class Channel:
     def flush(self) -> list[Collective]:
         """Wait until the peer has received everything; return all messages since the last flush. Raises PeerLost.
 
-        Channels count their own messages: `CommunicationCounter` is a dispatch mode, and torch 2.13 crashes now and
-        then (1 of 40 runs) if several threads enter dispatch modes at once. Bytes are counted at the sender.
+        Channels count their own messages, because a `CommunicationCounter` sees those of its own thread only. Bytes are
+        counted at the sender.
         """
         with self._guarded():
             for work, _ in self._sent:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from parallelrun.config.field import key
-from parallelrun.config.schema import CONSISTENCIES, Config, DataStrategyConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.plan import data_cost
 from parallelrun.plan.data_strategy import DataStrategy, ExchangeForm
@@ -19,6 +18,7 @@ from parallelrun.plan.structure import Collective, Equivalence, Memory, Plan
 from parallelrun.precision import BYTES, TABLE
 from parallelrun.wording import counted
 
+from .keys import ParameterServerConfig
 from .protocol import AXIS, CONTROL, NORM_BYTES, PULL, PUSH, REPLY_BYTES, REQUEST_BYTES
 from .shards import Sharding, assign, cut
 
@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
 DEFAULT_STALENESS = 2
-
-
-@dataclass
-class ParameterServerConfig(DataStrategyConfig):
-    """Keys of `strategy.data` with kind=ps."""
-
-    kind: str = "ps"
-    servers: int | None = key(None, "ps: parameter servers; null: 1", least=1)
-    consistency: str | None = key(None, "ps: null: sync, or ssp if staleness is set", choices=CONSISTENCIES)
-    staleness: int | None = key(None, "ps, ssp: steps that the fastest worker may be ahead", least=0)
-    backup_workers: int | None = key(None, "ps, sync: slowest gradients that a step does not wait for", least=0)
-    delays: list[float] = key(list, "ps: seconds that worker 0, 1, ... sleeps in each step")
-    shard_min_kb: float = key(256.0, "ps: smallest part of a tensor that is split over servers, in kB", least=0)
 
 
 @dataclass(frozen=True)

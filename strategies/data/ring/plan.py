@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 from ..common.allreduce.plan import AlgorithmAllReduce
 from ..common.allreduce.rings import RingAllReduce
-from ..common.keys import AlgorithmKeys
-
-
-@dataclass
-class RingConfig(AlgorithmKeys):
-    """Keys of `strategy.data` with kind=ring."""
-
-    kind: str = "ring"
+from .keys import RingConfig
 
 
 @dataclass(frozen=True)

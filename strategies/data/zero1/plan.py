@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from parallelrun.plan.structure import Plan
 
 from ..common.bucket_prediction import buckets_of
-from ..common.keys import BucketKeys
 from ..common.zero_plan import ZeRO, received_bytes
-
-
-@dataclass
-class ZeRO1Config(BucketKeys):
-    """Keys of `strategy.data` with kind=zero1."""
-
-    kind: str = "zero1"
+from .keys import ZeRO1Config
 
 
 @dataclass(frozen=True)

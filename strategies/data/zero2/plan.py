@@ -18,15 +18,8 @@ from parallelrun.plan.structure import Plan
 
 from ..common.bucket_prediction import RankBuckets, buckets_of
 from ..common.buckets import MAX_PENDING, Shape, partition
-from ..common.keys import BucketKeys
 from ..common.zero_plan import ZeRO, received_bytes
-
-
-@dataclass
-class ZeRO2Config(BucketKeys):
-    """Keys of `strategy.data` with kind=zero2."""
-
-    kind: str = "zero2"
+from .keys import ZeRO2Config
 
 
 @dataclass(frozen=True)

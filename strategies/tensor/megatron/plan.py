@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from parallelrun.config.field import key
-from parallelrun.config.schema import Config, TensorStrategyConfig
+from parallelrun.config.schema import Config
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
@@ -21,6 +20,7 @@ from ..common.activation_memory import local_numel
 from ..common.product_strategy import ProductStrategy
 from ..common.traffic import AXIS, overlaps
 from . import checks
+from .keys import MegatronConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 KV_AXIS, COPY_AXIS = "tp_kv", "tp_copy"
 COLUMN_ROLES = ("column_parallel", "head", "expert_input")  # roles of layers that read whole rows
 ROW_ROLES = ("row_parallel", "embedding", "expert_output")  # roles of layers whose results are summed over the ranks
-
-
-@dataclass
-class MegatronConfig(TensorStrategyConfig):
-    """Keys of `strategy.tensor` with kind=megatron."""
-
-    kind: str = "megatron"
-    sequence_parallel: bool = key(False, "1d: shard norms and dropout along the sequence")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -10,7 +12,14 @@ from parallelrun import registry
 from parallelrun.config import strategy_keys
 from parallelrun.config.field import key
 from parallelrun.config.schema import Config, DataStrategyConfig
-from parallelrun.config.strategy_keys import SECTIONS, completed, config_class, narrowed, own_keys
+from parallelrun.config.strategy_keys import (
+    SECTIONS,
+    completed,
+    config_class,
+    narrowed,
+    own_keys,
+    strategy_class,
+)
 from parallelrun.errors import ConfigError
 from tests.plans import tiny_config, tiny_plan
 
@@ -21,6 +30,20 @@ def test_every_strategy_names_its_kind_in_its_config(name):
     cls = config_class(axis, kind)
     assert issubclass(cls, SECTIONS[axis])
     assert axis in ("pipeline", "expert") or cls().kind == kind
+    assert cls is strategy_class(axis, kind).config_class
+
+
+def test_naming_all_keys_imports_no_strategy(tmp_path):
+    code = """
+import sys
+from parallelrun.config.keys import known_keys
+assert "strategy.data.outer_lr" in known_keys()
+found = [name for name in sys.modules if name.startswith("parallelrun.") and name.endswith((".plan", ".runtime"))]
+assert not found, found
+assert "importlib.metadata" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_schema_s_own_sections_have_no_key_of_a_single_strategy():
