@@ -103,8 +103,7 @@ def test_however_a_rank_fails_it_is_the_one_that_is_named(tmp_path, do, code, wo
     ],
 )
 def test_an_exception_inside_save_has_its_own_code_and_names_its_own_rank(tmp_path, do, rank, code, words):
-    tp = 1 if rank < 2 else 2
-    overrides = {"dp": 2, "tp": tp, "steps": 1, "strategy.data.kind": "zero1"}  # so that every rank has a file to write
+    overrides = {"dp": 2, "tp": 2, "steps": 1, "strategy.data.kind": "zero1"}  # so that every rank has a file to write
     run = run_launcher(tmp_path, {"do": do, "rank": rank}, overrides=overrides, worker="fail_in_save")
     assert run.wait() == code, run.stderr
     assert (run.status["exit_code"], run.status["failed_rank"]) == (code, rank)
