@@ -143,7 +143,7 @@ def _groups_by_role(plan: Plan) -> tuple[Group, Group]:
     rank, found = dist.get_rank(), []
     for axis, ranks in ((WORLD, range(plan.num_workers)), (SERVERS, range(plan.num_workers, plan.world))):
         has_gpus = axis == WORLD and plan.device == "cuda"
-        backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if has_gpus else None  # None: as the world's
         process_group = dist.new_group(list(ranks), backend=backend) if len(ranks) > 1 else None
         index = ranks.index(rank) if rank in ranks else -1
         found.append(Group(axis, tuple(ranks), index, process_group if index >= 0 else None))

@@ -281,3 +281,34 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     product: Tensor = grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     return product
+
+
+def gloo_group(options: Any) -> Any:
+    """Return gloo's implementation of a group, for a backend that leaves the group to it.
+
+    options: torch's `_DistributedBackendOptions`.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+
+
+def is_observed() -> bool:
+    """Return whether this thread has `observers` or dispatch modes."""
+    return bool(observers.get()) or torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextmanager
+def observed(operation: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Let the `observers` see an operation of c10d by a group that is written in Python; suspend dispatch modes inside.
+
+    torch calls the methods of such a group directly, so that `observe` does not see them. Modes do not see how torch's
+    own groups copy and sum.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with ExitStack() as entered:
+        for observer in observers.get():
+            entered.enter_context(observer.collective(operation, arguments))
+        entered.enter_context(_disable_current_modes())
+        yield

@@ -1,6 +1,6 @@
-"""Real gloo ranks for tests, in tens of milliseconds: `from tests.pool import run_ranks`.
+"""Real ranks for tests, in tens of milliseconds: `from tests.pool import run_ranks`.
 
-    def body(scale):                       # module-level; the gloo process group is initialised when it is called
+    def body(scale):                       # module-level; the process group is initialised when it is called
         tensor = torch.full((2,), scale * dist.get_rank())
         dist.all_reduce(tensor)
         return tensor                      # any picklable thing
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+BACKEND = os.environ.get("PARALLELRUN_TEST_BACKEND", "shm")  # of tests that name none
 _VICTIM_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/")
 
 
@@ -66,13 +67,18 @@ class RanksFailed(Exception):
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, fresh: bool = False
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    fresh: bool = False,
+    backend: str = BACKEND,
 ) -> list[Any]:
-    """Call `function(*args)` on `world` gloo ranks; return their results by rank.
+    """Call `function(*args)` on `world` ranks; return their results by rank.
 
     `function` is module-level and finds its rank by `torch.distributed.get_rank()`; arguments and results are pickled.
     What ranks print is printed here, prefixed by rank. fresh: no earlier call has run in these processes, for tests of
-    memory and for what cannot be undone. Raises RanksFailed.
+    memory and for what cannot be undone. backend: shm or gloo. Raises RanksFailed.
     """
     request = {
         "world": world,
@@ -82,6 +88,7 @@ def run_ranks(
         "args": pickle.dumps(args),
         "timeout": timeout,
         "fresh": fresh,
+        "backend": backend,
         "path": list(sys.path),
     }
     reply = _helper().ask(pickle.dumps(request), timeout + 60)

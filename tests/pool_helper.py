@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from parallelrun import shared_memory
 from tests import pool_rank
 from tests.plans import tiny_plan
 from tests.pool import receive_message, send_message
@@ -37,7 +38,7 @@ def main(descriptor: int) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()  # else every rank's garbage collector visits, and so copies, all that was imported
-    waiting: dict[tuple[int, float], _Ranks] = {}
+    waiting: dict[tuple[int, float, str], _Ranks] = {}
     while True:
         try:
             request = pickle.loads(receive_message(connection))
@@ -59,15 +60,16 @@ def _preload() -> None:
                 importlib.import_module(name)
             except Exception:
                 continue
+    shared_memory.register()
     tiny_plan({"dp": 2, "tp": 2, "pp": 2})  # what every plan reads of the schema is computed once
 
 
 def _answer(
-    request: dict[str, Any], waiting: dict[tuple[int, float], _Ranks], connection: socket.socket
+    request: dict[str, Any], waiting: dict[tuple[int, float, str], _Ranks], connection: socket.socket
 ) -> dict[str, Any]:
     """Let ranks answer one `run_ranks` call: those that wait after an earlier call, or else new ones."""
     sys.path[:] = request["path"]
-    known, key = len(sys.modules), (request["world"], request["timeout"])
+    known, key = len(sys.modules), (request["world"], request["timeout"], request["backend"])
     try:
         pool_rank.find(request)
     except Exception as error:
@@ -99,7 +101,7 @@ def _answer(
 class _Ranks:
     """`world` forked processes with a process group, which answer one call after another."""
 
-    def __init__(self, world: int, timeout: float, connection: socket.socket):
+    def __init__(self, world: int, timeout: float, backend: str, connection: socket.socket):
         self.world = world
         self.calls = 0
         self.pids: list[int] = []
@@ -113,7 +115,7 @@ class _Ranks:
                 for pipe in self.pipes:
                     pipe.close()
                 connection.close()
-                pool_rank.main(rank, world, timeout, listener, theirs)
+                pool_rank.main(rank, world, timeout, backend, listener, theirs)
             theirs.close()
             self.pids.append(pid)
             self.pipes.append(ours)

@@ -28,7 +28,7 @@ from tests.pool import receive_message, send_message
 _PR_SET_PDEATHSIG = 1
 
 
-def main(rank: int, world: int, timeout: float, listener: socket.socket, pipe: socket.socket) -> None:
+def main(rank: int, world: int, timeout: float, backend: str, listener: socket.socket, pipe: socket.socket) -> None:
     """Answer calls until the pipe closes or a call fails; never return."""
     code = 1
     try:
@@ -43,7 +43,7 @@ def main(rank: int, world: int, timeout: float, listener: socket.socket, pipe: s
             stack = _redirect(Path(request["folder"]), rank)
             try:
                 if store is None:
-                    store = _join(rank, world, timeout, listener)
+                    store = _join(rank, world, timeout, backend, listener)
                 message = _call(request, dist.PrefixStore(f"call {number}", store))
             except BaseException as error:
                 message = _failure(error)
@@ -163,7 +163,7 @@ def _redirect(folder: Path, rank: int) -> Any:
     return stack
 
 
-def _join(rank: int, world: int, timeout: float, listener: socket.socket) -> dist.Store:
+def _join(rank: int, world: int, timeout: float, backend: str, listener: socket.socket) -> dist.Store:
     """Make the process group of this rank's life; return its store."""
     patience = timedelta(seconds=timeout + 30)
     port = listener.getsockname()[1]
@@ -173,7 +173,7 @@ def _join(rank: int, world: int, timeout: float, listener: socket.socket) -> dis
     store = dist.TCPStore(
         "127.0.0.1", port, world, rank == 0, patience, wait_for_workers=False, master_listen_fd=descriptor
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     return store
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import WORLD
+from parallelrun.shared_memory import BACKEND, is_shared
 
 
 class Label(NamedTuple):
@@ -70,6 +71,16 @@ def _issue(
         return work
 
 
+def backend_of(mesh: Mesh) -> str | None:
+    """Return what carries the collectives of the mesh: shm, gloo or nccl; None for a single rank."""
+    process_group = mesh.group(WORLD).process_group
+    if process_group is None:
+        return None
+    if mesh.device.type != "cpu":
+        return "nccl"
+    return BACKEND if is_shared(process_group) else "gloo"
+
+
 def current_label() -> Label | None:
     """Return the innermost `label` of this thread."""
     return _LABEL.get()
@@ -116,7 +127,7 @@ def reduce_scatter_into(
 
     With async_op, neither tensor may be used before `wait` of the result.
     """
-    if dist.get_backend(group.process_group) == "gloo":
+    if tensor.device.type == "cpu" and not is_shared(group.process_group):
         exchange = _ExchangeAndSum(output, tensor, group, purpose)
         if async_op:
             return exchange

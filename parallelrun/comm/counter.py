@@ -58,6 +58,8 @@ _COUNTED: dict[str, tuple[str, int | None]] = {
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments of a c10d operation."""
     for value in args:
+        if isinstance(value, dist.ProcessGroup):
+            return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     return None
@@ -110,7 +112,9 @@ class _Observer:
                 _Observer._end()
 
     def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object]:
-        """See `torch_private.observe`."""
+        """See `torch_private.observe` and, for groups in shared memory, `torch_private.observed`."""
+        if name not in _COUNTED:
+            return nullcontext()
         label = comm.current_label()
         operation = (label and label.operation) or _COUNTED[name][0]
         axis, purpose = label[:2] if label else (self._axis(_group(args)), _purpose(operation, args))

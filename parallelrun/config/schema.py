@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_GLOBAL_BATCH = 48
+BACKENDS = ("auto", "shm", "gloo")
 CONSISTENCIES = ("sync", "async", "ssp")
 
 
@@ -209,6 +210,9 @@ class Config:
     recompute: str = key("none", "activations recomputed in backward", choices=("none", "selective", "full"))
     compile: bool = key(False, "use torch.compile")
     device: str = key("auto", "auto: cuda if there are GPUs", choices=("auto", "cpu", "cuda"))
+    backend: str = key(
+        "auto", "CPU collectives: shm (shared memory of a host) | gloo; auto: shm if possible", choices=BACKENDS
+    )
     name: str | None = key(None, "name of the run directory")
     resume: str | None = key(None, "latest (newest run) | auto (this training, or fresh) | run or checkpoint directory")
     runs: str = key("runs", "folder of the run directories")

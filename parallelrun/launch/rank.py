@@ -139,18 +139,29 @@ def _device(plan: Plan, settings: RankSettings) -> torch.device:
 def _join(job: Job, rank: int, store: Store) -> None:
     """Create the process group of the run. Its timeout is the last resort, later than the launcher's hang detection.
 
-    With servers, which may have no GPU, it uses only gloo; the workers have an NCCL group of their own.
+    With GPUs it uses gloo and NCCL; beside servers, which may have no GPU, only gloo: the workers have an NCCL group of
+    their own. Raises EnvironmentProblem if backend=shm is asked for and impossible.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
+    from parallelrun import shared_memory
+
+    asked = job.config.backend
+    if job.plan.device == "cuda":
+        backend = "gloo" if job.plan.servers else "cpu:gloo,cuda:nccl"
+    else:
+        backend = shared_memory.register() if asked != "gloo" else asked
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if job.plan.device == "cuda" and not job.plan.servers else "gloo",
+        backend,
         store=PrefixStore("group", store),
         rank=rank,
         world_size=job.plan.world,
         timeout=timedelta(seconds=2 * job.config.timeout_s + 60),
     )
+    if asked == backend == shared_memory.BACKEND and not shared_memory.is_shared(dist.group.WORLD):
+        what = f"backend=shm is impossible: {shared_memory.refusal()}"
+        raise EnvironmentProblem(Problem(what, "backend", suggestion="backend=auto"))
 
 
 def _leave(store: Store, rank: int, world: int) -> None:
@@ -160,6 +171,9 @@ def _leave(store: Store, rank: int, world: int) -> None:
     """
     import torch.distributed as dist
 
+    from parallelrun import shared_memory
+
+    shared_memory.finish()
     _count_finished(store, world)
     store.wait(["all finished"], timedelta(days=1))  # hang detection ends this if a rank does not finish
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parallelrun import reserve
-from parallelrun.comm import gather_json
+from parallelrun.comm import backend_of, gather_json
 from parallelrun.context import WorkerContext
 from parallelrun.plan import prediction, simulate
 from parallelrun.plan.structure import Collective
@@ -186,6 +186,7 @@ class Recorder:
             "precision": plan.precision.name,
             "parameters": plan.spec.num_parameters,
             "device": plan.device,
+            "backend": backend_of(training.mesh),
             "ranks_per_core": plan.world / len(os.sched_getaffinity(0)) if plan.device == "cpu" else None,
             "steps": self._records[-1].step if self._records else 0,
             "step_time_median_s": median,

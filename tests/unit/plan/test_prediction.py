@@ -55,6 +55,13 @@ def test_a_coordinate_s_memory_is_that_of_its_rank_that_holds_most(overrides):
 
 
 @pytest.mark.parametrize("overrides", PLANS, ids=str)
+def test_what_is_computed_once_for_like_ranks_is_that_of_each(overrides):
+    plan = tiny_plan(overrides)
+    for rank in range(plan.world):
+        assert prediction.memory(plan, rank) == prediction.memory(replace(plan), rank)  # which has computed nothing yet
+
+
+@pytest.mark.parametrize("overrides", PLANS, ids=str)
 def test_what_is_sent_is_received_and_control_is_one_small_row(overrides):
     plan = tiny_plan(overrides)
     _, rows = prediction.traffic(plan)

@@ -1,0 +1,56 @@
+"""The c10d backend `shm`: collectives and messages between CPU ranks of one host, through shared memory.
+
+Written here because no maintained library does it for CPU tensors on torch 2.11 and 2.13: oneCCL's bindings are
+discontinued, MPI and UCC need a torch built from source, DeepSpeed's, vLLM's and gloo's shared memory serves
+all-reduce only.
+
+Each process has one anonymous arena (`arena`). Peers map it through /proc/<pid>/fd, so it has no name and disappears
+with the last process, however that ends. A collective is posted when it is called: the caller's part is copied into its
+arena. It completes while its process waits (`engine`), which advances all outstanding operations of the process. Sums
+are in rank order, and equal on every rank.
+
+A group whose ranks cannot all map each other's memory uses gloo (`joining`). `is_shared` tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BACKEND = "shm"
+
+
+def register() -> str:
+    """Register the backend with torch, once; return its name."""
+    import torch.distributed as dist
+
+    from parallelrun.shared_memory.joining import create_group
+
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
+    return BACKEND
+
+
+def is_shared(process_group: Any) -> bool:
+    """Return whether the collectives of a process group go through shared memory."""
+    from parallelrun.shared_memory.group import SharedMemoryGroup
+
+    return isinstance(process_group, SharedMemoryGroup)
+
+
+def finish(timeout_s: float = 60.0) -> None:
+    """Complete the operations of this process that nobody has waited for, since its peers may need its part in them.
+
+    A rank calls this before it blocks for long outside collectives. Returns early if a peer has ended.
+    """
+    from parallelrun.shared_memory.engine import existing
+
+    engine = existing()
+    if engine is not None:
+        engine.finish(timeout_s)
+
+
+def refusal() -> str:
+    """Return why the last group that uses gloo instead does so."""
+    from parallelrun.shared_memory.joining import refusals
+
+    return refusals[-1] if refusals else "no group was refused"

@@ -1,0 +1,186 @@
+"""Waiting: every wait of a process advances all its outstanding operations, in the thread that waits.
+
+A waiter tries again for a moment if there is a core for each rank of the host, then sleeps until a peer rings or ends.
+Of several waiting threads one sleeps for all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from typing import Protocol
+
+from parallelrun.shared_memory.process import ANY, LocalProcess, Peer
+
+_SPIN_S = 5e-5  # about as long as it takes to be woken
+_SAFETY_S = 0.02  # a process looks this often itself: a store and a load of two processors may pass each other
+
+
+class PendingOperation(Protocol):
+    """A collective or a message. done: whether it has ended; error: how, if not well."""
+
+    done: bool
+    error: Exception | None
+
+    def missing(self) -> Peer | None:
+        """Return a peer without which the operation cannot end, None if several would do."""
+        ...
+
+    def closed(self, peer: Peer) -> bool:
+        """Return whether a peer has left the group."""
+        ...
+
+
+class OperationQueue(Protocol):
+    """The operations of a group of one kind."""
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether operations are left."""
+        ...
+
+    def is_owing(self) -> bool:
+        """Return whether other members may need this one's part in the operations that are left."""
+        ...
+
+    def missing(self) -> Peer | None:
+        """Return a peer without which the first operation cannot end, None if several would do."""
+        ...
+
+
+class Engine:
+    """The operations of this process. `lock` is held wherever they are touched."""
+
+    def __init__(self) -> None:
+        self.process = LocalProcess()
+        self.lock = threading.Condition(threading.RLock())
+        self._active: dict[OperationQueue, None] = {}
+        self._sleeping = False
+        self._waiting = 0
+        self._num_cores = len(os.sched_getaffinity(0))
+
+    def submit(self, channel: OperationQueue) -> None:
+        """Advance a channel that has a new operation; remember it while operations are left."""
+        self._active[channel] = None
+        self.progress()
+
+    def progress(self) -> None:
+        """Do what can be done without waiting, for all operations."""
+        for channel in tuple(self._active):
+            if not channel.advance():
+                self._active.pop(channel, None)
+
+    def wait(self, operation: PendingOperation, timeout_s: float) -> None:
+        """Return when the operation has ended. Raises RuntimeError as gloo does, if a peer ends or time is up."""
+        if operation.done:
+            return
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            self._waiting += 1
+            try:
+                if not self._spin(operation):
+                    while not self._wait_once(operation):
+                        if time.monotonic() > deadline:
+                            what = f"[shared memory] Timed out waiting {round(timeout_s * 1e3)}ms for {operation}"
+                            raise RuntimeError(what)
+            finally:
+                self._waiting -= 1
+
+    def _spin(self, operation: PendingOperation) -> bool:
+        """Try again for a moment, if no rank of this host needs the core meanwhile."""
+        self.progress()
+        if operation.done or len(self.process.peers) >= self._num_cores:
+            return operation.done
+        until = time.monotonic() + _SPIN_S
+        while time.monotonic() < until and not operation.done:
+            self.lock.release()
+            os.sched_yield()
+            self.lock.acquire()
+            self.progress()
+        return operation.done
+
+    def _wait_once(self, operation: PendingOperation) -> bool:
+        """Sleep once, unless the operation has ended; return whether it has."""
+        process = self.process
+        if self._sleeping:  # another thread sleeps, for all
+            process.sleep_for(ANY)
+            self.progress()
+            if not operation.done:
+                self.lock.wait(_SAFETY_S)
+            return operation.done
+        peer = operation.missing()
+        alone = peer is not None and self._waiting == 1 and len(self._active) == 1
+        self._sleeping = True
+        try:
+            process.sleep_for(peer.pid if alone and peer is not None else ANY)
+            self.progress()
+            if operation.done:
+                return True
+            self.lock.release()
+            try:
+                process.sleep(_SAFETY_S)
+            finally:
+                self.lock.acquire()
+        finally:
+            process.sleep_for(0)
+            self._sleeping = False
+        self.progress()
+        self.lock.notify_all()
+        if not operation.done:
+            self._look_for_ended_peers(operation)
+        return operation.done
+
+    def _look_for_ended_peers(self, operation: PendingOperation) -> None:
+        """Raise RuntimeError if the operation needs a peer that has ended or left the group."""
+        peer = operation.missing()
+        if peer is not None and (peer.gone or operation.closed(peer)):
+            self.progress()  # it may have done its part at the last moment
+            if not operation.done and operation.missing() is peer:
+                raise RuntimeError(f"[shared memory] Connection closed by peer: process {peer.pid}, {operation}")
+
+    def finish(self, timeout_s: float) -> None:
+        """Advance the operations until no peer needs them, or time is up. Those with ended peers are left."""
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            self.progress()
+            while self._is_owing() and time.monotonic() < deadline:
+                self.process.sleep_for(ANY)
+                self.progress()
+                if self._is_owing():
+                    self.process.sleep(_SAFETY_S)
+                self.process.sleep_for(0)
+                self.progress()
+
+    def _is_owing(self) -> bool:
+        for queue in self._active:
+            if queue.is_owing():
+                peer = queue.missing()
+                if peer is None or not peer.gone:
+                    return True
+        return False
+
+
+_engines: dict[int, Engine] = {}  # by pid: a fork has its own
+
+
+def existing() -> Engine | None:
+    """Return the engine of this process, None if it has none."""
+    return _engines.get(os.getpid())
+
+
+def current() -> Engine:
+    """Return the engine of this process; create it at the first call. Raises OSError or EnvironmentProblem."""
+    engine = existing()
+    if engine is None:
+        engine = _engines[os.getpid()] = Engine()
+        atexit.register(_at_exit)
+    return engine
+
+
+def _at_exit() -> None:
+    engine = existing()
+    if engine is not None:
+        with contextlib.suppress(RuntimeError):
+            engine.finish(5.0)

@@ -1,0 +1,92 @@
+"""This process and its peers on the host, as the backend sees them: their memory, their doorbells, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, fence
+
+AWAITED = 0  # word of an arena: the pid that its process sleeps for, ANY, or 0 while it is awake
+ANY = -1
+HOST_VARIABLE = "PARALLELRUN_TEST_HOST"  # tests pretend to be on several hosts
+
+
+class Peer:
+    """Another process of this host. `gone`: it has ended."""
+
+    def __init__(self, endpoint: dict[str, Any]):
+        self.pid: int = endpoint["pid"]
+        self.pidfd = os.pidfd_open(self.pid)
+        folder = f"/proc/{self.pid}/fd"
+        descriptor = os.open(f"{folder}/{endpoint['memory']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.memory = MappedMemory(descriptor, endpoint["size"])
+        finally:
+            os.close(descriptor)
+        self.words = self.memory.words
+        self._doorbell = os.open(f"{folder}/{endpoint['doorbell']}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.gone = False
+
+    def wake(self, sender: int) -> None:
+        """Wake the process if it sleeps for process `sender` or for any."""
+        awaited = self.words[AWAITED]
+        if awaited in (ANY, sender):
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # woken already; ended
+                os.write(self._doorbell, b"\0")
+
+
+class LocalProcess:
+    """This process: its arena, its doorbell (a pipe into which peers write), and the peers whose end it watches."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.arena = Arena()
+        self.memory, self.words = self.arena, self.arena.words
+        assert self.arena.allocate(ALIGNMENT) == AWAITED, "the first words of an arena are its process's"
+        self.token = os.urandom(8).hex()  # pids are reused
+        self.peers: dict[str, Peer] = {}
+        self._doorbell, self._bell_to_me = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._doorbell, select.EPOLLIN)
+        self._watched: dict[int, Peer] = {}
+
+    def wake(self, sender: int) -> None:
+        """Do nothing: whoever calls it is awake."""
+
+    def endpoint(self) -> dict[str, Any]:
+        """Return what a peer needs to reach this process."""
+        descriptors = {"memory": self.arena.descriptor, "doorbell": self._bell_to_me}
+        facts = {"host": host_identity(), "pid": self.pid, "token": self.token, "size": self.arena.size}
+        return {**facts, **descriptors}
+
+    def open_peer(self, endpoint: dict[str, Any]) -> None:
+        """Map the memory of a peer, unless it is mapped. Raises OSError if that is not possible."""
+        if endpoint["token"] not in self.peers and endpoint["token"] != self.token:
+            peer = self.peers[endpoint["token"]] = Peer(endpoint)
+            self._watched[peer.pidfd] = peer
+            self._poll.register(peer.pidfd, select.EPOLLIN)
+
+    def sleep_for(self, pid: int) -> None:
+        """Tell peers that this process sleeps for process `pid`, or for ANY; 0: it is awake."""
+        self.words[AWAITED] = pid
+        fence()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until a peer rings or ends, or time is up."""
+        for descriptor, _ in self._poll.poll(seconds):
+            if descriptor == self._doorbell:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._doorbell, 4096)
+            else:
+                self._watched[descriptor].gone = True
+                self._poll.unregister(descriptor)
+
+
+def host_identity() -> str:
+    """Return what processes have in common that can map each other's memory: the boot and the namespace of pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{os.environ.get(HOST_VARIABLE, '')}{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
