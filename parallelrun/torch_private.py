@@ -221,8 +221,24 @@ def timed(wait: Callable[[], T], is_message: Callable[[], bool] = lambda: False)
     return result
 
 
-# Of this thread, outermost first; each has `collective`, which `observe` describes.
-observers: ContextVar[tuple[Any, ...]] = ContextVar("parallelrun_observers", default=())
+class _Observers:
+    """The observers of this thread, outermost first; each has `collective`, which `observe` describes.
+
+    torch hands its own thread-local objects to the threads in which autograd runs backward (on GPUs), as it does with
+    dispatch modes. A ContextVar would be empty there.
+    """
+
+    _KEY = "parallelrun_observers"
+
+    def get(self) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = torch._C._get_obj_in_tls(self._KEY) if torch._C._is_key_in_tls(self._KEY) else ()
+        return found
+
+    def set(self, found: tuple[Any, ...]) -> None:
+        torch._C._stash_obj_in_tls(self._KEY, found)
+
+
+observers = _Observers()
 
 
 def observe(operations: Iterable[str]) -> Callable[[], None]:

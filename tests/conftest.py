@@ -31,6 +31,14 @@ def run_ranks():
     return _run_ranks
 
 
+@pytest.fixture
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal command lines are composed by Hydra once (`tests.compositions`)."""
+    from tests.compositions import keep
+
+    keep(monkeypatch)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--matrix=full`: everything that CONTRIBUTING.md lists, instead of the choice of each run."""
     parser.addoption("--matrix", choices=("chosen", "full"), default="chosen", help="cells of parity matrices to run")

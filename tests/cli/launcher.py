@@ -11,11 +11,13 @@ import atexit
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,10 +130,22 @@ def run_program(folder: Path, words: list[str], environ: dict[str, str], world: 
     return Launched(folder, world, runs)
 
 
-def run_to_end(*words: str, cwd: Path, timeout: float = 120.0, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`parallelrun <words>`, typed in `cwd`, in a warm process: a call that need not prove that the program starts."""
+def run_torchrun(folder: Path, *words: str, **environ: str) -> Launched:
+    """`torchrun --nproc-per-node 2 <words>` in a warm process; its two ranks are started by `python`, as ever."""
+    _send("tests.cli.launcher:torchrun", folder, ["--nproc-per-node", "2", *words], environ)
+    return Launched(folder, 2, folder.parent / "runs")
+
+
+def run_to_end(
+    *words: str, cwd: Path, site: Path | None = None, limit: int | None = None, timeout: float = 120.0, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """`parallelrun <words>`, typed in `cwd`, in a warm process: a call that need not prove that the program starts.
+
+    site: a folder of installed plug-ins. limit: the most bytes that a file may have.
+    """
+    call = {"words": words, "cwd": str(cwd), "site": str(site) if site else None, "limit": limit}
     with tempfile.TemporaryDirectory(prefix="parallelrun-call-") as folder:
-        _send("tests.cli.launcher:program_in", Path(folder), {"words": words, "cwd": str(cwd)}, environ)
+        _send("tests.cli.launcher:program_in", Path(folder), call, environ)
         code = wait_for(lambda: read(Path(folder) / "code"), f"end of {' '.join(words)}", timeout)
         output = [read(Path(folder) / name) for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(words, int(code), *output)
@@ -249,9 +263,29 @@ def program(words: list[str]) -> int:
     return main(words)
 
 
+def torchrun(words: list[str]) -> int:
+    """`torchrun <words>`."""
+    from torch.distributed.run import main
+
+    try:
+        main(words)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 def program_in(call: dict[str, Any]) -> int:
-    """`parallelrun <words>` in a folder."""
+    """`parallelrun <words>` as `run_to_end` asks for it."""
     os.chdir(call["cwd"])
+    if call["site"]:
+        sys.path.insert(0, call["site"])
+        for module in [module for name, module in sys.modules.items() if name.startswith("parallelrun.")]:
+            for function in vars(module).values():  # what depends on the known strategies, models and datasets
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
+    if call["limit"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (call["limit"], call["limit"]))
     return program(list(call["words"]))
 
 

@@ -17,27 +17,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launcher import ROOT, read, run_attached, survivors, wait_for
+from tests.cli.launcher import ROOT, read, run_attached, run_torchrun, survivors, wait_for
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 TINY = "model=gpt strategy=ddp dp=2 steps=2 dataset=synthetic model.layers=1 model.hidden=16 model.seq=8 eval.batches=1"
 ENDLESS = {"steps": 100_000}
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here (openmpi-bin)")
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIRUN, marks=needs_mpirun)], ids=["torchrun", "mpirun"])
-def test_the_ranks_of_another_launcher_make_one_run(tmp_path, launcher):
-    command = [*launcher, "-m", "parallelrun", *TINY.split(), f"runs={tmp_path / 'runs'}"]
+def by_torchrun(folder: Path, words: list[str]) -> tuple[int, str, str]:
+    """The exit code of torchrun, and what it has printed on stdout and stderr."""
+    job = run_torchrun(folder / "job", *words)
+    return job.wait(), job.stdout, job.stderr
+
+
+def by_mpirun(folder: Path, words: list[str]) -> tuple[int, str, str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([*MPIRUN, *words], capture_output=True, text=True, env=environ, cwd=folder, timeout=150)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("launcher", [by_torchrun, pytest.param(by_mpirun, marks=needs_mpirun)])
+def test_the_ranks_of_another_launcher_make_one_run(tmp_path, launcher):
+    code, stdout, stderr = launcher(tmp_path, ["-m", "parallelrun", *TINY.split(), f"runs={tmp_path / 'runs'}"])
+    assert code == 0, stdout + stderr
     (group,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     (directory,) = group.iterdir()
     status = json.loads((directory / "status.json").read_text())
     assert (status["state"], status["step"]) == ("done", 2)
     assert len((directory / "metrics.jsonl").read_text().splitlines()) == 2
-    assert done.stdout.count("step 2/2") == 1  # rank 0 alone has the terminal
+    assert stdout.count("step 2/2") == 1  # rank 0 alone has the terminal
     assert read(directory / "logs" / "rank_1.log") == ""
     manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest["hosts"] == [os.uname().nodename]
@@ -129,15 +138,12 @@ def test_a_rank_that_waits_for_a_dead_rank_0_for_ever_still_writes_it_down(tmp_p
 
 def test_torchrun_s_rank_0_is_killed(tmp_path):
     argument = json.dumps({"overrides": {"dp": 2}, "runs": str(tmp_path / "runs")})
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PARALLELRUN_TEST": json.dumps(ENDLESS)}
-    command = [*TORCHRUN, "-m", "tests.cli.attached", argument]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, cwd=ROOT) as job:
-        at = wait_for(lambda: next((tmp_path / "runs").glob("gpt*/*/at_0"), None), "the first step")
-        os.kill(int(read(at.with_name("started_0"))), signal.SIGKILL)
-        output, _ = job.communicate(timeout=60)
-    assert job.returncode == 1  # torchrun's own code for everything
+    job = run_torchrun(tmp_path / "job", "-m", "tests.cli.attached", argument, PARALLELRUN_TEST=json.dumps(ENDLESS))
+    at = wait_for(lambda: next((tmp_path / "runs").glob("gpt*/*/at_0"), None), f"the first step\n{job.stderr}")
+    os.kill(int(read(at.with_name("started_0"))), signal.SIGKILL)
+    assert job.wait() == 1  # torchrun's own code for everything
     status = json.loads((at.parent / "status.json").read_text())
-    assert (status["state"], status["failed_rank"], status["exit_code"]) == ("failed", 0, 6), output
+    assert (status["state"], status["failed_rank"], status["exit_code"]) == ("failed", 0, 6), job.stdout + job.stderr
 
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path):

@@ -76,7 +76,7 @@ def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("words", PLANNED, ids=" ".join)
-def test_a_printed_command_is_legal(words: list[str], own_files, capsys) -> None:
+def test_a_printed_command_is_legal(words: list[str], own_files, composed_once, capsys) -> None:
     keeps_verb = words[0] in ("plan", "explain")
     rest = words[1:] if words[0] in VERBS else words
     assert main([words[0] if keeps_verb else "plan", *rest]) == 0, capsys.readouterr().err

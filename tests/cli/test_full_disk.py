@@ -8,9 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from parallelrun import reserve
 from parallelrun.cli.main import main
 from parallelrun.launch import directory as directory_module
 from parallelrun.launch.output import Output
-from tests.cli.launcher import run_launcher
+from tests.cli.launcher import run_launcher, run_to_end
 
 TINY = ["model=gpt", "strategy=single", "dataset=synthetic", "model.layers=1", "model.hidden=32", "model.seq=8"]
 ROOM = 60_000
@@ -28,13 +26,8 @@ ROOM = 60_000
 
 def run_without_room(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The run, and its directory."""
-    command = [sys.executable, "-m", "parallelrun", *TINY, "eval.batches=1", f"runs={folder}", *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
-
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120, preexec_fn=limit)
+    words = (*TINY, "eval.batches=1", f"runs={folder}", *words)
+    done = run_to_end(*words, cwd=folder, limit=ROOM)
     return done, (folder / "latest").resolve()
 
 

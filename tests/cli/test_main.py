@@ -98,7 +98,7 @@ def test_the_version_is_ours(run):
 
 
 @pytest.mark.parametrize("command", [command for command, _ in EXAMPLES])
-def test_every_example_of_the_help_is_legal(run, command):
+def test_every_example_of_the_help_is_legal(run, composed_once, command):
     words = [word for word in command.split()[1:] if word not in ("plan", "verify", "bench", "run")]
     code, out, err = run("plan", "--json", *words)
     assert code == 0, err
@@ -183,7 +183,7 @@ def test_a_plan_is_shown_to_people(run):
     assert code == 0 and "tp" in out and "bubble" in out
 
 
-def test_a_sweep_of_plans_is_one_document_with_reasons(run):
+def test_a_sweep_of_plans_is_one_document_with_reasons(run, composed_once):
     code, out, _ = run("plan", "-m", "--json", "strategy=single,ddp,tp", "world=2,3")
     points = json.loads(out)["points"]
     states = {tuple(point["overrides"]): point["state"] for point in points}
@@ -194,11 +194,11 @@ def test_a_sweep_of_plans_is_one_document_with_reasons(run):
     assert "heads" in skipped["reason"] and skipped["problems"][0]["suggestion"]
 
 
-def test_a_sweep_without_a_legal_point_is_a_mistake(run):
+def test_a_sweep_without_a_legal_point_is_a_mistake(run, composed_once):
     assert run("plan", "-m", "tp=3,5")[0] == 2
 
 
-def test_unread_keys_are_notes_in_a_sweep(run):
+def test_unread_keys_are_notes_in_a_sweep(run, composed_once):
     code, out, _ = run("plan", "-m", "--json", "strategy=ddp", "dp=2", "staleness=1,2")
     points = json.loads(out)["points"]
     assert code == 0 and [point["state"] for point in points] == ["planned", "skipped"]

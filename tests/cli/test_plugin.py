@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.launcher import run_to_end
+
 PLUGIN = Path(__file__).parents[1] / "plugin"
 ENTRY_POINTS = """\
 [parallelrun.strategies]
@@ -41,9 +43,12 @@ def site(tmp_path_factory) -> Path:
     return install(tmp_path_factory.mktemp("site"))
 
 
-def parallelrun(site: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    presets = [] if words[0] == "ls" else ["--config-dir", str(PLUGIN / "conf")]
-    command = [sys.executable, "-m", "parallelrun", *words, *presets]
+def parallelrun(site: Path, directory: Path, *words: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """cold: in a process that `python` starts; else in a warm one, which finds the plug-in in the same way."""
+    words = words if words[0] == "ls" else (*words, "--config-dir", str(PLUGIN / "conf"))
+    if not cold:
+        return run_to_end(*words, cwd=directory, site=site)
+    command = [sys.executable, "-m", "parallelrun", *words]
     env = {**os.environ, "PYTHONPATH": str(site)}
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=240)
 
@@ -75,10 +80,12 @@ def test_a_plug_in_is_verified_against_one_device(site, tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    "words", [DATA, (*MODEL, "strategy.data.kind=each_tensor"), LAYOUT], ids=["data", "all", "layout"]
+    ("words", "cold"),
+    [(DATA, False), ((*MODEL, "strategy.data.kind=each_tensor"), True), (LAYOUT, False)],
+    ids=["data", "all", "layout"],
 )
-def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words):
-    done = parallelrun(site, tmp_path, "run", *words, *SMALL)
+def test_a_plug_in_runs_and_sends_what_was_predicted(site, tmp_path, words, cold):
+    done = parallelrun(site, tmp_path, "run", *words, *SMALL, cold=cold)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = [path for path in tmp_path.rglob("comm.json") if "latest" not in path.parts]
     rows = json.loads(found.read_text())["rows"]

@@ -142,7 +142,7 @@ def test_a_run_uses_the_directory_that_was_asked_for_and_no_other(tmp_path):
 
 
 def test_a_sweep_with_real_ranks(tmp_path):
-    done = run("-m", "strategy=single,ddp,tp", "world=2", *TINY, cwd=tmp_path)
+    done = run_to_end("-m", "strategy=single,ddp,tp", "world=2", *TINY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (directory,) = (tmp_path / "runs").glob("sweep-*")
     rows = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
@@ -157,7 +157,7 @@ def test_a_sweep_with_real_ranks(tmp_path):
 
 
 def test_the_doctor_finds_this_machine_usable(tmp_path):
-    done = run("doctor", "--json", cwd=tmp_path)
+    done = run_to_end("doctor", "--json", cwd=tmp_path)
     document = json.loads(done.stdout)
     states = {check["name"]: check["state"] for check in document["checks"]}
     assert done.returncode == 0 and document["usable"], document

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ import pytest
 from parallelrun.cli import main as program
 from parallelrun.records import write_json
 from parallelrun.report import sweep as report
+from tests import compositions
+
+pytestmark = pytest.mark.usefixtures("composed_once")
 
 
 class Launcher:
@@ -112,21 +117,31 @@ def test_repeated_points_are_listed_once_each_when_a_sweep_goes_on(launcher):
     assert rows[0]["loss"] == rows[2]["loss"] == 1.5
 
 
-def csv_rows() -> list[dict[str, str]]:
-    with open(only_directory() / "results.csv", newline="") as file:
+def csv_rows(directory: Path) -> list[dict[str, str]]:
+    with open(directory / "results.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_the_csv_has_the_same_rows(launcher):
-    sweep("strategy=ddp,single world=2")
-    rows = csv_rows()
-    assert [row["state"] for row in rows] == ["done", "skipped"]
-    assert rows[0]["loss"] == "1.5" and rows[0]["overrides"] == "strategy=ddp world=2" and rows[1]["loss"] == ""
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> tuple[Path, str]:
+    """A sweep of eight points, of which the last two are illegal: its directory, and what it has printed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as screen:
+        patch.chdir(tmp_path_factory.mktemp("wide"))
+        patch.setattr("parallelrun.launch.start.start", Launcher())
+        compositions.keep(patch)
+        assert sweep("strategy=ddp,ps,tp,single world=4 optimizer.lr=1e-3,2e-3") == 0
+        return only_directory().resolve(), screen.getvalue()
 
 
-def test_the_csv_has_every_override_and_every_degree_as_a_column(launcher):
-    sweep("strategy=ddp,ps,tp,single world=4 optimizer.lr=1e-3,2e-3")
-    rows = csv_rows()
+def test_the_csv_has_the_same_rows(wide):
+    rows = csv_rows(wide[0])
+    assert [row["state"] for row in rows] == states(wide[0]) == ["done"] * 6 + ["skipped"] * 2
+    assert rows[0]["loss"] == "1.5" and rows[0]["overrides"] == "strategy=ddp world=4 optimizer.lr=0.001"
+    assert rows[6]["loss"] == ""
+
+
+def test_the_csv_has_every_override_and_every_degree_as_a_column(wide):
+    rows = csv_rows(wide[0])
     assert [row["optimizer.lr"] for row in rows[:4]] == ["0.001", "0.002"] * 2
     assert [row["strategy"] for row in rows] == ["ddp", "ddp", "ps", "ps", "tp", "tp", "single", "single"]
     degrees = ("world", "dp", "tp", "pp", "ep", "servers")
@@ -136,12 +151,21 @@ def test_the_csv_has_every_override_and_every_degree_as_a_column(launcher):
     assert rows[6]["state"] == "skipped" and rows[6]["world"] == "4" and rows[6]["dp"] == ""
 
 
-@pytest.mark.parametrize("verb", ["run", "plan"])
-def test_the_tables_of_runs_and_of_plans_show_the_degrees(launcher, capsys, verb):
-    assert program.main([verb, "-m", "strategy=ddp,ps,tp,single", "world=4"]) == 0
+DEGREES = ("dp=4", "dp=3 servers=1", "tp=4")
+
+
+def test_the_table_of_runs_shows_the_degrees(wide):
+    head, *lines = wide[1].partition("sweep of 8 points")[2].splitlines()[1:]
+    assert "world  degrees" in head
+    for number, line in enumerate(lines[:6]):
+        assert f" 4  {DEGREES[number // 2]} " in line
+
+
+def test_the_table_of_plans_shows_the_degrees(launcher, capsys):
+    assert program.main(["plan", "-m", "strategy=ddp,ps,tp,single", "world=4"]) == 0
     head, *lines = capsys.readouterr().out.partition("sweep of 4 points")[2].splitlines()[1:]
     assert "world  degrees" in head
-    for line, degrees in zip(lines, ("dp=4", "dp=3 servers=1", "tp=4"), strict=False):
+    for line, degrees in zip(lines, DEGREES, strict=False):
         assert f" 4  {degrees} " in line
 
 

@@ -17,6 +17,8 @@ from parallelrun.cli.objective import Pruned, objective
 from parallelrun.errors import ConfigError
 from parallelrun.records import write_json
 
+pytestmark = pytest.mark.usefixtures("composed_once")
+
 
 @pytest.fixture
 def losses(monkeypatch, tmp_path) -> dict[str, float | None]:

@@ -19,7 +19,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_the_owners_command_runs_32_ranks_on_whatever_there_is(tmp_path: Path) -> None:
-    small = ["model.hidden=32", "model.seq=16", "global_batch=16", "microbatches=4", "steps=2", "eval.batches=1"]
+    small = ["model.layers=4", "model.hidden=32", "model.seq=16", "steps=2", "eval.batches=1"]
+    small += ["global_batch=16", "microbatches=4"]
     done = run("model=gpt", "strategy=ptdp", "tp=8", "pp=4", *small, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "as predicted, to the byte" in done.stdout and "32 ranks on" in done.stdout + done.stderr
@@ -57,6 +58,6 @@ def test_bench_writes_median_and_spread(tmp_path: Path) -> None:
 
 def test_forked_ranks_start_from_the_resolved_configuration(tmp_path: Path) -> None:
     """`layout` is a shorthand: the lesson asks the layout's own keys on every rank, where it must be resolved."""
-    done = run("model=matmul", "layout=2d", "tp=4", cwd=tmp_path)
+    done = run_to_end("model=matmul", "layout=2d", "tp=4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2D tensor parallel, SUMMA" in done.stdout

@@ -11,7 +11,7 @@ from torch import nn
 from parallelrun import comm, torch_private
 from parallelrun.comm import gather_json
 from parallelrun.comm.counter import CommunicationCounter
-from parallelrun.mesh import Mesh, build_mesh
+from parallelrun.mesh import Group, Mesh, build_mesh
 from parallelrun.plan.structure import Collective
 from tests.plans import tiny_plan
 from tests.pool import run_ranks
@@ -155,6 +155,41 @@ def test_a_counter_sees_what_its_own_thread_issues_until_it_is_left() -> None:
     for rows, calls, left in run_ranks(2, counted_beside_others):
         assert [(row.purpose, row.calls) for row in rows] == [("both", 1), ("handed over", 1), ("inference", 1)]
         assert calls == [1, 3] and not left
+
+
+class SumInBackward(torch.autograd.Function):
+    """Its backward sums over a group, and runs another backward: autograd does that of many in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, tensor, group, depth, threads):
+        ctx.rest = group, depth, threads
+        return tensor * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        group, depth, threads = ctx.rest
+        threads.add(threading.get_ident())
+        comm.all_reduce(torch.ones(1), group, "backward")
+        if depth > 1:
+            with torch.enable_grad():
+                backward_within_backward(group, depth - 1, threads)
+        return gradient, None, None, None
+
+
+def backward_within_backward(group: Group, depth: int, threads: set[int]) -> None:
+    SumInBackward.apply(torch.ones(1, requires_grad=True), group, depth, threads).sum().backward()
+
+
+def counted_in_autograds_threads() -> tuple[int, list[Collective]]:
+    mesh, threads = mesh_of(dp=2), set()
+    with CommunicationCounter(mesh) as counter:
+        backward_within_backward(mesh.group("dp"), 70, threads)
+    return len(threads), counter.rows()
+
+
+def test_what_backward_issues_in_a_thread_of_autograd_is_counted() -> None:
+    for num_threads, rows in run_ranks(2, counted_in_autograds_threads):
+        assert num_threads > 1 and rows == [Collective("dp", "all_reduce", "backward", 70, 280)]
 
 
 def test_payload_is_the_full_buffer_and_point_to_point_counts_at_the_sender() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,13 +23,16 @@ RETIRED = {
 }
 
 
-def definitions() -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
+@cache
+def definitions() -> list[tuple[str, ast.ClassDef | ast.FunctionDef]]:
     """Every class and function of the product, with its file."""
+    found = []
     for folder in ("parallelrun", "strategies"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                    yield path.relative_to(ROOT).as_posix(), node
+                    found.append((path.relative_to(ROOT).as_posix(), node))
+    return found
 
 
 def words(name: str) -> set[str]:

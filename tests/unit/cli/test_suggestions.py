@@ -169,7 +169,8 @@ def refused(shell: Shell, line: str, said: Said) -> list[str]:
     """What is wrong with the suggestions of one error."""
     words, found = shlex.split(line), []
     several = alternatives(said.suggestion)
-    for alternative in dict.fromkeys((*several[:1], *several[-1:])):  # those between are made in the same way
+    tried = (*several[:1], *several[-1:])  # those between are made in the same way
+    for alternative in dict.fromkeys(tried if FULL else tried[len(line) % 2 :][:1]):  # one of both: other lines differ
         changed = typed(words, said, alternative)
         if changed is None:
             if not any(re.fullmatch(pattern, alternative) for pattern in PROSE):

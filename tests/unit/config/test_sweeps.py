@@ -45,7 +45,7 @@ def swept(capsys, *words: str) -> list[tuple[str, int]]:
         ("choice(recipes/gpt_small.yaml,gpt_tiny)", [("recipes/gpt_small.yaml", 3), ("gpt_tiny", 2)]),
     ],
 )
-def test_every_recipe_that_a_sweep_can_choose_is_read(value, chosen, recipes, capsys):
+def test_every_recipe_that_a_sweep_can_choose_is_read(value, chosen, recipes, composed_once, capsys):
     assert swept(capsys, f"recipe={value}") == chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,9 @@ from tests.unit.docs import DOCS, docs_module
 
 @pytest.fixture(scope="module")
 def layouts() -> ModuleType:
-    return docs_module("layouts")
+    module = docs_module("layouts")
+    module.draw = cache(module.draw)
+    return module
 
 
 def test_pictures_and_tables_are_up_to_date(layouts: ModuleType) -> None:

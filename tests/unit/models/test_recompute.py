@@ -25,7 +25,7 @@ SAMPLES = torch.tensor([5, 9])
 
 
 def built(mode: str, overrides: dict[str, Any], precision: str = "fp64") -> Network:
-    config = tiny_config({"dropout": 0.2, **overrides})
+    config = tiny_config({"dropout": 0.2, "model.layers": 2, **overrides})
     made = spec.MODEL.make(config, 32)
     gpt = network.build(config, made, TABLE[precision])
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_a_microbatch_in_flight_keeps_no_rounded_weights(mode: str, overrides: d
     for precision in ("fp32", "bf16"):
         gpt = built(mode, wide, precision)
         with LiveBytes() as counter:
-            outputs = [gpt(TOKENS, SAMPLES) for _ in range(4)]
+            outputs = [gpt(TOKENS, SAMPLES) for _ in range(2)]
             held[precision] = counter.live()
         assert outputs[0].requires_grad
     assert held["bf16"] <= held["fp32"]

@@ -212,7 +212,7 @@ def test_a_sweep_shows_each_point_in_its_own_layout():
     assert [" ".join(line[1:3]) for line in lines if line[:1] in (["2"], ["3"])] == ["2d 2x2", "2d 2x2"]
 
 
-def test_the_sweep_of_a_large_model_ends_with_one_table_over_its_points(capsys, monkeypatch, tmp_path):
+def test_the_sweep_of_a_large_model_ends_with_one_table_over_its_points(capsys, monkeypatch, tmp_path, composed_once):
     monkeypatch.chdir(tmp_path)
     line = "plan -m model=mt_nlg_530b strategy=tp,tp2d,tp25d,tp3d tp=64 model.layers=2"
     assert program.main(line.split()) == 0

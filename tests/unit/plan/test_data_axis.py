@@ -374,7 +374,7 @@ def test_plot_writes_the_picture_and_its_numbers_and_nothing_else_does(name, tmp
     assert "written: costs.svg" in capsys.readouterr().out
 
 
-def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys):
+def test_each_point_of_a_sweep_has_its_own_picture(tmp_path, monkeypatch, capsys, composed_once):
     monkeypatch.chdir(tmp_path)
     line = "plan -m --json model=gpt strategy=ddp,ps world=4 plot=costs"
     assert program.main(line.split()) == 0

@@ -191,7 +191,7 @@ def test_a_point_that_sends_nothing_is_drawn(tmp_path):
     assert "single" in found and "0" in found
 
 
-def test_a_sweep_ends_with_its_picture(tmp_path, monkeypatch, capsys):
+def test_a_sweep_ends_with_its_picture(tmp_path, monkeypatch, capsys, composed_once):
     from parallelrun.cli import main as program
 
     def start(config, plan, argv, overrides, run_root):

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -59,18 +60,28 @@ PRESETS = (
 )
 
 
+@cache
+def planned(*overrides):
+    """The tiny configuration with the pairs (key, value) of `overrides`, its plan and the facts of it."""
+    config = tiny_config({"verb": "plan", **dict(overrides)})
+    plan = resolve(config)
+    return plan, config, facts(plan, config)
+
+
 def shown(overrides, width=100, **console):
-    config = tiny_config({"verb": "plan", **overrides})
+    plan, config, found = planned(*overrides.items())
     file = io.StringIO()
-    show(resolve(config), config, Console(file=file, width=width, **console))
+    show(plan, config, Console(file=file, width=width, **console), found)
     return file.getvalue()
 
 
 @pytest.mark.parametrize("line", PRESETS)
-def test_the_summary_has_at_most_40_lines_warnings_first(line):
+def test_the_summary_has_at_most_40_lines_warnings_first(line, monkeypatch):
     found = composed(*line.split())
     plan = resolve(found.config, given=found.given)
     computed = facts(plan, found.config)
+    texts, asked = document(plan, found.config, computed)["warnings"], []
+    monkeypatch.setattr("parallelrun.report.plan.warnings", lambda *told: [asked.append(told), texts][1])
     for width, terminal in product((80, 120), (False, True)):
         file = io.StringIO()
         console = Console(file=file, width=width, force_terminal=terminal, no_color=True, color_system=None)
@@ -79,9 +90,10 @@ def test_the_summary_has_at_most_40_lines_warnings_first(line):
         assert len(lines) <= 40 and max(map(len, lines)) <= width and not any("…" in text for text in lines)
         labels = [word for text in lines if (word := text.lstrip("│ ").split(" ")[0]) in LABELS]
         assert labels == [label for label in LABELS if label in labels] and set(labels) >= set(LABELS[-7:])
-        assert ("warning" in labels) == bool(document(plan, found.config, computed)["warnings"])
+        assert ("warning" in labels) == bool(texts)
         hint = " ".join(text.strip("│ ") for text in lines[-4:])
         assert "More: detail=ranks|stages|schedule|traffic|data_axis|layouts|all" in hint
+    assert asked == [(plan, found.config, computed)] * 4, "advice takes a second: it is computed once for a summary"
 
 
 LABELS = ("warning", "model", "strategy", "mesh", "batch", "memory", "schedule", "traffic", "cost")
@@ -176,7 +188,7 @@ def test_above_200_ranks_the_screen_says_how_many_are_left_out():
 
 
 def test_what_does_not_fit_is_a_warning():
-    text = shown({**LARGE, "cluster.memory_gb": 1.0}, width=120)
+    text = shown({"dp": 2, "tp": 2, "pp": 2, "device": "cuda", "cluster.memory_gb": 1e-5}, width=120)
     assert "fits: no" in text and "does not fit" in text
 
 

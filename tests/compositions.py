@@ -1,0 +1,46 @@
+"""Compositions by Hydra, each computed once for tests that are about what happens afterwards.
+
+A sweep of n points composes 2n + 2 times (Hydra composes every point once more to check it), a tenth of a second each,
+and the tests of sweeps type the same few points again and again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig, open_dict
+
+_SCRATCH = "hydra.sweep.dir="  # another folder in every sweep
+_kept: dict[Hashable, DictConfig] = {}
+
+
+def keep(patch: pytest.MonkeyPatch) -> None:
+    """From now on, equal words compose once: in a process, or with a recipe, which is the test's own, in a test."""
+    compose = ConfigLoaderImpl.load_configuration
+    of_recipes: dict[Hashable, DictConfig] = {}
+
+    def load(self: ConfigLoaderImpl, config_name: str, overrides: Sequence[str], *rest: Any, **more: Any) -> DictConfig:
+        kept = of_recipes if any("recipe" in word for word in overrides) else _kept
+        words = [word for word in overrides if not word.startswith(_SCRATCH)]
+        folders = tuple(map(repr, self.config_search_path.get_path()))
+        key = config_name, *words, len(overrides), rest, *sorted(more.items()), folders
+        if key not in kept:
+            kept[key] = compose(self, config_name, overrides, *rest, **more)
+            return copy.deepcopy(kept[key])
+        return _with_scratch(copy.deepcopy(kept[key]), [word for word in overrides if word.startswith(_SCRATCH)])
+
+    patch.setattr(ConfigLoaderImpl, "load_configuration", load)
+
+
+def _with_scratch(config: DictConfig, words: list[str]) -> DictConfig:
+    """`config` with the scratch folder of this sweep."""
+    if words:
+        with open_dict(config):
+            given = config.hydra.overrides.hydra
+            config.hydra.overrides.hydra = [*words, *(word for word in given if not word.startswith(_SCRATCH))]
+            config.hydra.sweep.dir = words[-1].removeprefix(_SCRATCH).strip("'")
+    return config
