@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from parallelrun import torch_private
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.shared_memory import engine as engines
+from parallelrun.shared_memory import keep_out_of_graphs
 from parallelrun.shared_memory.arena import is_supported
 from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, GroupMember
 from parallelrun.shared_memory.engine import Engine
@@ -40,6 +42,8 @@ def create_group(options: Any, _: Any = None) -> Any:
     why = [one for one in _exchange(store, "opened", rank, size, mine_refused) if one]
     if why:
         return _refused(options, why[0])
+    if "torch._dynamo" in sys.modules:  # the user compiles
+        keep_out_of_graphs()
     members = [_member(engine, one) for one in everyone]
     return SharedMemoryGroup(store, rank, engine, members, COLLECTIVE_WORDS, options.timeout)
 

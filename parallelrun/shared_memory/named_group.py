@@ -30,9 +30,15 @@ def observed(operation: str) -> Callable[[_Method], _Method]:
             with torch_private.observed(operation, _arguments(operation, self, args)):
                 return method(self, *args, **options)
 
+        call.operation = operation  # type: ignore[attr-defined]
         return call
 
     return decorate
+
+
+def is_operation(method: object) -> bool:
+    """Return whether a method is one that `observed` has decorated."""
+    return hasattr(method, "operation")
 
 
 def _arguments(operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> tuple[Any, ...]:
