@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from parallelrun import torch_private
@@ -42,7 +41,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     why = [one for one in _exchange(store, "opened", rank, size, mine_refused) if one]
     if why:
         return _refused(options, why[0])
-    if "torch._dynamo" in sys.modules:  # the user compiles
+    if torch_private.is_compiler_loaded():  # the user compiles
         keep_out_of_graphs()
     members = [_member(engine, one) for one in everyone]
     return SharedMemoryGroup(store, rank, engine, members, COLLECTIVE_WORDS, options.timeout)
