@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -297,6 +298,11 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     product: Tensor = grouped(rows.contiguous(), weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     return product
+
+
+def is_compiler_loaded() -> bool:
+    """Return whether torch.compile's front end is imported, which takes a second."""
+    return "torch._dynamo" in sys.modules
 
 
 def gloo_group(options: Any) -> Any:

@@ -61,6 +61,7 @@ def _preload() -> None:
             except Exception:
                 continue
     shared_memory.register()
+    shared_memory.keep_out_of_graphs()  # a rank that did so itself would be changed by its call
     tiny_plan({"dp": 2, "tp": 2, "pp": 2})  # what every plan reads of the schema is computed once
 
 

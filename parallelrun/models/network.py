@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from parallelrun import shared_memory
 from parallelrun.config.schema import Config
 from parallelrun.model_spec import ModelSpec
 from parallelrun.models import dropout, recompute, rounding
@@ -115,6 +116,7 @@ def compile_blocks(network: Network, backend: str = "inductor") -> None:
     for module in network.modules():
         if not getattr(module, "compiles", True):
             module.forward = torch.compiler.disable(module.forward)
+    shared_memory.keep_out_of_graphs()
     for name in network.block_names:
         network.block(name).compile(backend=backend)
 

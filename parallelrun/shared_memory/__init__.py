@@ -54,3 +54,19 @@ def refusal() -> str:
     from parallelrun.shared_memory.joining import refusals
 
     return refusals[-1] if refusals else "no group was refused"
+
+
+def keep_out_of_graphs() -> None:
+    """Let torch.compile break its graphs at operations in shared memory. Call it before compiling what issues them."""
+    import torch
+
+    from parallelrun.shared_memory.group import SharedMemoryGroup
+    from parallelrun.shared_memory.named_group import is_operation
+    from parallelrun.shared_memory.work import SharedMemoryWork
+
+    methods = [(SharedMemoryGroup, name) for name, method in vars(SharedMemoryGroup).items() if is_operation(method)]
+    for owner, name in (*methods, (SharedMemoryWork, "wait")):
+        if not hasattr(getattr(owner, name), "compiled_around"):
+            outside = torch.compiler.disable(getattr(owner, name))
+            outside.compiled_around = True
+            setattr(owner, name, outside)

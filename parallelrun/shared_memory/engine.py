@@ -61,16 +61,16 @@ class Engine:
         self._waiting = 0
         self._num_cores = len(os.sched_getaffinity(0))
 
-    def submit(self, channel: OperationQueue) -> None:
-        """Advance a channel that has a new operation; remember it while operations are left."""
-        self._active[channel] = None
+    def submit(self, queue: OperationQueue) -> None:
+        """Advance a queue that has a new operation; remember it while operations are left."""
+        self._active[queue] = None
         self.progress()
 
     def progress(self) -> None:
         """Do what can be done without waiting, for all operations."""
-        for channel in tuple(self._active):
-            if not channel.advance():
-                self._active.pop(channel, None)
+        for queue in tuple(self._active):
+            if not queue.advance():
+                self._active.pop(queue, None)
 
     def wait(self, operation: PendingOperation, timeout_s: float) -> None:
         """Return when the operation has ended. Raises RuntimeError as gloo does, if a peer ends or time is up."""

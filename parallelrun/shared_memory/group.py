@@ -1,56 +1,28 @@
-"""The process group of torch whose operations go through shared memory.
-
-torch calls the methods of a Python process group directly, not through its dispatcher. So each tells the observers of
-`parallelrun.torch_private` what it was called with, as torch's dispatcher does for its own groups.
-"""
+"""The process group of torch whose operations go through shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun import torch_private
 from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.messages import MessageChannel
+from parallelrun.shared_memory.named_group import NamedGroup, observed
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
 
 _LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that its peers may still need
-_Method = Callable[..., SharedMemoryWork]
 
 
-def _observed(operation: str) -> Callable[[_Method], _Method]:
-    """Tell observers of a call: torch's name for it, and its arguments in the order of torch's operation."""
-
-    def decorate(method: _Method) -> _Method:
-        @wraps(method)
-        def call(self: SharedMemoryGroup, *args: Any, **options: Any) -> SharedMemoryWork:
-            if not torch_private.is_observed():
-                return method(self, *args, **options)
-            with torch_private.observed(operation, _arguments(operation, self, args)):
-                return method(self, *args, **options)
-
-        return call
-
-    return decorate
-
-
-def _arguments(operation: str, group: SharedMemoryGroup, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments in the order of torch's operation: (tensors, group, peer, tag) of messages."""
-    if operation in ("send", "recv_", "recv_any_source_"):
-        return (args[0], group, *args[1:])
-    return (*args, group)
-
-
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(NamedGroup):
     """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors."""
 
     def __init__(
@@ -62,47 +34,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         messages_base: int,
         timeout: timedelta,
     ):
-        super().__init__(rank, len(members))  # type: ignore[call-arg]  # torch's other constructor makes no group of Python methods
-        self._store = store
+        super().__init__(store, rank, len(members))
         self._engine, self._timeout, self._size, self._number = engine, timeout, len(members), rank
         self._make = Collectives(members, rank)
         self._collectives = CollectiveChannel(engine, members, rank)
         self._messages = MessageChannel(engine, members, rank, messages_base)
         self._open = True
-        self._group_name = self._description = ""
         self._coalesced: list[SharedMemoryWork] | None = None
-
-    def getBackendName(self) -> str:
-        return "shm"
-
-    def name(self) -> str:
-        return "shm"
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    # torch keeps the names of a group in its C++ backends, which this one has none of
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
-
-    def getGroupName(self) -> str:
-        return self._group_name
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
-    def get_group_store(self) -> Any:
-        return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -124,100 +62,100 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # collectives
 
-    @_observed("barrier")
+    @observed("barrier")
     def barrier(self, opts: Any = None) -> SharedMemoryWork:
         return self._issue([self._make.barrier()], opts, [])
 
-    @_observed("allreduce_")
+    @observed("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         return self._all_reduce(tensors, opts)
 
-    @_observed("allreduce_coalesced_")
+    @observed("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(self, tensors: Any, opts: Any) -> SharedMemoryWork:
-        held = _Outputs(_as_list(tensors))
+        held = Outputs(as_list(tensors))
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         made = [self._make.all_reduce(one, Reduction(op, one.dtype)) for one in held.contiguous(filled=True)]
         return self._issue(made, opts, held.tensors, held.copies)
 
-    @_observed("broadcast_")
+    @observed("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         root = opts.rootRank if opts is not None else 0
-        held = _Outputs(_as_list(tensors))
+        held = Outputs(as_list(tensors))
         made = [self._make.broadcast(one, root) for one in held.contiguous(filled=root == self._number)]
         return self._issue(made, opts, held.tensors, held.copies)
 
-    @_observed("reduce_")
+    @observed("reduce_")
     def reduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = _Outputs(_as_list(tensors))
+        held = Outputs(as_list(tensors))
         made = [
             self._make.reduce(one, opts.rootRank, Reduction(opts.reduceOp, one.dtype))
             for one in held.contiguous(filled=True)
         ]
         return self._issue(made, opts, held.tensors, held.copies)
 
-    @_observed("allgather_")
+    @observed("allgather_")
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         return self._all_gather(outputs, tensors, opts)
 
     def _all_gather(self, outputs: Any, tensors: Any, opts: Any) -> SharedMemoryWork:
-        made, held = [], _Outputs([one for row in outputs for one in row])
+        made, held = [], Outputs([one for row in outputs for one in row])
         parts = iter(held.contiguous(filled=False))
         for row, tensor in zip(outputs, tensors):
-            made.append(self._make.all_gather([next(parts) for _ in row], _plain(tensor)))
+            made.append(self._make.all_gather([next(parts) for _ in row], plain(tensor)))
         return self._issue(made, opts, held.tensors, held.copies)
 
-    @_observed("allgather_coalesced_")
+    @observed("allgather_coalesced_")
     def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         """outputs: for each rank, one for each tensor."""
         return self._all_gather([list(row) for row in zip(*outputs)], tensors, opts)
 
-    @_observed("_allgather_base_")
+    @observed("_allgather_base_")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedMemoryWork:
         return self._gather_into([output], [tensor], opts)
 
-    @_observed("allgather_into_tensor_coalesced_")
+    @observed("allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         return self._gather_into(outputs, tensors, opts)
 
     def _gather_into(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> SharedMemoryWork:
-        held = _Outputs(outputs)
+        held = Outputs(outputs)
         made = []
         for output, tensor in zip(held.contiguous(filled=False), tensors):
-            made.append(self._make.all_gather(self._split(output), _plain(tensor)))
+            made.append(self._make.all_gather(self._split(output), plain(tensor)))
         return self._issue(made, opts, held.tensors, held.copies)
 
-    @_observed("gather_")
+    @observed("gather_")
     def gather(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = _Outputs(outputs[0] if outputs else [])
+        held = Outputs(outputs[0] if outputs else [])
         parts = held.contiguous(filled=False)
         return self._issue(
-            [self._make.gather(parts, _plain(tensors[0]), opts.rootRank)], opts, held.tensors, held.copies
+            [self._make.gather(parts, plain(tensors[0]), opts.rootRank)], opts, held.tensors, held.copies
         )
 
-    @_observed("scatter_")
+    @observed("scatter_")
     def scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = _Outputs(outputs)
-        parts = [_plain(one) for one in tensors[0]] if tensors else []
+        held = Outputs(outputs)
+        parts = [plain(one) for one in tensors[0]] if tensors else []
         made = self._make.scatter(held.contiguous(filled=False)[0], parts, opts.rootRank)
         return self._issue([made], opts, held.tensors, held.copies)
 
-    @_observed("reduce_scatter_")
+    @observed("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._reduce_scatter(outputs, [[_plain(one) for one in row] for row in tensors], opts)
+        return self._reduce_scatter(outputs, [[plain(one) for one in row] for row in tensors], opts)
 
-    @_observed("_reduce_scatter_base_")
+    @observed("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedMemoryWork:
-        return self._reduce_scatter([output], [self._split(_plain(tensor))], opts)
+        return self._reduce_scatter([output], [self._split(plain(tensor))], opts)
 
-    @_observed("reduce_scatter_tensor_coalesced_")
+    @observed("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._reduce_scatter(outputs, [self._split(_plain(one)) for one in tensors], opts)
+        return self._reduce_scatter(outputs, [self._split(plain(one)) for one in tensors], opts)
 
     def _reduce_scatter(self, outputs: Any, rows: list[list[Tensor]], opts: Any) -> SharedMemoryWork:
-        held = _Outputs(outputs)
+        held = Outputs(outputs)
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         made = [
             self._make.reduce_scatter(output, row, Reduction(op, output.dtype))
@@ -225,40 +163,40 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ]
         return self._issue(made, opts, held.tensors, held.copies)
 
-    @_observed("alltoall_base_")
+    @observed("alltoall_base_")
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Any = (), input_sizes: Any = (), opts: Any = None
     ) -> SharedMemoryWork:
-        held = _Outputs([output])
-        whole, source = held.contiguous(filled=False)[0], _plain(tensor)
+        held = Outputs([output])
+        whole, source = held.contiguous(filled=False)[0], plain(tensor)
         arriving = list(whole.split(list(output_sizes))) if output_sizes else self._split(whole)
         leaving = list(source.split(list(input_sizes))) if input_sizes else self._split(source)
         return self._issue([self._make.all_to_all(arriving, leaving)], opts, held.tensors, held.copies)
 
-    @_observed("alltoall_")
+    @observed("alltoall_")
     def alltoall(self, outputs: Any, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        held = _Outputs(outputs)
-        made = self._make.all_to_all(held.contiguous(filled=False), [_plain(one) for one in tensors])
+        held = Outputs(outputs)
+        made = self._make.all_to_all(held.contiguous(filled=False), [plain(one) for one in tensors])
         return self._issue([made], opts, held.tensors, held.copies)
 
     # messages
 
-    @_observed("send")
+    @observed("send")
     def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
         with self._engine.lock:
-            sent = [self._messages.send(_plain(one), self._other(peer), tag) for one in tensors]
+            sent = [self._messages.send(plain(one), self._other(peer), tag) for one in tensors]
         return self._work(sent, None, list(tensors))
 
-    @_observed("recv_")
+    @observed("recv_")
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> SharedMemoryWork:
         return self._receive(tensors, self._other(peer), tag)
 
-    @_observed("recv_any_source_")
+    @observed("recv_any_source_")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedMemoryWork:
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Any, peer: int | None, tag: int) -> SharedMemoryWork:
-        held = _Outputs(_as_list(tensors))
+        held = Outputs(as_list(tensors))
         with self._engine.lock:
             received = [self._messages.receive(one, peer, tag) for one in held.contiguous(filled=False)]
         return self._work(received, None, held.tensors, held.copies)
@@ -312,32 +250,3 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
-
-
-class _Outputs:
-    """Tensors that an operation fills. Those that are not contiguous get a stand-in, copied back at the end."""
-
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors = list(tensors)
-        self.copies: list[tuple[Tensor, Tensor]] = []
-
-    def contiguous(self, filled: bool) -> list[Tensor]:
-        """Return contiguous tensors in their place; filled: with their values."""
-        found = []
-        for tensor in self.tensors:
-            plain = tensor.data  # no version counter: as with gloo, autograd does not see that it is overwritten
-            if not plain.is_contiguous():
-                stand_in = plain.contiguous() if filled else torch.empty(plain.shape, dtype=plain.dtype)
-                self.copies.append((plain, stand_in))
-                plain = stand_in
-            found.append(plain)
-        return found
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor of the values, without autograd."""
-    return tensor.data.contiguous()
-
-
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -8,6 +8,7 @@ from typing import Any
 from parallelrun import torch_private
 from parallelrun.errors import EnvironmentProblem
 from parallelrun.shared_memory import engine as engines
+from parallelrun.shared_memory import keep_out_of_graphs
 from parallelrun.shared_memory.arena import is_supported
 from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, GroupMember
 from parallelrun.shared_memory.engine import Engine
@@ -40,6 +41,8 @@ def create_group(options: Any, _: Any = None) -> Any:
     why = [one for one in _exchange(store, "opened", rank, size, mine_refused) if one]
     if why:
         return _refused(options, why[0])
+    if torch_private.is_compiler_loaded():  # the user compiles
+        keep_out_of_graphs()
     members = [_member(engine, one) for one in everyone]
     return SharedMemoryGroup(store, rank, engine, members, COLLECTIVE_WORDS, options.timeout)
 
