@@ -35,7 +35,7 @@ from parallelrun.verify.single_device import single_device as single_device
 from parallelrun.verify.trace import Trace, decisions_are_held, record
 from tests.matrix import FULL
 from tests.plans import tiny_config
-from tests.pool import run_ranks
+from tests.pool import BACKEND, run_ranks
 
 _FILES = tempfile.TemporaryDirectory(prefix="parallelrun-parity-")
 _PLACEMENT = (
@@ -49,6 +49,7 @@ def parity(
     mutant: str | None = None,
     timeout: float = 60.0,
     fault: Callable[[Training], None] | None = None,
+    backend: str = BACKEND,
 ) -> dict[str, Any]:
     """The verdict (verify.json's document) of one plan.
 
@@ -58,11 +59,11 @@ def parity(
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     if smaller := _smaller(config, plan, overrides):
-        return parity({**overrides, **smaller}, mutant, timeout, fault)
+        return parity({**overrides, **smaller}, mutant, timeout, fault, backend)
     replayed = plan.equivalence.kind == "replay"
     settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
     reference = "" if decisions_are_held(config, plan) else str(_reference(settings))
-    return run_ranks(plan.world, _cell, overrides, reference, mutant, fault, timeout=timeout)[0]
+    return run_ranks(plan.world, _cell, overrides, reference, mutant, fault, timeout=timeout, backend=backend)[0]
 
 
 def _smaller(config: Config, plan: Plan, overrides: dict[str, Any]) -> dict[str, Any]:
