@@ -12,7 +12,7 @@ Tests run as `pytest` from the project root; every folder under `tests/` is a pa
 `tests.pool`, `tests.plans`. The same function comes as the fixture `run_ranks`.
 
 How: one helper process per test session has imported torch and every parallelrun module (one thread, no tensor
-operation) and forks ranks. Ranks that have answered a call answer the next one of the same module and world, which
+operation) and forks ranks. Ranks that have answered a call answer the next one of the same test file and world, which
 takes half the time. A call that fails, or that replaces a function or a constant of the program, ends its ranks, so a
 test cannot poison the next. The helper imports the test's module once: a module edited during a session is not
 reloaded.
@@ -88,6 +88,7 @@ def run_ranks(
         "args": pickle.dumps(args),
         "timeout": timeout,
         "fresh": fresh,
+        "test file": os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0],
         "backend": backend,
         "path": list(sys.path),
     }

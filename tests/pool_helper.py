@@ -66,25 +66,25 @@ def _preload() -> None:
 
 
 def _answer(
-    request: dict[str, Any], waiting: dict[tuple[int, float, str], _Ranks], connection: socket.socket
+    request: dict[str, Any], waiting: dict[tuple[str, int, float, str], _Ranks], connection: socket.socket
 ) -> dict[str, Any]:
     """Let ranks answer one `run_ranks` call: those that wait after an earlier call, or else new ones."""
     sys.path[:] = request["path"]
-    known, key = len(sys.modules), (request["world"], request["timeout"], request["backend"])
+    known, settings = len(sys.modules), (request["world"], request["timeout"], request["backend"])
+    key = (request["test file"], *settings)
     try:
         pool_rank.find(request)
     except Exception as error:
         failure = (0, type(error).__name__, str(error), traceback.format_exc(), None)
         return {"results": [], "failures": [failure], "output": [""]}
-    if len(sys.modules) > known:  # the ranks that wait lack the module
-        for ranks in waiting.values():
-            ranks.end()
-        waiting.clear()
+    lack_module = len(sys.modules) > known
+    for other in [one for one in waiting if lack_module or one[0] != request["test file"]]:
+        waiting.pop(other).end()
     ranks = None if request["fresh"] else waiting.pop(key, None)
     if ranks and not ranks.are_unchanged():
         ranks.end()
         ranks = None
-    ranks = ranks or _Ranks(*key, connection)
+    ranks = ranks or _Ranks(*settings, connection)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         call = _Call(ranks, connection, Path(folder), request["timeout"])
         try:

@@ -108,7 +108,12 @@ class Surroundings:
     def changes(self) -> list[str]:
         """Names of functions, classes, methods and constants that have been replaced, and of settings of torch."""
         now = _contents()
-        found = [name for name, value in now.items() if self.contents.get(name) is not value]
+        found = [
+            f"{module}.{name}"
+            for module, before in self.contents.items()
+            for name, value in now.get(module, {}).items()
+            if before.get(name) is not value
+        ]
         if torch.get_default_dtype() != torch.float32 or torch.are_deterministic_algorithms_enabled():
             found.append("a default of torch")
         if not torch.is_grad_enabled():
@@ -125,28 +130,29 @@ class Surroundings:
         torch.set_num_threads(self.threads)
 
 
-def _contents() -> dict[str, Any]:
+def _contents() -> dict[str, dict[str, Any]]:
     """Every function, class, method and constant of the program, its tests and the parts of torch that tests replace,
-    by name."""
-    found: dict[str, Any] = {}
+    by module and name. A module that a call has imported changes nothing."""
+    found: dict[str, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("parallelrun", "tests"):
-            _add(found, name, vars(module))
+            _add(found.setdefault(name, {}), name, "", vars(module))
         elif name in _TORCH:  # its counters and current groups change in every call
-            _add(found, name, {key: value for key, value in vars(module).items() if callable(value)})
+            functions = {key: value for key, value in vars(module).items() if callable(value)}
+            _add(found.setdefault(name, {}), name, "", functions)
     return found
 
 
 _TORCH = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional")
 
 
-def _add(found: dict[str, Any], name: str, contents: dict[str, Any]) -> None:
+def _add(found: dict[str, Any], module: str, prefix: str, contents: dict[str, Any]) -> None:
     for key, value in list(contents.items()):
         is_special = key.startswith("__") and not callable(value)
         if not issubclass(type(value), ModuleType) and not is_special:
-            found[f"{name}.{key}"] = value
-            if issubclass(type(value), type) and value.__module__ == name:
-                _add(found, f"{name}.{key}", dict(vars(value)))
+            found[prefix + key] = value
+            if issubclass(type(value), type) and value.__module__ == module:
+                _add(found, module, f"{prefix}{key}.", dict(vars(value)))
 
 
 def _redirect(folder: Path, rank: int) -> Any:

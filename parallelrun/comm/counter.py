@@ -82,6 +82,32 @@ def _purpose(operation: str, args: tuple[Any, ...]) -> str:
     return by_tag.get(args[3], ENGINE) if operation in ("send", "recv") and len(args) > 3 else ENGINE
 
 
+class _Kernels:
+    """The kernels by which torch tells observers of its operations: registered while there is an observer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_observers = 0
+        self._remove: Callable[[], None] | None = None
+
+    def acquire(self) -> None:
+        """Register them for the first observer."""
+        with self._lock:
+            self._num_observers += 1
+            self._remove = self._remove or torch_private.observe(_COUNTED)
+
+    def release(self) -> None:
+        """Remove them after the last observer."""
+        with self._lock:
+            self._num_observers -= 1
+            if not self._num_observers and self._remove:
+                self._remove()
+                self._remove = None
+
+
+_KERNELS = _Kernels()  # one for the process, as torch's registry is
+
+
 class _Observer:
     """Calls `_seen` for every c10d operation of its thread while it is entered, by (axis, operation, purpose).
 
@@ -89,27 +115,17 @@ class _Observer:
     (messages of pipeline schedules: the purpose of their tag).
     """
 
-    _lock = threading.Lock()
-    _num_entered = 0
-    _end: Callable[[], None]
-
     def __init__(self, mesh: Mesh):
         self._axis_of_group = mesh.axis_of_group
 
     def __enter__(self) -> Self:
-        with _Observer._lock:
-            if not _Observer._num_entered:
-                _Observer._end = staticmethod(torch_private.observe(_COUNTED))
-            _Observer._num_entered += 1
+        _KERNELS.acquire()
         torch_private.observers.set((*torch_private.observers.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
         torch_private.observers.set(torch_private.observers.get()[:-1])
-        with _Observer._lock:
-            _Observer._num_entered -= 1
-            if not _Observer._num_entered:
-                _Observer._end()
+        _KERNELS.release()
 
     def collective(self, name: str, args: tuple[Any, ...]) -> AbstractContextManager[object]:
         """See `torch_private.observe` and, for groups in shared memory, `torch_private.observed`."""

@@ -18,6 +18,7 @@ from parallelrun import torch_private
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.train import first_steps, step
 from tests.cli.launcher import survivors
+from tests.parity import _cell, _reference, _settings
 from tests.pool import ROOT, RanksFailed, run_ranks
 
 
@@ -63,6 +64,12 @@ def one_rank_sleeps() -> None:
 
 def fast_and_slow() -> int:
     time.sleep(0.3 * dist.get_rank())
+    return os.getpid()
+
+
+def proves_a_plan() -> int:
+    """What most calls do: build a training, count and observe its steps."""
+    _cell({"dp": 2, "verify.steps": 2}, str(_reference(_settings({"verify.steps": 2}))), None, None)
     return os.getpid()
 
 
@@ -176,6 +183,10 @@ def test_ranks_that_are_done_wait_for_the_slowest():
 
 def test_ranks_answer_the_next_call_of_the_same_world():
     assert run_ranks(3, fast_and_slow) == run_ranks(3, fast_and_slow)
+
+
+def test_ranks_that_have_proved_a_plan_answer_the_next_call():
+    assert run_ranks(2, proves_a_plan) == run_ranks(2, proves_a_plan)
 
 
 @pytest.mark.parametrize(
