@@ -103,7 +103,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, type) and obj.__module__ == "types":
-            self.types[obj.__name__] = obj
+            assert self.types.setdefault(obj.__name__, obj) is obj, f"two sections of the schema are {obj.__name__}"
             return obj.__name__
         return None
 

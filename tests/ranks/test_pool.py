@@ -208,6 +208,14 @@ def test_no_rank_of_a_fresh_call_is_used_twice():
     assert run_ranks(2, own_pid) == before
 
 
+def test_ranks_serve_one_test_file(monkeypatch):
+    """What a file leaves unfinished in a process group, as a collective that not every rank issues, meets no other."""
+    before = run_ranks(2, own_pid)
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/ranks/test_another.py::test (call)")
+    assert not set(before) & set(run_ranks(2, own_pid))
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in before)
+
+
 def test_a_call_finds_the_process_as_the_first_one_did():
     assert run_ranks(2, leaves_traces, "first") == run_ranks(2, leaves_traces, "second")
 
