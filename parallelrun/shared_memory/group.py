@@ -33,10 +33,11 @@ class SharedMemoryGroup(NamedGroup):
         members: Sequence[GroupMember],
         messages_base: int,
         timeout: timedelta,
+        shares_cores: bool,
     ):
         super().__init__(store, rank, len(members))
         self._engine, self._timeout, self._size, self._number = engine, timeout, len(members), rank
-        self._make = Collectives(members, rank)
+        self._make = Collectives(members, rank, shares_cores)
         self._collectives = CollectiveChannel(engine, members, rank)
         self._messages = MessageChannel(engine, members, rank, messages_base)
         self._open = True
