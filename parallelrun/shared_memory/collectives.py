@@ -23,7 +23,7 @@ class Collectives:
 
     def __init__(self, members: Sequence[GroupMember], rank: int, shares_cores: bool):
         self._members, self._rank, self._size = members, rank, len(members)
-        self._shares_cores = shares_cores
+        self.shares_cores = shares_cores
         self._me = members[rank]
         self._others = tuple(number for number in range(self._size) if number != rank)
 
@@ -41,7 +41,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> SharedCollective:
         flat = tensor.view(-1)
         num_bytes = flat.numel() * flat.element_size()
-        if self._shares_cores and num_bytes <= SERIAL:
+        if self.shares_cores and num_bytes <= SERIAL:
             return self._all_reduce_by_last(flat, num_bytes, reduction)
         if self._size == 2 or num_bytes <= SMALL:
             return self._all_reduce_at_once(flat, num_bytes, reduction)
