@@ -206,7 +206,8 @@ def main() -> None:
     arguments = read_arguments(__doc__, "native", CASES, SIZES)
     rows = []
     print(
-        f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}{'95 %':>16}{'A/A':>7}{'bar':>7}{'waits ms':>10}"
+        f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}"
+        f"{'95 %':>16}{'A/A':>7}{'bar':>7}{'waits ms':>10}"
     )
     for case in arguments.case.split(","):
         for size in arguments.size.split(","):
