@@ -11,112 +11,16 @@ A member that waits for several others sleeps until the last of them has posted,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from parallelrun.shared_memory.arena import fence, store_before_load
-from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S, Engine
-from parallelrun.shared_memory.process import LocalProcess, Peer
+from parallelrun.shared_memory.engine import Engine
+from parallelrun.shared_memory.process import GroupMember, Peer
+from parallelrun.shared_memory.shared_collective import SharedCollective, SharedReduction, Stage, name_of, number_of
 
 POSTED, COMBINED, DONE, CLOSED, _RING = 0, 1, 2, 3, 8  # words of a member's block
 _SLOTS, _SLOT_WORDS = 64, 4  # collectives of a group that are under way; (kind, bytes, offset, result) of each
 COLLECTIVE_WORDS = _RING + _SLOTS * _SLOT_WORDS
-_QUEUED, _POSTED, _COMBINED, _DONE = range(4)
-
-
-class GroupMember:
-    """A member of a group: its process, and where its block of words begins."""
-
-    __slots__ = ("base", "process", "tensor", "words")
-
-    def __init__(self, process: Peer | LocalProcess, base: int):
-        self.process, self.words, self.base = process, process.words, base
-        self.tensor = process.memory.tensor
-
-    def __getitem__(self, word: int) -> int:
-        return self.words[self.base + word]
-
-    def __setitem__(self, word: int, value: int) -> None:
-        self.words[self.base + word] = value
-
-    def wake(self) -> None:
-        """Wake the process if it sleeps for collectives of this group, or for anything."""
-        self.process.wake(self.base)
-
-
-class SharedCollective:
-    """A collective on one member.
-
-    name, num_bytes: compared between the members that read each other. size: bytes of this member's contribution, -1:
-    none. fill(offset): writes it into the arena. sources: members whose contributions are read. combine(offsets) reads
-    them; finish(offsets) reads their second contributions, in the same place, which `combine` has written. readers:
-    members that read this one's contribution, None: the sources.
-    """
-
-    __slots__ = (
-        "_channel", "combine", "done", "error", "fill", "finish", "index", "name", "num_bytes", "offsets", "readers",
-        "size", "sources", "stage",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        num_bytes: int,
-        size: int,
-        fill: Callable[[int], object] | None,
-        sources: tuple[int, ...],
-        combine: Callable[[list[int]], object] | None,
-        finish: Callable[[list[int]], object] | None = None,
-        readers: tuple[int, ...] | None = None,
-    ):
-        self.name, self.num_bytes, self.size = name, num_bytes, size
-        self.fill, self.combine, self.finish = fill, combine, finish
-        self.sources = sources
-        self.readers = sources if readers is None else readers
-        self.stage, self.index, self.offsets = _QUEUED, 0, []  # type: int, int, list[int]
-        self.done = False
-        self.error: Exception | None = None
-        self._channel: CollectiveChannel | None = None
-
-    def attach(self, channel: CollectiveChannel, index: int) -> None:
-        self._channel, self.index = channel, index
-
-    def missing(self) -> list[Peer]:
-        """Return the peers without which the collective cannot end."""
-        return self._channel.missing() if self._channel else []
-
-    def sleep(self) -> tuple[int, float]:
-        """See `engine.PendingOperation`. Nobody wakes those who wait for a free slot."""
-        assert self._channel is not None
-        return self._channel.base, STALLED_S if self.stage == _QUEUED else SAFETY_S
-
-    def closed(self, peer: Peer) -> bool:
-        """Return whether a peer has left the group."""
-        assert self._channel is not None
-        return self._channel.closed(peer)
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.num_bytes} bytes, collective {self.index} of its group"
-
-
-class SharedReduction(SharedCollective):
-    """An all-reduce whose sum the member that posts last computes, for all.
-
-    reduce(offsets, result): writes the sum of all contributions to its arena, and into its tensor. take(number,
-    result): copies the sum that a member has computed. Two members that post at the same time may both compute it.
-    """
-
-    __slots__ = ("reduce", "take")
-
-    def __init__(
-        self,
-        num_bytes: int,
-        fill: Callable[[int], object],
-        sources: tuple[int, ...],
-        reduce: Callable[[list[int], int], object],
-        take: Callable[[int, int], object],
-    ):
-        super().__init__("all_reduce", num_bytes, num_bytes, fill, sources, None)
-        self.reduce, self.take = reduce, take
 
 
 class CollectiveChannel:
@@ -142,13 +46,13 @@ class CollectiveChannel:
 
     def advance(self) -> bool:
         """See `engine.OperationQueue`."""
-        limit = _DONE
+        limit = Stage.DONE
         try:
             for collective in self._queue:
                 while collective.stage < limit and self._step(collective, limit):
                     pass
                 limit = collective.stage
-                if limit == _QUEUED:
+                if limit == Stage.QUEUED:
                     break
         except Exception as error:  # whoever waits for one of them is told; what follows could not be matched
             self._failed = error
@@ -157,7 +61,7 @@ class CollectiveChannel:
                 if not collective.done:
                     collective.error, collective.done = self._failed, True
             self._queue.clear()
-        while self._queue and self._queue[0].stage == _DONE:
+        while self._queue and self._queue[0].stage == Stage.DONE:
             self._queue.popleft()
         return bool(self._queue)
 
@@ -167,12 +71,12 @@ class CollectiveChannel:
 
     def _step(self, collective: SharedCollective, limit: int) -> bool:
         """Take a collective to its next stage, if that is possible now; `limit`: the stage of the one before it."""
-        if collective.stage == _QUEUED:
+        if collective.stage == Stage.QUEUED:
             if self._is_behind(DONE, collective.index - _SLOTS + 1, self._others):
                 return False
             self._post(collective)
-        elif collective.stage == _POSTED:
-            if collective.finish is None and limit < _DONE:
+        elif collective.stage == Stage.POSTED:
+            if collective.finish is None and limit < Stage.DONE:
                 return False
             if self._is_behind(POSTED, collective.index + 1, collective.sources):
                 return False
@@ -198,8 +102,8 @@ class CollectiveChannel:
             if collective.fill is not None:
                 collective.fill(offset)
         slot, me = self._slot(collective.index), self._me
-        me[slot], me[slot + 1], me[slot + 2], me[slot + 3] = hash_of(collective.name), collective.num_bytes, offset, 0
-        collective.stage = _POSTED
+        me[slot], me[slot + 1], me[slot + 2], me[slot + 3] = number_of(collective.name), collective.num_bytes, offset, 0
+        collective.stage = Stage.POSTED
         collective.offsets = [offset]
         self._publish(POSTED, collective)
 
@@ -210,7 +114,7 @@ class CollectiveChannel:
         if collective.finish is None:
             self._end(collective)
         else:
-            collective.stage = _COMBINED
+            collective.stage = Stage.COMBINED
             self._publish(COMBINED, collective)
 
     def _take_or_reduce(self, collective: SharedReduction) -> None:
@@ -236,7 +140,7 @@ class CollectiveChannel:
     def _offsets(self, collective: SharedCollective) -> list[int]:
         """Return where each member's contribution is. Raises RuntimeError if one has issued another collective."""
         slot, offsets = self._slot(collective.index), collective.offsets * len(self._members)
-        kind = hash_of(collective.name)
+        kind = number_of(collective.name)
         for number in collective.sources:
             member = self._members[number]
             if member[slot] != kind or member[slot + 1] != collective.num_bytes:
@@ -252,7 +156,7 @@ class CollectiveChannel:
         return offset
 
     def _end(self, collective: SharedCollective) -> None:
-        collective.stage = _DONE
+        collective.stage = Stage.DONE
         collective.done = True
         self._me[DONE] = collective.index + 1  # nobody sleeps for it, except for a free slot: see `STALLED_S`
 
@@ -264,7 +168,7 @@ class CollectiveChannel:
         store_before_load()
         if isinstance(collective, SharedReduction):
             return  # whoever finds that all have posted goes on, and then wakes the others
-        if not collective.sources:  # a root, or a contribution to one
+        if not collective.sources and len(collective.readers) == len(self._others):  # all wait for this member alone
             self._wake(number for number in collective.readers if self._members[number][counter] >= target)
         elif not self._is_behind(counter, target, self._others):
             self._wake(collective.readers)
@@ -296,9 +200,9 @@ class CollectiveChannel:
             return []
         first = self._queue[0]
         counter, target, of = COMBINED, first.index + 1, first.sources
-        if first.stage == _QUEUED:
+        if first.stage == Stage.QUEUED:
             counter, target, of = DONE, first.index - _SLOTS + 1, self._others
-        elif first.stage == _POSTED:
+        elif first.stage == Stage.POSTED:
             counter = POSTED
         members = (self._members[number] for number in of)
         return [one.process for one in members if one[counter] < target and isinstance(one.process, Peer)]
@@ -312,19 +216,3 @@ class CollectiveChannel:
         self._me[CLOSED] = 1
         store_before_load()
         self._wake(self._others)
-
-
-_NAMES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
-)  # fmt: skip
-_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
-
-
-def hash_of(name: str) -> int:
-    """Return the number of a collective's name."""
-    return _NUMBERS[name]
-
-
-def name_of(number: int) -> str:
-    """Return the name of a collective by its number."""
-    return _NAMES[number]

@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
-from parallelrun.shared_memory.channel import GroupMember, SharedCollective, SharedReduction
+from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.shared_collective import SharedCollective, SharedReduction
 
 SMALL = 2**15  # bytes up to which every rank sums an all-reduce itself: one exchange instead of two
 SERIAL = 2**20  # bytes up to which one rank sums for all, if they share cores: each rank sleeps once

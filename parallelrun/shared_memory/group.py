@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
+from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.messages import MessageChannel
 from parallelrun.shared_memory.named_group import NamedGroup, observed
+from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.shared_collective import SharedCollective
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
 

@@ -10,10 +10,11 @@ from parallelrun.errors import EnvironmentProblem
 from parallelrun.shared_memory import engine as engines
 from parallelrun.shared_memory import keep_out_of_graphs
 from parallelrun.shared_memory.arena import is_supported
-from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, GroupMember
+from parallelrun.shared_memory.channel import COLLECTIVE_WORDS
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.group import SharedMemoryGroup
 from parallelrun.shared_memory.messages import message_words
+from parallelrun.shared_memory.process import GroupMember
 
 refusals: list[str] = []  # why groups use gloo instead
 

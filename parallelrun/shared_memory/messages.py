@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import fence, store_before_load
-from parallelrun.shared_memory.channel import CLOSED, GroupMember
+from parallelrun.shared_memory.channel import CLOSED
 from parallelrun.shared_memory.engine import SAFETY_S, Engine
-from parallelrun.shared_memory.process import ANY, Peer
+from parallelrun.shared_memory.process import ANY, GroupMember, Peer
 
 IN_FLIGHT = 2**26  # bytes from one member to another that are not received yet; a single message may be larger
 _SLOTS, _SLOT_WORDS = 32, 3  # of a ring: (tag, offset, bytes)

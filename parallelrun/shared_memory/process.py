@@ -92,6 +92,26 @@ class LocalProcess:
                 self._poll.unregister(descriptor)
 
 
+class GroupMember:
+    """A member of a group: its process, and where its block of words begins."""
+
+    __slots__ = ("base", "process", "tensor", "words")
+
+    def __init__(self, process: Peer | LocalProcess, base: int):
+        self.process, self.words, self.base = process, process.words, base
+        self.tensor = process.memory.tensor
+
+    def __getitem__(self, word: int) -> int:
+        return self.words[self.base + word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.words[self.base + word] = value
+
+    def wake(self) -> None:
+        """Wake the process if it sleeps for collectives of this group, or for anything."""
+        self.process.wake(self.base)
+
+
 def host_identity() -> str:
     """Return what processes have in common that can map each other's memory: the boot and the namespace of pids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

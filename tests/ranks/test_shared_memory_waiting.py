@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import shared_memory
-from parallelrun.shared_memory import channel, engine, messages, process
+from parallelrun.shared_memory import channel, engine, messages
 from tests.pool import RanksFailed, run_ranks
 
 
@@ -354,64 +353,6 @@ def test_waiting_ranks_do_not_burn_cores() -> None:
     found = run_ranks(16, idle, 2.0)
     assert sum(used for used, _ in found) < 1.0  # of 32 seconds of waiting
     assert max(looked for _, looked in found) < 8 * 2.0 / engine.STALLED_S
-
-
-def woken() -> dict[str, float]:
-    """The doorbells that each kind of collective rings, per call. A process that is not woken sleeps for minutes."""
-    rank, world, write = dist.get_rank(), dist.get_world_size(), os.write
-    small, large = torch.ones(256), torch.ones(40_000)
-    parts = list(large.view(world, -1).clone())
-    kinds: dict[str, tuple[bool, Callable[[], object]]] = {
-        "at once": (False, lambda: dist.all_reduce(small)),
-        "by parts": (False, lambda: dist.all_reduce(large)),
-        "by the last": (True, lambda: dist.all_reduce(large)),
-        "barrier": (True, dist.barrier),
-        "broadcast": (True, lambda: dist.broadcast(small, 3)),
-        "reduce": (True, lambda: dist.reduce(small, 2)),
-        "gather": (True, lambda: dist.gather(parts[rank], parts if rank == 1 else None, 1)),
-        "scatter": (True, lambda: dist.scatter(small, [small] * world if rank == 1 else None, 1)),
-        "all-gather": (True, lambda: dist.all_gather_into_tensor(large, parts[rank])),
-        "reduce-scatter": (True, lambda: dist.reduce_scatter_tensor(parts[rank], large)),
-        "all-to-all": (True, lambda: dist.all_to_all_single(large, large.clone())),
-        "messages": (True, partial(in_a_ring, small)),
-    }
-    rung, found = [0], {}
-
-    def count(descriptor: int, data: bytes) -> int:
-        rung[0] += 1
-        return write(descriptor, data)
-
-    channel.SAFETY_S = messages.SAFETY_S = channel.STALLED_S = engine.SAFETY_S = 300.0
-    dist.barrier()
-    for kind, (dist.group.WORLD._make.shares_cores, call) in kinds.items():
-        process.os = SimpleNamespace(**{**vars(os), "write": count})
-        before = rung[0]
-        for _ in range(NUM_CALLS):
-            call()
-        process.os = os
-        total = torch.tensor([rung[0] - before])
-        dist.all_reduce(total)
-        found[kind] = int(total) / NUM_CALLS
-    return found
-
-
-def in_a_ring(tensor: Tensor) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    received = dist.irecv(tensor.clone(), (rank - 1) % world)
-    dist.send(tensor, (rank + 1) % world)
-    received.wait()
-
-
-NUM_CALLS = 50
-
-
-def test_whoever_waits_is_woken_and_by_one_member_only() -> None:
-    """A second ring per member is possible if two members post at the same moment; it is rare."""
-    world = 8
-    for found in run_ranks(world, woken, fresh=True):
-        for kind, rings in found.items():
-            num_exchanges = 2 if kind == "by parts" else 1
-            assert rings <= 1.15 * num_exchanges * (world if kind == "messages" else world - 1), kind
 
 
 def over_many() -> int:
