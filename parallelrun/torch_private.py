@@ -115,6 +115,40 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors)) if tensors else []
 
 
+def fused_adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take a step of torch's fused AdamW on tensors of one dtype.
+
+    `torch.optim.AdamW.step` does the same after it has collected the lists, in several loops over the parameters.
+    """
+    torch._foreach_add_(steps, 1)
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors with one call from Python."""
     if targets:
