@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
+from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.messages import MessageChannel
 from parallelrun.shared_memory.named_group import NamedGroup, observed
+from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.shared_collective import SharedCollective
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
 
@@ -33,10 +35,11 @@ class SharedMemoryGroup(NamedGroup):
         members: Sequence[GroupMember],
         messages_base: int,
         timeout: timedelta,
+        shares_cores: bool,
     ):
         super().__init__(store, rank, len(members))
         self._engine, self._timeout, self._size, self._number = engine, timeout, len(members), rank
-        self._make = Collectives(members, rank)
+        self._make = Collectives(members, rank, shares_cores)
         self._collectives = CollectiveChannel(engine, members, rank)
         self._messages = MessageChannel(engine, members, rank, messages_base)
         self._open = True

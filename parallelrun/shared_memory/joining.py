@@ -10,10 +10,11 @@ from parallelrun.errors import EnvironmentProblem
 from parallelrun.shared_memory import engine as engines
 from parallelrun.shared_memory import keep_out_of_graphs
 from parallelrun.shared_memory.arena import is_supported
-from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, GroupMember
+from parallelrun.shared_memory.channel import COLLECTIVE_WORDS
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.group import SharedMemoryGroup
 from parallelrun.shared_memory.messages import message_words
+from parallelrun.shared_memory.process import GroupMember
 
 refusals: list[str] = []  # why groups use gloo instead
 
@@ -44,7 +45,9 @@ def create_group(options: Any, _: Any = None) -> Any:
     if torch_private.is_compiler_loaded():  # the user compiles
         keep_out_of_graphs()
     members = [_member(engine, one) for one in everyone]
-    return SharedMemoryGroup(store, rank, engine, members, COLLECTIVE_WORDS, options.timeout)
+    num_ranks = max(size, *(one["ranks"] for one in everyone))
+    shares_cores = num_ranks > min(one["cores"] for one in everyone)
+    return SharedMemoryGroup(store, rank, engine, members, COLLECTIVE_WORDS, options.timeout, shares_cores)
 
 
 def _refused(options: Any, why: str) -> Any:
@@ -61,7 +64,8 @@ def _offer(size: int) -> dict[str, Any]:
         words = COLLECTIVE_WORDS + message_words(size)
         base = engine.process.arena.allocate(8 * words)
         engine.process.words[base // 8 : base // 8 + words] = memoryview(bytes(8 * words)).cast("q")
-        return {**engine.process.endpoint(), "base": base // 8}
+        known = {"ranks": len(engine.process.peers) + 1, "cores": engine.num_cores}  # so far, on this host
+        return {**engine.process.endpoint(), **known, "base": base // 8}
     except (OSError, ValueError, EnvironmentProblem) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
 
