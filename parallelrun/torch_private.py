@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -113,6 +114,48 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
 def norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each tensor, 0-d, with one call from Python."""
     return list(torch._foreach_norm(tensors)) if tensors else []
+
+
+def phase(name: str) -> AbstractContextManager[Any]:
+    """Return a context that names what is done inside in the trace of torch's profiler, if one runs.
+
+    `record_function` takes 7 microseconds even if none does.
+    """
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+def fused_adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take a step of torch's fused AdamW on tensors of one dtype.
+
+    `torch.optim.AdamW.step` does the same after it has collected the lists, in several loops over the parameters.
+    """
+    torch._foreach_add_(steps, 1)
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
