@@ -25,7 +25,8 @@ from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
 _BACKLOG = 4096  # all ranks connect at once
-_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run", "parallelrun.train.bench",
+_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
+              "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
 
 
