@@ -81,10 +81,14 @@ class SharedCollective:
 
 
 class CollectiveChannel:
-    """The collectives of one group in one process. Every method is called under the engine's lock."""
+    """The collectives of one group in one process. Every method is called under the engine's lock.
 
-    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int):
+    rank: the number of this process among `members`. numbers: what errors call the members, if not so.
+    """
+
+    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int, numbers: Sequence[int] | None = None):
         self._engine, self._members, self._rank = engine, members, rank
+        self._numbers = range(len(members)) if numbers is None else numbers
         self._me = members[rank]
         self._arena = engine.process.arena
         self._others = [one for number, one in enumerate(members) if number != rank]
@@ -169,8 +173,8 @@ class CollectiveChannel:
             member = self._members[number]
             if member[slot] != kind or member[slot + 1] != collective.num_bytes:
                 theirs = f"{name_of(member[slot])} of {member[slot + 1]} bytes"
-                raise RuntimeError(f"[shared memory] rank {self._rank} of the group issued {collective}, "
-                                   f"rank {number} {theirs}")  # fmt: skip
+                raise RuntimeError(f"[shared memory] rank {self._numbers[self._rank]} of the group issued "
+                                   f"{collective}, rank {self._numbers[number]} {theirs}")  # fmt: skip
             offsets[number] = member[slot + 2]
         collective.offsets = offsets
         if collective.combine is not None:

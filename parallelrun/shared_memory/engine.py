@@ -145,15 +145,16 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         with self.lock:
             self.progress()
-            while self._is_owing() and time.monotonic() < deadline:
+            while self.is_owing() and time.monotonic() < deadline:
                 self.process.sleep_for(ANY)
                 self.progress()
-                if self._is_owing():
+                if self.is_owing():
                     self.process.sleep(_SAFETY_S)
                 self.process.sleep_for(0)
                 self.progress()
 
-    def _is_owing(self) -> bool:
+    def is_owing(self) -> bool:
+        """Return whether peers that have not ended may need this process's part in an operation."""
         for queue in self._active:
             if queue.is_owing():
                 peer = queue.missing()

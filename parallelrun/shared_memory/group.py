@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
+from parallelrun.shared_memory.chains import ChainQueue
+from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
+from parallelrun.shared_memory.hierarchical import HierarchicalCollectives
 from parallelrun.shared_memory.messages import MessageChannel
-from parallelrun.shared_memory.named_group import NamedGroup, observed
+from parallelrun.shared_memory.named_group import NamedGroup, Place, observed
 from parallelrun.shared_memory.reductions import Reduction
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
@@ -23,22 +25,24 @@ _LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that i
 
 
 class SharedMemoryGroup(NamedGroup):
-    """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors."""
+    """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors.
+
+    make: the collectives as `queue` issues them. messages: between the ranks of this host.
+    """
 
     def __init__(
         self,
-        store: Any,
-        rank: int,
+        place: Place,
         engine: Engine,
-        members: Sequence[GroupMember],
-        messages_base: int,
-        timeout: timedelta,
+        make: Collectives | HierarchicalCollectives,
+        queue: CollectiveChannel | ChainQueue,
+        messages: MessageChannel,
     ):
-        super().__init__(store, rank, len(members))
-        self._engine, self._timeout, self._size, self._number = engine, timeout, len(members), rank
-        self._make = Collectives(members, rank)
-        self._collectives = CollectiveChannel(engine, members, rank)
-        self._messages = MessageChannel(engine, members, rank, messages_base)
+        super().__init__(place.store, place.rank, place.size)
+        self._engine, self._timeout, self._size, self._number = engine, place.timeout, place.size, place.rank
+        self._make: Any = make  # both have the same methods
+        self._collectives: Any = queue
+        self._messages = messages
         self._open = True
         self._coalesced: list[SharedMemoryWork] | None = None
 
@@ -231,7 +235,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def _issue(
         self,
-        made: list[SharedCollective],
+        made: list[Any],
         opts: Any,
         results: list[Tensor],
         copies: Sequence[tuple[Tensor, Tensor]] = (),

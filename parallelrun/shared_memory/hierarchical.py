@@ -1,0 +1,308 @@
+"""Collectives of a group over several hosts: through shared memory within a host, over gloo between hosts.
+
+Sums are first over the ranks of each host, in rank order, then over the hosts in theirs, on one rank, which distributes
+the result. So all ranks have the same bits, in every run. 16-bit sums are carried in fp32 and rounded once. Each lane
+(see `hosts`) moves its share of the bytes: of an all-reduce of n bytes over H hosts with L lanes, 2 n (H - 1) / H / L.
+
+A reduce is an all-reduce. Gather and scatter are all-to-alls with empty parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from parallelrun.shared_memory.arena import aligned
+from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, as_bytes
+from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
+from parallelrun.shared_memory.collectives import Collectives
+from parallelrun.shared_memory.engine import PendingOperation
+from parallelrun.shared_memory.host_sums import HostSums, WholeSum, read, write
+from parallelrun.shared_memory.hosts import Hosts
+from parallelrun.shared_memory.reductions import Reduction
+
+SMALL = 2**15  # bytes up to which every rank of equal hosts exchanges an all-reduce whole: one exchange instead of two
+
+
+class HierarchicalCollectives:
+    """Make the collectives of one group. The methods are those of `Collectives`.
+
+    members: those of this host. links: gloo between all ranks, and between those of this rank's lane. channels: of
+    first and of last stages.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        members: Sequence[GroupMember],
+        links: tuple[GlooLink, GlooLink | None],
+        channels: tuple[CollectiveChannel, CollectiveChannel],
+    ):
+        self._hosts, self._members = hosts, members
+        self._inside = Collectives(members, hosts.local_rank)
+        self._whole, self._lane = links
+        self._first, self._last = channels
+        self._num_hosts = len(hosts.ranks)
+        self._num_ranks = sum(map(len, hosts.ranks))
+
+    def barrier(self) -> Chain:
+        def between() -> list[PendingOperation]:
+            return [self._lane.barrier()] if self._lane is not None and self._hosts.lane == 0 else []
+
+        def first() -> list[SharedCollective]:
+            return _issue(self._first, self._inside.barrier())
+
+        def last() -> list[SharedCollective]:
+            return _issue(self._last, self._inside.barrier())
+
+        return Chain("barrier", 0, (first, between, last))
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Chain:
+        flat = tensor.view(-1)
+        if self._hosts.is_even and _num_bytes(flat) <= SMALL:
+            return self._all_reduce_at_once(flat, reduction)
+        return self._all_reduce_by_parts(flat, reduction)
+
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Chain:
+        return self.all_reduce(tensor, reduction)
+
+    def _all_reduce_at_once(self, flat: Tensor, reduction: Reduction) -> Chain:
+        """Every rank sums its host's tensors, and exchanges the sum with the other ranks of its lane."""
+        sums = flat.new_empty((self._num_hosts, flat.numel()), dtype=reduction.partial_dtype(flat.dtype))
+        inside = WholeSum(flat, self._hosts, self._members, reduction)
+
+        def between() -> list[PendingOperation]:
+            size = _num_bytes(inside.sums)
+            return self._spread(sums, [size] * self._num_hosts, inside.sums)
+
+        def total() -> tuple[()]:
+            reduction.total(flat, sums.unbind(), self._num_ranks)
+            return ()
+
+        return Chain("all_reduce", _num_bytes(flat), (lambda: _issue(self._first, inside.collective), between, total))
+
+    def _all_reduce_by_parts(self, flat: Tensor, reduction: Reduction) -> Chain:
+        """Each lane of each host sums one part."""
+        lanes = _split(flat, self._hosts.num_lanes)
+        parts = [_split(block, self._num_hosts) for block in lanes]
+        cells = [[[part] for part in row] for row in parts]
+        inside = HostSums("all_reduce", _num_bytes(flat), self._hosts, self._members, cells, reduction)
+        mine = self._hosts.lane
+
+        def spread() -> list[PendingOperation]:
+            if mine is None:
+                return []
+            return self._spread(lanes[mine], list(map(_num_bytes, parts[mine])), self._totals(inside, reduction, flat))
+
+        def last() -> list[SharedCollective]:
+            outputs = [*lanes, *(flat[:0] for _ in range(len(self._members) - len(lanes)))]
+            made = self._inside.all_gather(outputs, outputs[self._hosts.local_rank])
+            made.name, made.num_bytes = "all_reduce", _num_bytes(flat)
+            return _issue(self._last, made)
+
+        stages = (lambda: _issue(self._first, inside.collective), lambda: self._exchange_sums(inside), spread, last)
+        return Chain("all_reduce", _num_bytes(flat), stages)
+
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> Chain:
+        hosts, num_bytes = self._hosts, sum(map(_num_bytes, parts))
+        cells = [
+            [[parts[rank].view(-1) for rank in hosts.carried(lane, host)] for host in range(self._num_hosts)]
+            for lane in range(hosts.num_lanes)
+        ]
+        inside = HostSums("reduce_scatter", num_bytes, hosts, self._members, cells, reduction)
+        totals: list[Tensor] = []
+
+        def total() -> tuple[()]:
+            if hosts.lane is not None:
+                totals.append(self._totals(inside, reduction, output))
+                output.view(-1).copy_(totals[0][: output.numel()])
+            return ()
+
+        def last() -> list[SharedCollective]:
+            return _issue(self._last, self._deliver(output, parts, totals))
+
+        stages: list[Stage] = [
+            lambda: _issue(self._first, inside.collective),
+            lambda: self._exchange_sums(inside),
+            total,
+        ]
+        return Chain("reduce_scatter", num_bytes, stages if hosts.is_even else [*stages, last])
+
+    def _deliver(self, output: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> SharedCollective:
+        """Give the ranks that are no lane's the results that one carries for them. totals: of a lane."""
+        hosts, local_rank, num_bytes = self._hosts, self._hosts.local_rank, sum(map(_num_bytes, parts))
+        if totals:
+            readers = range(local_rank + hosts.num_lanes, len(hosts.local), hosts.num_lanes)
+            me, size = self._members[local_rank], _num_bytes(totals[0])
+
+            def fill(offset: int) -> None:
+                write(me, offset, totals[0])
+
+            return SharedCollective("reduce_scatter", num_bytes, size, fill, (), None, readers=readers)
+        lane = local_rank % hosts.num_lanes
+        before = hosts.local[lane : local_rank : hosts.num_lanes]
+
+        def combine(offsets: list[int]) -> None:
+            start = offsets[lane] + sum(_num_bytes(parts[rank]) for rank in before)
+            output.view(-1).copy_(read(self._members[lane], start, output))
+
+        return SharedCollective("reduce_scatter", num_bytes, -1, None, (lane,), combine, readers=())
+
+    def broadcast(self, tensor: Tensor, root: int) -> Chain:
+        flat = tensor.view(-1)
+        hosts, lanes = self._hosts, _split(flat, self._hosts.num_lanes)
+        source = next(host for host, ranks in enumerate(hosts.ranks) if root in ranks)
+        is_source = source == hosts.host
+
+        def first() -> list[SharedCollective]:
+            if not is_source:
+                return []
+            return _issue(self._first, self._inside.broadcast(flat, hosts.local.index(root)))
+
+        def between() -> list[PendingOperation]:
+            if hosts.lane is None or self._lane is None:
+                return []
+            part = lanes[hosts.lane]
+            sizes = [_num_bytes(part) if (host == source) != is_source else 0 for host in range(self._num_hosts)]
+            nothing, none = part[:0], [0] * self._num_hosts
+            if is_source:
+                return [self._lane.exchange(nothing, none, part.repeat(self._num_hosts - 1), sizes)]
+            return [self._lane.exchange(part, sizes, nothing, none)]
+
+        def last() -> list[SharedCollective]:
+            if is_source:
+                return []
+            outputs = [*lanes, *(flat[:0] for _ in range(len(self._members) - len(lanes)))]
+            return _issue(self._last, self._inside.all_gather(outputs, outputs[hosts.local_rank]))
+
+        return Chain("broadcast", _num_bytes(flat), (first, between, last))
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Chain:
+        """outputs: one per rank, whose sizes may differ. Each lane sends the tensors of its host, then shares what it
+        has received."""
+        hosts, num_bytes = self._hosts, sum(map(_num_bytes, outputs))
+        local = [outputs[rank] for rank in hosts.local]
+        received: list[Tensor] = []
+
+        def first() -> list[SharedCollective]:
+            return _issue(self._first, self._inside.all_gather(local, tensor))
+
+        def between() -> list[PendingOperation]:
+            if hosts.lane is None or self._lane is None:
+                return []
+            block = torch.cat([as_bytes(outputs[rank]) for rank in hosts.carried(hosts.lane, hosts.host)])
+            sizes = [
+                sum(_num_bytes(outputs[rank]) for rank in hosts.carried(hosts.lane, host)) if host != hosts.host else 0
+                for host in range(self._num_hosts)
+            ]
+            received.append(block.new_empty(sum(sizes)))
+            leaving = [block.numel() if host != hosts.host else 0 for host in range(self._num_hosts)]
+            return [self._lane.exchange(received[0], sizes, block.repeat(self._num_hosts - 1), leaving)]
+
+        def last() -> list[SharedCollective]:
+            return _issue(self._last, self._share(outputs, num_bytes, received))
+
+        return Chain("all_gather", num_bytes, (first, between, last))
+
+    def _share(self, outputs: Sequence[Tensor], num_bytes: int, received: Sequence[Tensor]) -> SharedCollective:
+        """Let every rank read what the lanes of its host have received. received: bytes of this rank's lane."""
+        hosts = self._hosts
+        others = [host for host in range(self._num_hosts) if host != hosts.host]
+
+        def combine(offsets: list[int]) -> None:
+            for lane in range(hosts.num_lanes):
+                place = 0
+                for rank in (rank for host in others for rank in hosts.carried(lane, host)):
+                    size = _num_bytes(outputs[rank])
+                    if lane == hosts.lane:
+                        as_bytes(outputs[rank]).copy_(received[0][place : place + size])
+                    else:
+                        as_bytes(outputs[rank]).copy_(
+                            self._members[lane].tensor(offsets[lane] + place, torch.uint8, size)
+                        )
+                    place += size
+
+        lanes = [lane for lane in range(hosts.num_lanes) if lane != hosts.lane]
+        if not received:
+            return SharedCollective("all_gather", num_bytes, -1, None, lanes, combine, readers=())
+        readers = [number for number in range(len(self._members)) if number != hosts.local_rank]
+        me = self._members[hosts.local_rank]
+        return SharedCollective(
+            "all_gather", num_bytes, received[0].numel(), lambda offset: write(me, offset, received[0]), lanes, combine,
+            readers=readers,
+        )  # fmt: skip
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Chain:
+        """outputs: one per rank at the root, else empty."""
+        nothing = tensor.view(-1)[:0]
+        parts = [tensor if rank == root else nothing for rank in range(self._num_ranks)]
+        return self._all_to_all("gather", outputs or [nothing] * self._num_ranks, parts)
+
+    def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int) -> Chain:
+        """parts: one per rank at the root, else empty."""
+        nothing = output.view(-1)[:0]
+        outputs = [output if rank == root else nothing for rank in range(self._num_ranks)]
+        return self._all_to_all("scatter", outputs, parts or [nothing] * self._num_ranks)
+
+    def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> Chain:
+        """outputs, parts: one from and one for each rank; the sizes may differ. Pairs on one host use its memory."""
+        return self._all_to_all("all_to_all", outputs, parts)
+
+    def _all_to_all(self, name: str, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> Chain:
+        local = set(self._hosts.local)
+        arriving = [0 if rank in local else _num_bytes(one) for rank, one in enumerate(outputs)]
+        leaving = [0 if rank in local else _num_bytes(one) for rank, one in enumerate(parts)]
+        received = torch.empty(sum(arriving), dtype=torch.uint8)
+
+        def first() -> list[PendingOperation]:
+            source = torch.cat(
+                [as_bytes(one.view(-1)[: 0 if rank in local else None]) for rank, one in enumerate(parts)]
+            )
+            made = self._inside.all_to_all(*([side[rank] for rank in self._hosts.local] for side in (outputs, parts)))
+            made.name = name
+            return [*_issue(self._first, made), self._whole.exchange(received, arriving, source, leaving)]
+
+        def last() -> tuple[()]:
+            for output, part, size in zip(outputs, received.split(arriving), arriving):
+                if size:
+                    as_bytes(output).copy_(part)
+            return ()
+
+        return Chain(name, sum(map(_num_bytes, parts)), (first, last))
+
+    def _exchange_sums(self, inside: HostSums) -> list[PendingOperation]:
+        """Send each host the sums that it totals."""
+        return [self._lane.exchange(*inside.exchanged())] if self._lane is not None else []
+
+    def _totals(self, inside: HostSums, reduction: Reduction, like: Tensor) -> Tensor:
+        """Return the sums over all hosts of what this rank's lane carries for its host."""
+        total = like.new_empty(inside.received.shape[1])
+        reduction.total(total, inside.received.unbind(), self._num_ranks)
+        return total
+
+    def _spread(self, target: Tensor, arriving: Sequence[int], part: Tensor) -> list[PendingOperation]:
+        """Send a part to all members of the lane, this rank too; receive theirs into `target`."""
+        assert self._lane is not None
+        return [
+            self._lane.exchange(target, arriving, part.repeat(self._num_hosts), [_num_bytes(part)] * self._num_hosts)
+        ]
+
+
+def _issue(channel: CollectiveChannel, collective: SharedCollective) -> list[SharedCollective]:
+    channel.issue(collective)
+    return [collective]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _split(flat: Tensor, num_parts: int) -> list[Tensor]:
+    """Return equal parts, except that the last ones may be shorter; each begins in a cache line of its own."""
+    item = flat.element_size()
+    each = aligned(-(-flat.numel() // num_parts) * item) // item
+    starts = [min(number * each, flat.numel()) for number in range(num_parts + 1)]
+    return [flat[first:last] for first, last in pairwise(starts)]
