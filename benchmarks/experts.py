@@ -32,7 +32,7 @@ from parallelrun.train.step import train_step
 from tests.plans import tiny_config
 
 HIDDEN, FFN, EXPERTS, TOKENS, SEQ = 512, 2048, 8, 4096, 256
-BARS = {"products": 1.15, "dropless": 1.00, "same": 1.00, "megatron": 1.00}
+BARS = {"products": 1.15, "dropless": 1.00, "same": 1.00, "megatron": 0.85}
 MODEL: dict[str, Any] = {
     "model.layers": 1,
     "model.hidden": HIDDEN,

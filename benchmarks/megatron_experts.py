@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.megatron import OnCpu, on_cpu
+from benchmarks.pairs import peers_on_gloo
 from parallelrun.models.moe.layer import MoE
 
 
@@ -57,7 +58,8 @@ def build_layer(hidden: int, ffn: int, num_experts: int, ours: MoE) -> nn.Module
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    with peers_on_gloo():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     on_cpu()
     without_streams()
     config = TransformerConfig(

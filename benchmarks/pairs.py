@@ -1,4 +1,7 @@
-"""Paired timing on shared ranks: both sides alternate inside the same processes; ratios, medians, bootstrap bounds."""
+"""Paired timing on shared ranks: both sides alternate inside the same processes; ratios, medians, bootstrap bounds.
+
+Each side uses the backend that its user gets on CPUs of one host: ours shared memory, peers gloo.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from parallelrun import shared_memory, torch_private
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -72,6 +80,26 @@ def _slowest(values: list[float]) -> list[float]:
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+@dataclass
+class _Waits:
+    seconds: float = 0.0
+
+    def note(self, is_message: bool, began: float, ended: float) -> None:
+        self.seconds += ended - began
+
+
+def waited(step: Callable[[], Any], repeats: int = 8) -> float:
+    """Median seconds of a step that this rank waits for collectives and messages."""
+    found = []
+    for _ in range(repeats):
+        _barrier()
+        waits = _Waits()
+        with torch_private.timed_waits(waits.note):
+            step()
+        found.append(waits.seconds)
+    return statistics.median(found)
 
 
 def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any]:
@@ -128,7 +156,8 @@ def bootstrap(values: list[float], rounds: int = 2000, seed: int = 0) -> tuple[f
 
 
 def on_ranks(world: int, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Call `function(*args)` on `world` gloo ranks over loopback with one thread each; rank 0's result."""
+    """Call `function(*args)` on `world` ranks with one thread each; rank 0's result. Their groups use shared memory,
+    except those that `peers_on_gloo` yields or are created under it."""
     with tempfile.TemporaryDirectory() as scratch:
         mp.spawn(_entry, (world, scratch, function, args), nprocs=world)  # type: ignore[attr-defined]
         return json.loads((Path(scratch) / "result.json").read_text())
@@ -138,12 +167,27 @@ def _entry(rank: int, world: int, scratch: str, function: Callable[..., dict[str
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{scratch}/store", world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(shared_memory.register(), store=store, rank=rank, world_size=world)
+    assert world == 1 or shared_memory.is_ours(dist.group.WORLD), "no shared memory between the ranks"
     result = function(*args)
     if rank == 0:
         (Path(scratch) / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def peers_on_gloo() -> Iterator[dist.ProcessGroup]:
+    """Yield a gloo group of all ranks for a peer to use as its world; groups that are created meanwhile use gloo."""
+    create = dist.new_group
+
+    def on_gloo(*args: Any, **options: Any) -> Any:
+        return create(*args, **{**options, "backend": "gloo"})
+
+    with mock.patch.object(dist, "new_group", on_gloo), mock.patch.object(dist.distributed_c10d, "new_group", on_gloo):
+        group = on_gloo()
+        assert isinstance(group, dist.ProcessGroup)
+        yield group
 
 
 def environment() -> dict[str, Any]:

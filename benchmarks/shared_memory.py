@@ -84,7 +84,7 @@ _REPEATED = {"4K": 20, "256K": 10, "16M": 1}  # calls that are timed together
 def _collective(name: str, size: str, pairs: int, warmup: int) -> dict[str, Any]:
     """One rank: the same call over both groups."""
     shared, gloo = dist.new_group(backend=shared_memory.register()), dist.group.WORLD
-    assert shared_memory.is_shared(shared), shared_memory.refusal(shared)
+    assert shared_memory.is_ours(shared), shared_memory.refusal(shared)
     tensor = torch.zeros(BYTES[size] // 4)  # zeros: summed again and again, other numbers would overflow
     parts = torch.zeros(dist.get_world_size(), tensor.numel() // dist.get_world_size())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import WORLD
-from parallelrun.shared_memory import BACKEND, is_shared
+from parallelrun.shared_memory import BACKEND, is_ours
 
 
 class Label(NamedTuple):
@@ -78,7 +78,7 @@ def backend_of(mesh: Mesh) -> str | None:
         return None
     if mesh.device.type != "cpu":
         return "nccl"
-    return BACKEND if is_shared(process_group) else "gloo"
+    return BACKEND if is_ours(process_group) else "gloo"
 
 
 def current_label() -> Label | None:
@@ -127,7 +127,7 @@ def reduce_scatter_into(
 
     With async_op, neither tensor may be used before `wait` of the result.
     """
-    if tensor.device.type == "cpu" and not is_shared(group.process_group):
+    if tensor.device.type == "cpu" and not is_ours(group.process_group):
         exchange = _ExchangeAndSum(output, tensor, group, purpose)
         if async_op:
             return exchange

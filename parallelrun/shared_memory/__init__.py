@@ -31,8 +31,8 @@ def register() -> str:
     return BACKEND
 
 
-def is_shared(process_group: Any) -> bool:
-    """Return whether the collectives of a process group go through shared memory, within hosts at least."""
+def is_ours(process_group: Any) -> bool:
+    """Return whether the operations of a process group are those of this package, whatever carries them."""
     from parallelrun.shared_memory.group import SharedMemoryGroup
 
     return isinstance(process_group, SharedMemoryGroup)
@@ -43,8 +43,8 @@ def carrier(process_group: Any) -> str:
     from parallelrun.shared_memory.hierarchical_group import HierarchicalGroup
 
     if isinstance(process_group, HierarchicalGroup):
-        return f"{BACKEND}+gloo"
-    return BACKEND if is_shared(process_group) else "gloo"
+        return "gloo" if process_group.is_over_gloo_alone else f"{BACKEND}+gloo"
+    return BACKEND if is_ours(process_group) else "gloo"
 
 
 def finish(timeout_s: float = 60.0) -> None:

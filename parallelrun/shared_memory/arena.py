@@ -31,6 +31,15 @@ def fence() -> None:
             pass
 
 
+def store_before_load() -> None:
+    """Order the stores before this call before the loads after it: not even x86 does that by itself.
+
+    One of two processes that each store a word and then load the other's sees the other's store.
+    """
+    with _fence_lock:  # an atomic instruction
+        pass
+
+
 def aligned(num_bytes: int) -> int:
     """Round up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

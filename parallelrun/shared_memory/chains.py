@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.channel import CollectiveChannel
-from parallelrun.shared_memory.engine import Engine, PendingOperation
-from parallelrun.shared_memory.process import Peer
+from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S, Engine, PendingOperation
+from parallelrun.shared_memory.process import ANY, Peer
 
 Stage = Callable[[], Iterable[PendingOperation]]  # issues operations and returns them
 
@@ -47,9 +47,13 @@ class GlooOperation:
                 self._engine.lock.release()
             self._engine.process.ring()
 
-    def missing(self) -> Peer | None:
-        """Return None: its peers are on other hosts."""
-        return None
+    def missing(self) -> list[Peer]:
+        """Return none: its peers are on other hosts."""
+        return []
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        return ANY, SAFETY_S
 
     def closed(self, peer: Peer) -> bool:
         """Return False: its peers are on other hosts."""
@@ -120,10 +124,13 @@ class Chain:
                 raise operation.error
         return True
 
-    def missing(self) -> Peer | None:
-        """Return a peer of this host without which the present stage cannot end."""
-        waiting = next((one for one in self._pending if not one.done), None)
-        return waiting.missing() if waiting is not None else None
+    def missing(self) -> list[Peer]:
+        """Return the peers of this host without which the present stage cannot end."""
+        return [peer for one in self._pending if not one.done for peer in one.missing()]
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        return ANY, min((one.sleep()[1] for one in self._pending if not one.done), default=STALLED_S)
 
     def closed(self, peer: Peer) -> bool:
         """Return whether a peer of this host has left the group."""
@@ -167,9 +174,9 @@ class ChainQueue:
         """See `engine.OperationQueue`."""
         return bool(self._queue)
 
-    def missing(self) -> Peer | None:
+    def missing(self) -> list[Peer]:
         """See `engine.OperationQueue`."""
-        return self._queue[0].missing() if self._queue else None
+        return self._queue[0].missing() if self._queue else []
 
     def close(self) -> None:
         """Tell the members of this host that this one has left."""
@@ -208,12 +215,12 @@ class ChainQueue:
 
     def _look_for_ended_peers(self, chain: Chain) -> None:
         """Raise RuntimeError if a collective needs a peer that has ended: other hosts must not wait for this rank."""
-        peer = None if chain.done else chain.missing()
-        if peer is not None and (peer.gone or chain.closed(peer)):
+        lost = [] if chain.done else [peer for peer in chain.missing() if peer.gone or chain.closed(peer)]
+        if lost:
             for channel in self._channels:  # it may have done its part at the last moment
                 channel.advance()
-            if chain.missing() is peer:
-                raise RuntimeError(f"[shared memory] Connection closed by peer: process {peer.pid}, {chain}")
+            if lost[0] in chain.missing():
+                raise RuntimeError(f"[shared memory] Connection closed by peer: process {lost[0].pid}, {chain}")
 
     def _fail(self, error: Exception) -> None:
         """End all collectives, and let the members on this host and elsewhere know that this one is lost."""

@@ -11,17 +11,20 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
-from parallelrun.shared_memory.channel import GroupMember, SharedCollective
+from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.shared_collective import SharedCollective, SharedReduction
 
 SMALL = 2**15  # bytes up to which every rank sums an all-reduce itself: one exchange instead of two
+SERIAL = 2**20  # bytes up to which one rank sums for all, if they share cores: each rank sleeps once
 
 
 class Collectives:
-    """Make the collectives of one group."""
+    """Make the collectives of one group. shares_cores: more ranks than cores are on the host; equal on all members."""
 
-    def __init__(self, members: Sequence[GroupMember], rank: int):
+    def __init__(self, members: Sequence[GroupMember], rank: int, shares_cores: bool):
         self._members, self._rank, self._size = members, rank, len(members)
+        self.shares_cores = shares_cores
         self._me = members[rank]
         self._others = tuple(number for number in range(self._size) if number != rank)
 
@@ -39,9 +42,28 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> SharedCollective:
         flat = tensor.view(-1)
         num_bytes = flat.numel() * flat.element_size()
+        if self.shares_cores and num_bytes <= SERIAL:
+            return self._all_reduce_by_last(flat, num_bytes, reduction)
         if self._size == 2 or num_bytes <= SMALL:
             return self._all_reduce_at_once(flat, num_bytes, reduction)
         return self._all_reduce_by_parts(flat, num_bytes, reduction)
+
+    def _all_reduce_by_last(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
+        """The rank that comes last reads all tensors; the others read its sum."""
+
+        def fill(offset: int) -> None:
+            self._write(offset, flat)
+
+        def reduce(offsets: list[int], result: int) -> None:
+            if flat.numel():
+                total = self._read(self._rank, result, flat)
+                reduction(total, [self._read(number, offset, flat) for number, offset in enumerate(offsets)])
+                flat.copy_(total)
+
+        def take(number: int, result: int) -> None:
+            flat.copy_(self._read(number, result, flat))
+
+        return SharedReduction(num_bytes, fill, self._others, reduce, take)
 
     def _all_reduce_at_once(self, flat: Tensor, num_bytes: int, reduction: Reduction) -> SharedCollective:
         """Every rank reads all tensors."""

@@ -16,7 +16,8 @@ from typing import Protocol
 from parallelrun.shared_memory.process import ANY, LocalProcess, Peer
 
 _SPIN_S = 5e-5  # about as long as it takes to be woken
-_SAFETY_S = 0.02  # a process looks this often itself: a store and a load of two processors may pass each other
+SAFETY_S = 0.25  # a process looks this often itself, though it is always woken
+STALLED_S = 0.02  # and this often where nobody wakes it
 
 
 class PendingOperation(Protocol):
@@ -25,8 +26,13 @@ class PendingOperation(Protocol):
     done: bool
     error: Exception | None
 
-    def missing(self) -> Peer | None:
-        """Return a peer without which the operation cannot end, None if several would do."""
+    def missing(self) -> list[Peer]:
+        """Return the peers without which the operation cannot end."""
+        ...
+
+    def sleep(self) -> tuple[int, float]:
+        """Return for what a process that waits for this operation alone sleeps (see `process.AWAITED`), and how long
+        at most, in seconds."""
         ...
 
     def closed(self, peer: Peer) -> bool:
@@ -45,8 +51,8 @@ class OperationQueue(Protocol):
         """Return whether other members may need this one's part in the operations that are left."""
         ...
 
-    def missing(self) -> Peer | None:
-        """Return a peer without which the first operation cannot end, None if several would do."""
+    def missing(self) -> list[Peer]:
+        """Return the peers without which the first operation cannot end."""
         ...
 
 
@@ -59,11 +65,13 @@ class Engine:
         self._active: dict[OperationQueue, None] = {}
         self._sleeping = False
         self._waiting = 0
-        self._num_cores = len(os.sched_getaffinity(0))
+        self.num_cores = len(os.sched_getaffinity(0))
 
     def submit(self, queue: OperationQueue) -> None:
         """Advance a queue that has a new operation; remember it while operations are left."""
         self._active[queue] = None
+        if self._sleeping:  # another thread, maybe for something else alone
+            self.process.sleep_for(ANY)
         self.progress()
 
     def progress(self) -> None:
@@ -81,7 +89,7 @@ class Engine:
             self._waiting += 1
             try:
                 if not self._spin(operation):
-                    while not self._wait_once(operation):
+                    while not self._wait_once(operation, deadline):
                         if time.monotonic() > deadline:
                             what = f"[shared memory] Timed out waiting {round(timeout_s * 1e3)}ms for {operation}"
                             raise RuntimeError(what)
@@ -90,8 +98,7 @@ class Engine:
 
     def _spin(self, operation: PendingOperation) -> bool:
         """Try again for a moment, if no rank of this host needs the core meanwhile."""
-        self.progress()
-        if operation.done or len(self.process.peers) >= self._num_cores:
+        if len(self.process.peers) >= self.num_cores:
             return operation.done
         until = time.monotonic() + _SPIN_S
         while time.monotonic() < until and not operation.done:
@@ -101,44 +108,47 @@ class Engine:
             self.progress()
         return operation.done
 
-    def _wait_once(self, operation: PendingOperation) -> bool:
+    def _wait_once(self, operation: PendingOperation, deadline: float) -> bool:
         """Sleep once, unless the operation has ended; return whether it has."""
         process = self.process
         if self._sleeping:  # another thread sleeps, for all
             process.sleep_for(ANY)
             self.progress()
             if not operation.done:
-                self.lock.wait(_SAFETY_S)
+                self.lock.wait(SAFETY_S)
             return operation.done
-        peer = operation.missing()
-        alone = peer is not None and self._waiting == 1 and len(self._active) == 1
+        reason, seconds = operation.sleep()
+        is_alone = self._waiting == 1 and len(self._active) == 1
         self._sleeping = True
         try:
-            process.sleep_for(peer.pid if alone and peer is not None else ANY)
+            process.sleep_for(reason if is_alone else ANY)
             self.progress()
+            if process.has_lost_peers:
+                self._look_for_ended_peers(operation)
             if operation.done:
                 return True
             self.lock.release()
             try:
-                process.sleep(_SAFETY_S)
+                process.sleep(max(min(seconds, deadline - time.monotonic()), 0.0))
             finally:
                 self.lock.acquire()
         finally:
-            process.sleep_for(0)
+            process.awake()
             self._sleeping = False
         self.progress()
-        self.lock.notify_all()
+        if self._waiting > 1:
+            self.lock.notify_all()
         if not operation.done:
             self._look_for_ended_peers(operation)
         return operation.done
 
     def _look_for_ended_peers(self, operation: PendingOperation) -> None:
         """Raise RuntimeError if the operation needs a peer that has ended or left the group."""
-        peer = operation.missing()
-        if peer is not None and (peer.gone or operation.closed(peer)):
+        lost = [peer for peer in operation.missing() if peer.gone or operation.closed(peer)]
+        if lost:
             self.progress()  # it may have done its part at the last moment
-            if not operation.done and operation.missing() is peer:
-                raise RuntimeError(f"[shared memory] Connection closed by peer: process {peer.pid}, {operation}")
+            if not operation.done and lost[0] in operation.missing():
+                raise RuntimeError(f"[shared memory] Connection closed by peer: process {lost[0].pid}, {operation}")
 
     def finish(self, timeout_s: float) -> None:
         """Advance the operations until no peer needs them, or time is up. Those with ended peers are left."""
@@ -149,18 +159,13 @@ class Engine:
                 self.process.sleep_for(ANY)
                 self.progress()
                 if self.is_owing():
-                    self.process.sleep(_SAFETY_S)
-                self.process.sleep_for(0)
+                    self.process.sleep(STALLED_S)
+                self.process.awake()
                 self.progress()
 
     def is_owing(self) -> bool:
         """Return whether peers that have not ended may need this process's part in an operation."""
-        for queue in self._active:
-            if queue.is_owing():
-                peer = queue.missing()
-                if peer is None or not peer.gone:
-                    return True
-        return False
+        return any(queue.is_owing() and not any(peer.gone for peer in queue.missing()) for queue in self._active)
 
 
 _engines: dict[int, Engine] = {}  # by pid: a fork has its own

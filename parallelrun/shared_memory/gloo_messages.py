@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from parallelrun.shared_memory.engine import Engine
+from parallelrun.shared_memory.engine import SAFETY_S, Engine
 from parallelrun.shared_memory.hosts import Hosts
-from parallelrun.shared_memory.process import Peer
+from parallelrun.shared_memory.process import ANY, Peer
 
 if TYPE_CHECKING:
     from parallelrun.shared_memory.chains import GlooLink
@@ -50,9 +50,13 @@ class GlooMessage:
                 self._engine.progress()
                 is_owing = self._engine.is_owing()
 
-    def missing(self) -> Peer | None:
-        """Return None: the other side is on another host."""
-        return None
+    def missing(self) -> list[Peer]:
+        """Return none: the other side is on another host."""
+        return []
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        return ANY, SAFETY_S
 
     def closed(self, peer: Peer) -> bool:
         """Return False: the other side is on another host."""

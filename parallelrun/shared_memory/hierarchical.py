@@ -10,19 +10,20 @@ A reduce is an all-reduce. Gather and scatter are all-to-alls with empty parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from parallelrun.shared_memory.arena import aligned
 from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, as_bytes
-from parallelrun.shared_memory.channel import CollectiveChannel, GroupMember, SharedCollective
+from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import PendingOperation
 from parallelrun.shared_memory.host_sums import HostSums, WholeSum, read, write
 from parallelrun.shared_memory.hosts import Hosts
+from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.shared_collective import SharedCollective
+from parallelrun.shared_memory.tensors import num_bytes_of, split
 
 SMALL = 2**15  # bytes up to which every rank of equal hosts exchanges an all-reduce whole: one exchange instead of two
 
@@ -30,21 +31,23 @@ SMALL = 2**15  # bytes up to which every rank of equal hosts exchanges an all-re
 class HierarchicalCollectives:
     """Make the collectives of one group. The methods are those of `Collectives`.
 
-    members: those of this host. links: gloo between all ranks, and between those of this rank's lane. channels: of
-    first and of last stages.
+    members: those of this host. inside: the collectives among them. links: gloo between all ranks, and between those of
+    this rank's lane. channels: of first and of last stages.
     """
 
     def __init__(
         self,
         hosts: Hosts,
         members: Sequence[GroupMember],
+        inside: Collectives,
         links: tuple[GlooLink, GlooLink | None],
         channels: tuple[CollectiveChannel, CollectiveChannel],
     ):
         self._hosts, self._members = hosts, members
-        self._inside = Collectives(members, hosts.local_rank)
+        self._inside = inside
         self._whole, self._lane = links
         self._first, self._last = channels
+        self._others = tuple(number for number in range(len(members)) if number != hosts.local_rank)
         self._num_hosts = len(hosts.ranks)
         self._num_ranks = sum(map(len, hosts.ranks))
 
@@ -62,7 +65,7 @@ class HierarchicalCollectives:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Chain:
         flat = tensor.view(-1)
-        if self._hosts.is_even and _num_bytes(flat) <= SMALL:
+        if self._hosts.is_even and num_bytes_of(flat) <= SMALL:
             return self._all_reduce_at_once(flat, reduction)
         return self._all_reduce_by_parts(flat, reduction)
 
@@ -75,39 +78,41 @@ class HierarchicalCollectives:
         inside = WholeSum(flat, self._hosts, self._members, reduction)
 
         def between() -> list[PendingOperation]:
-            size = _num_bytes(inside.sums)
+            size = num_bytes_of(inside.sums)
             return self._spread(sums, [size] * self._num_hosts, inside.sums)
 
         def total() -> tuple[()]:
             reduction.total(flat, sums.unbind(), self._num_ranks)
             return ()
 
-        return Chain("all_reduce", _num_bytes(flat), (lambda: _issue(self._first, inside.collective), between, total))
+        return Chain("all_reduce", num_bytes_of(flat), (lambda: _issue(self._first, inside.collective), between, total))
 
     def _all_reduce_by_parts(self, flat: Tensor, reduction: Reduction) -> Chain:
         """Each lane of each host sums one part."""
-        lanes = _split(flat, self._hosts.num_lanes)
-        parts = [_split(block, self._num_hosts) for block in lanes]
+        lanes = split(flat, self._hosts.num_lanes)
+        parts = [split(block, self._num_hosts) for block in lanes]
         cells = [[[part] for part in row] for row in parts]
-        inside = HostSums("all_reduce", _num_bytes(flat), self._hosts, self._members, cells, reduction)
+        inside = HostSums("all_reduce", num_bytes_of(flat), self._hosts, self._members, cells, reduction)
         mine = self._hosts.lane
 
         def spread() -> list[PendingOperation]:
             if mine is None:
                 return []
-            return self._spread(lanes[mine], list(map(_num_bytes, parts[mine])), self._totals(inside, reduction, flat))
+            return self._spread(
+                lanes[mine], list(map(num_bytes_of, parts[mine])), self._totals(inside, reduction, flat)
+            )
 
         def last() -> list[SharedCollective]:
             outputs = [*lanes, *(flat[:0] for _ in range(len(self._members) - len(lanes)))]
             made = self._inside.all_gather(outputs, outputs[self._hosts.local_rank])
-            made.name, made.num_bytes = "all_reduce", _num_bytes(flat)
+            made.name, made.num_bytes = "all_reduce", num_bytes_of(flat)
             return _issue(self._last, made)
 
         stages = (lambda: _issue(self._first, inside.collective), lambda: self._exchange_sums(inside), spread, last)
-        return Chain("all_reduce", _num_bytes(flat), stages)
+        return Chain("all_reduce", num_bytes_of(flat), stages)
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> Chain:
-        hosts, num_bytes = self._hosts, sum(map(_num_bytes, parts))
+        hosts, num_bytes = self._hosts, sum(map(num_bytes_of, parts))
         cells = [
             [[parts[rank].view(-1) for rank in hosts.carried(lane, host)] for host in range(self._num_hosts)]
             for lane in range(hosts.num_lanes)
@@ -133,27 +138,26 @@ class HierarchicalCollectives:
 
     def _deliver(self, output: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> SharedCollective:
         """Give the ranks that are no lane's the results that one carries for them. totals: of a lane."""
-        hosts, local_rank, num_bytes = self._hosts, self._hosts.local_rank, sum(map(_num_bytes, parts))
+        hosts, local_rank, num_bytes = self._hosts, self._hosts.local_rank, sum(map(num_bytes_of, parts))
         if totals:
-            readers = range(local_rank + hosts.num_lanes, len(hosts.local), hosts.num_lanes)
-            me, size = self._members[local_rank], _num_bytes(totals[0])
+            me, size = self._members[local_rank], num_bytes_of(totals[0])
 
             def fill(offset: int) -> None:
                 write(me, offset, totals[0])
 
-            return SharedCollective("reduce_scatter", num_bytes, size, fill, (), None, readers=readers)
+            return SharedCollective("reduce_scatter", num_bytes, size, fill, self._others, None)
         lane = local_rank % hosts.num_lanes
         before = hosts.local[lane : local_rank : hosts.num_lanes]
 
         def combine(offsets: list[int]) -> None:
-            start = offsets[lane] + sum(_num_bytes(parts[rank]) for rank in before)
+            start = offsets[lane] + sum(num_bytes_of(parts[rank]) for rank in before)
             output.view(-1).copy_(read(self._members[lane], start, output))
 
-        return SharedCollective("reduce_scatter", num_bytes, -1, None, (lane,), combine, readers=())
+        return SharedCollective("reduce_scatter", num_bytes, -1, None, self._others, combine)
 
     def broadcast(self, tensor: Tensor, root: int) -> Chain:
         flat = tensor.view(-1)
-        hosts, lanes = self._hosts, _split(flat, self._hosts.num_lanes)
+        hosts, lanes = self._hosts, split(flat, self._hosts.num_lanes)
         source = next(host for host, ranks in enumerate(hosts.ranks) if root in ranks)
         is_source = source == hosts.host
 
@@ -166,7 +170,7 @@ class HierarchicalCollectives:
             if hosts.lane is None or self._lane is None:
                 return []
             part = lanes[hosts.lane]
-            sizes = [_num_bytes(part) if (host == source) != is_source else 0 for host in range(self._num_hosts)]
+            sizes = [num_bytes_of(part) if (host == source) != is_source else 0 for host in range(self._num_hosts)]
             nothing, none = part[:0], [0] * self._num_hosts
             if is_source:
                 return [self._lane.exchange(nothing, none, part.repeat(self._num_hosts - 1), sizes)]
@@ -178,12 +182,12 @@ class HierarchicalCollectives:
             outputs = [*lanes, *(flat[:0] for _ in range(len(self._members) - len(lanes)))]
             return _issue(self._last, self._inside.all_gather(outputs, outputs[hosts.local_rank]))
 
-        return Chain("broadcast", _num_bytes(flat), (first, between, last))
+        return Chain("broadcast", num_bytes_of(flat), (first, between, last))
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Chain:
         """outputs: one per rank, whose sizes may differ. Each lane sends the tensors of its host, then shares what it
         has received."""
-        hosts, num_bytes = self._hosts, sum(map(_num_bytes, outputs))
+        hosts, num_bytes = self._hosts, sum(map(num_bytes_of, outputs))
         local = [outputs[rank] for rank in hosts.local]
         received: list[Tensor] = []
 
@@ -195,7 +199,9 @@ class HierarchicalCollectives:
                 return []
             block = torch.cat([as_bytes(outputs[rank]) for rank in hosts.carried(hosts.lane, hosts.host)])
             sizes = [
-                sum(_num_bytes(outputs[rank]) for rank in hosts.carried(hosts.lane, host)) if host != hosts.host else 0
+                sum(num_bytes_of(outputs[rank]) for rank in hosts.carried(hosts.lane, host))
+                if host != hosts.host
+                else 0
                 for host in range(self._num_hosts)
             ]
             received.append(block.new_empty(sum(sizes)))
@@ -216,7 +222,7 @@ class HierarchicalCollectives:
             for lane in range(hosts.num_lanes):
                 place = 0
                 for rank in (rank for host in others for rank in hosts.carried(lane, host)):
-                    size = _num_bytes(outputs[rank])
+                    size = num_bytes_of(outputs[rank])
                     if lane == hosts.lane:
                         as_bytes(outputs[rank]).copy_(received[0][place : place + size])
                     else:
@@ -225,15 +231,13 @@ class HierarchicalCollectives:
                         )
                     place += size
 
-        lanes = [lane for lane in range(hosts.num_lanes) if lane != hosts.lane]
-        if not received:
-            return SharedCollective("all_gather", num_bytes, -1, None, lanes, combine, readers=())
-        readers = [number for number in range(len(self._members)) if number != hosts.local_rank]
         me = self._members[hosts.local_rank]
-        return SharedCollective(
-            "all_gather", num_bytes, received[0].numel(), lambda offset: write(me, offset, received[0]), lanes, combine,
-            readers=readers,
-        )  # fmt: skip
+        size = received[0].numel() if received else -1
+
+        def fill(offset: int) -> None:
+            write(me, offset, received[0])
+
+        return SharedCollective("all_gather", num_bytes, size, fill if received else None, self._others, combine)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Chain:
         """outputs: one per rank at the root, else empty."""
@@ -253,8 +257,8 @@ class HierarchicalCollectives:
 
     def _all_to_all(self, name: str, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> Chain:
         local = set(self._hosts.local)
-        arriving = [0 if rank in local else _num_bytes(one) for rank, one in enumerate(outputs)]
-        leaving = [0 if rank in local else _num_bytes(one) for rank, one in enumerate(parts)]
+        arriving = [0 if rank in local else num_bytes_of(one) for rank, one in enumerate(outputs)]
+        leaving = [0 if rank in local else num_bytes_of(one) for rank, one in enumerate(parts)]
         received = torch.empty(sum(arriving), dtype=torch.uint8)
 
         def first() -> list[PendingOperation]:
@@ -271,7 +275,7 @@ class HierarchicalCollectives:
                     as_bytes(output).copy_(part)
             return ()
 
-        return Chain(name, sum(map(_num_bytes, parts)), (first, last))
+        return Chain(name, sum(map(num_bytes_of, parts)), (first, last))
 
     def _exchange_sums(self, inside: HostSums) -> list[PendingOperation]:
         """Send each host the sums that it totals."""
@@ -287,22 +291,10 @@ class HierarchicalCollectives:
         """Send a part to all members of the lane, this rank too; receive theirs into `target`."""
         assert self._lane is not None
         return [
-            self._lane.exchange(target, arriving, part.repeat(self._num_hosts), [_num_bytes(part)] * self._num_hosts)
+            self._lane.exchange(target, arriving, part.repeat(self._num_hosts), [num_bytes_of(part)] * self._num_hosts)
         ]
 
 
 def _issue(channel: CollectiveChannel, collective: SharedCollective) -> list[SharedCollective]:
     channel.issue(collective)
     return [collective]
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _split(flat: Tensor, num_parts: int) -> list[Tensor]:
-    """Return equal parts, except that the last ones may be shorter; each begins in a cache line of its own."""
-    item = flat.element_size()
-    each = aligned(-(-flat.numel() // num_parts) * item) // item
-    starts = [min(number * each, flat.numel()) for number in range(num_parts + 1)]
-    return [flat[first:last] for first, last in pairwise(starts)]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
-from parallelrun.shared_memory.channel import GroupMember, SharedCollective
 from parallelrun.shared_memory.hosts import Hosts
+from parallelrun.shared_memory.process import GroupMember
 from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.shared_collective import SharedCollective
 
 Cells = Sequence[Sequence[Sequence[Tensor]]]  # flat tensors by lane and by the host that totals them
 
@@ -34,7 +35,7 @@ class WholeSum:
         self._flat, self._members, self._reduction = flat, members, reduction
         self._local_rank = hosts.local_rank
         size = flat.numel() * flat.element_size()
-        others = [number for number in range(len(members)) if number != hosts.local_rank]
+        others = tuple(number for number in range(len(members)) if number != hosts.local_rank)
         self.collective = SharedCollective("all_reduce", size, size, self._fill, others, self._combine)
 
     def _fill(self, offset: int) -> None:
@@ -70,8 +71,8 @@ class HostSums:
         self._starts = [[next(starts) for _ in lane] for lane in sizes]
         size = next(starts)
         local_rank = hosts.local_rank
-        others = [number for number in range(len(members)) if number != local_rank]
-        lanes = [lane for lane in range(hosts.num_lanes) if lane != hosts.lane]
+        others = tuple(number for number in range(len(members)) if number != local_rank)
+        lanes = tuple(lane for lane in range(hosts.num_lanes) if lane != hosts.lane)
         sources, combine = ((), None) if hosts.lane is None else (others, self._combine)
         self.collective = SharedCollective(name, num_bytes, size, self._fill, sources, combine, readers=lanes)
         self._numels = (

@@ -13,7 +13,7 @@ from parallelrun.errors import EnvironmentProblem
 from parallelrun.shared_memory import engine as engines
 from parallelrun.shared_memory import keep_out_of_graphs
 from parallelrun.shared_memory.arena import is_supported
-from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, CollectiveChannel, GroupMember
+from parallelrun.shared_memory.channel import COLLECTIVE_WORDS, CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.group import SharedMemoryGroup
@@ -21,14 +21,18 @@ from parallelrun.shared_memory.hierarchical_group import HierarchicalGroup
 from parallelrun.shared_memory.hosts import Hosts
 from parallelrun.shared_memory.messages import MessageChannel, message_words
 from parallelrun.shared_memory.named_group import Place
+from parallelrun.shared_memory.process import GroupMember
 
-REFUSED = "refused"  # key of a group's store: why the group uses gloo instead
+REFUSED = "refused"  # key of a group's store: why the group uses gloo alone
 _CHANNELS = 2  # blocks of words for collectives; a group of one host uses one of them
 
 
 def create_group(options: Any, _: Any = None) -> Any:
     """Return a SharedMemoryGroup if all members can map each other's memory, a HierarchicalGroup if those of each host
     can, else gloo's group; the same on all.
+
+    A rank that waits in gloo's group does not advance its operations of other groups, which peers may wait for. So
+    ranks that are all on different hosts have a HierarchicalGroup, too.
 
     Called by torch, whose `_DistributedBackendOptions` it takes.
     """
@@ -39,7 +43,7 @@ def create_group(options: Any, _: Any = None) -> Any:
         return _refused(place, why[0])
     hosts = Hosts([one["host"] for one in everyone], place.rank)
     if hosts.share_none and place.size > 1:
-        return _refused(place, "each rank is on a host, or in a container, of its own")
+        place.store.set(REFUSED, "each rank is on a host, or in a container, of its own")
     engine = engines.current()
     mine_refused = ""
     try:
@@ -52,18 +56,22 @@ def create_group(options: Any, _: Any = None) -> Any:
         return _refused(place, why[0])
     if torch_private.is_compiler_loaded():  # the user compiles
         keep_out_of_graphs()
+    num_ranks = max(len(hosts.local), *(everyone[rank]["ranks"] for rank in hosts.local))
+    shares_cores = num_ranks > min(everyone[rank]["cores"] for rank in hosts.local)
     if len(hosts.ranks) > 1:
-        return _over_hosts(place, engine, hosts, everyone)
+        return _over_hosts(place, engine, hosts, everyone, shares_cores)
     members = [_member(engine, one) for one in everyone]
     channel = CollectiveChannel(engine, members, place.rank)
     messages = MessageChannel(engine, members, place.rank, _CHANNELS * COLLECTIVE_WORDS)
-    return SharedMemoryGroup(place, engine, Collectives(members, place.rank), channel, messages)
+    return SharedMemoryGroup(place, engine, Collectives(members, place.rank, shares_cores), channel, messages)
 
 
-def _over_hosts(place: Place, engine: Engine, hosts: Hosts, everyone: Sequence[dict[str, Any]]) -> HierarchicalGroup:
+def _over_hosts(
+    place: Place, engine: Engine, hosts: Hosts, everyone: Sequence[dict[str, Any]], shares_cores: bool
+) -> HierarchicalGroup:
     gloo = torch_private.gloo_group(place.store, place.rank, place.size, place.timeout)
-    lane = None
-    if hosts.lane is not None:
+    lane = gloo if hosts.share_none else None
+    if hosts.lane is not None and lane is None:
         store = PrefixStore(f"lane {hosts.lane}/", place.store)
         lane = torch_private.gloo_group(store, hosts.host, len(hosts.ranks), place.timeout)
     members = [
@@ -71,7 +79,7 @@ def _over_hosts(place: Place, engine: Engine, hosts: Hosts, everyone: Sequence[d
          for rank, one in enumerate(everyone)]
         for number in range(_CHANNELS)
     ]  # fmt: skip
-    return HierarchicalGroup(place, engine, hosts, members, _CHANNELS * COLLECTIVE_WORDS, gloo, lane)
+    return HierarchicalGroup(place, engine, hosts, members, _CHANNELS * COLLECTIVE_WORDS, (gloo, lane), shares_cores)
 
 
 def _refused(place: Place, why: str) -> Any:
@@ -88,7 +96,8 @@ def _offer(size: int) -> dict[str, Any]:
         words = _CHANNELS * COLLECTIVE_WORDS + message_words(size)
         base = engine.process.arena.allocate(8 * words)
         engine.process.words[base // 8 : base // 8 + words] = memoryview(bytes(8 * words)).cast("q")
-        return {**engine.process.endpoint(), "base": base // 8}
+        known = {"ranks": len(engine.process.peers) + 1, "cores": engine.num_cores}  # so far, on this host
+        return {**engine.process.endpoint(), **known, "base": base // 8}
     except (OSError, ValueError, EnvironmentProblem) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from parallelrun.shared_memory.arena import fence
-from parallelrun.shared_memory.channel import CLOSED, GroupMember
-from parallelrun.shared_memory.engine import Engine
-from parallelrun.shared_memory.process import Peer
+from parallelrun.shared_memory.arena import fence, store_before_load
+from parallelrun.shared_memory.channel import CLOSED
+from parallelrun.shared_memory.engine import SAFETY_S, Engine
+from parallelrun.shared_memory.process import ANY, GroupMember, Peer
 
 IN_FLIGHT = 2**26  # bytes from one member to another that are not received yet; a single message may be larger
 _SLOTS, _SLOT_WORDS = 32, 3  # of a ring: (tag, offset, bytes)
@@ -38,9 +38,15 @@ class Message:
         self.done = False
         self.error: Exception | None = None
 
-    def missing(self) -> Peer | None:
-        """Return the other side. If it may be any: one that has ended, as with gloo."""
-        return self._channel.ended() if self.peer is None else self._channel.peer(self.peer)
+    def missing(self) -> list[Peer]:
+        """Return the other side. If it may be any: those that have ended, as with gloo."""
+        peers = self._channel.ended() if self.peer is None else [self._channel.peer(self.peer)]
+        return [peer for peer in peers if peer is not None]
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        peer = None if self.peer is None else self._channel.peer(self.peer)
+        return ANY if peer is None else -peer.pid, SAFETY_S
 
     def closed(self, peer: Peer) -> bool:
         """Return whether the other side has left the group."""
@@ -79,6 +85,7 @@ class MessageChannel:
         self._me, self._arena = members[rank], engine.process.arena
         size = len(members)
         self._sent, self._stalled, self._taken, self._rings = base, base + size, base + 2 * size, base + 3 * size
+        self._reason = -engine.process.pid  # for which peers are woken
         self._everyone = [number for number in range(size) if number != rank]
         self._outbox: list[Message] = []
         self._receives: list[Message] = []
@@ -129,14 +136,14 @@ class MessageChannel:
         """See `engine.OperationQueue`. Nobody needs a receive but its own rank."""
         return bool(self._outbox)
 
-    def missing(self) -> Peer | None:
+    def missing(self) -> list[Peer]:
         """Return the receiver for which the first message waits."""
-        return self._outbox[0].missing() if self._outbox else None
+        return self._outbox[0].missing() if self._outbox else []
 
-    def ended(self) -> Peer | None:
-        """Return a member that has ended."""
+    def ended(self) -> list[Peer]:
+        """Return the members that have ended."""
         peers = (self.peer(number) for number in self._everyone)
-        return next((peer for peer in peers if peer is not None and peer.gone), None)
+        return [peer for peer in peers if peer is not None and peer.gone]
 
     def reclaim(self, number: int) -> int:
         """Free the messages that a member has received; return the bytes that it has not."""
@@ -149,9 +156,9 @@ class MessageChannel:
         """Copy a message into the arena and publish it, if there is room."""
         if self._is_full(to, message.num_bytes):
             self._me[self._stalled + to] = 1
-            fence()
+            store_before_load()
             if self._is_full(to, message.num_bytes):  # still, now that the receiver wakes this process
-                self._members[to].process.wake(self._engine.process.pid)
+                self._members[to].process.wake(self._reason)
                 return False
         self._me[self._stalled + to] = 0
         index = self._me[self._sent + to]
@@ -168,8 +175,8 @@ class MessageChannel:
         self._me[slot], self._me[slot + 1], self._me[slot + 2] = message.tag, offset, message.num_bytes
         fence()
         self._me[self._sent + to] = index + 1
-        fence()
-        self._members[to].process.wake(self._engine.process.pid)
+        store_before_load()
+        self._members[to].process.wake(self._reason)
         message.done = True
         return True
 
@@ -234,9 +241,9 @@ class MessageChannel:
             inbox.num_taken += 1
         fence()
         self._me[self._taken + number] = inbox.num_taken
-        fence()
+        store_before_load()
         if self._members[number][self._stalled + self._rank]:
-            self._members[number].process.wake(self._engine.process.pid)
+            self._members[number].process.wake(self._reason)
 
     def _make_room(self, number: int) -> None:
         """Take what has arrived from a member, but is not asked for, to private memory."""

@@ -8,10 +8,11 @@ import select
 from pathlib import Path
 from typing import Any
 
-from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, fence
+from parallelrun.shared_memory.arena import ALIGNMENT, Arena, MappedMemory, store_before_load
 
-AWAITED = 0  # word of an arena: the pid that its process sleeps for, ANY, or 0 while it is awake
-ANY = -1
+# Word of an arena, what its process sleeps for: ANY; collectives of the group whose block of words begins at this word;
+# messages of the process with minus this pid; AWAKE.
+AWAITED, AWAKE, ANY = 0, 0, 1
 HOST_VARIABLE = "PARALLELRUN_TEST_HOST"  # tests pretend to be on several hosts
 
 
@@ -31,10 +32,10 @@ class Peer:
         self._doorbell = os.open(f"{folder}/{endpoint['doorbell']}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self.gone = False
 
-    def wake(self, sender: int) -> None:
-        """Wake the process if it sleeps for process `sender` or for any."""
+    def wake(self, reason: int) -> None:
+        """Wake the process if it sleeps for `reason` or for any."""
         awaited = self.words[AWAITED]
-        if awaited in (ANY, sender):
+        if awaited in (ANY, reason):
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # woken already; ended
                 os.write(self._doorbell, b"\0")
 
@@ -53,8 +54,9 @@ class LocalProcess:
         self._poll = select.epoll()
         self._poll.register(self._doorbell, select.EPOLLIN)
         self._watched: dict[int, Peer] = {}
+        self.has_lost_peers = False
 
-    def wake(self, sender: int) -> None:
+    def wake(self, reason: int) -> None:
         """Do nothing: whoever calls it is awake."""
 
     def ring(self) -> None:
@@ -75,10 +77,14 @@ class LocalProcess:
             self._watched[peer.pidfd] = peer
             self._poll.register(peer.pidfd, select.EPOLLIN)
 
-    def sleep_for(self, pid: int) -> None:
-        """Tell peers that this process sleeps for process `pid`, or for ANY; 0: it is awake."""
-        self.words[AWAITED] = pid
-        fence()
+    def sleep_for(self, reason: int) -> None:
+        """Tell peers what this process sleeps for (see AWAITED). What they did before, a look after this call sees."""
+        self.words[AWAITED] = reason
+        store_before_load()
+
+    def awake(self) -> None:
+        """Tell peers that this process is awake."""
+        self.words[AWAITED] = AWAKE
 
     def sleep(self, seconds: float) -> None:
         """Sleep until a peer rings or ends, or time is up."""
@@ -87,8 +93,28 @@ class LocalProcess:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._doorbell, 4096)
             else:
-                self._watched[descriptor].gone = True
+                self._watched[descriptor].gone = self.has_lost_peers = True
                 self._poll.unregister(descriptor)
+
+
+class GroupMember:
+    """A member of a group: its process, and where its block of words begins."""
+
+    __slots__ = ("base", "process", "tensor", "words")
+
+    def __init__(self, process: Peer | LocalProcess, base: int):
+        self.process, self.words, self.base = process, process.words, base
+        self.tensor = process.memory.tensor
+
+    def __getitem__(self, word: int) -> int:
+        return self.words[self.base + word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.words[self.base + word] = value
+
+    def wake(self) -> None:
+        """Wake the process if it sleeps for collectives of this group, or for anything."""
+        self.process.wake(self.base)
 
 
 def host_identity() -> str:

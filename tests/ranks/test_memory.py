@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -139,8 +140,8 @@ def _peak(overrides: dict[str, Any]) -> tuple[int, int]:
 WORLDS = {name: tiny_plan(overrides).world for name, overrides in PLANS.items()}
 
 
-def peak_errors(world: int, backend: str) -> dict[str, float]:
-    names = [name for name, size in WORLDS.items() if size == world]
+def peak_errors(world: int, backend: str, only: Collection[str] = PLANS) -> dict[str, float]:
+    names = [name for name, size in WORLDS.items() if size == world and name in only]
     found = run_ranks(world, peaks, [PLANS[name] for name in names], timeout=240, backend=backend)
     return {
         f"{name}, rank {rank}": predicted / measured - 1
@@ -157,6 +158,6 @@ def test_the_predicted_peak_is_within_three_percent_of_what_was_alive(world):
 
 def test_in_shared_memory_no_more_is_alive_than_predicted():
     """A reduce-scatter reads from the other ranks' memory what it receives in a buffer over gloo."""
-    errors = peak_errors(2, "shm")
+    errors = peak_errors(2, "shm", ("ddp", "zero1", "zero2", "fsdp", "moe ep", "tp sequence", "1f1b"))
     assert not {where: f"{error:+.1%}" for where, error in errors.items() if error < -BOUND}
     assert max(errors.values()) > BOUND

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -140,17 +140,26 @@ OPERATIONS: dict[str, tuple[Operation, tuple[Any, ...]]] = {
 def beside_gloo(name: str) -> list[str]:
     """The cases in which shared memory gives something else than gloo."""
     operation, arguments = OPERATIONS[name]
-    assert shared_memory.is_shared(dist.group.WORLD), shared_memory.refusal(dist.group.WORLD)
+    assert shared_memory.is_ours(dist.group.WORLD), shared_memory.refusal(dist.group.WORLD)
     assert SIZES[-2] * 8 < collectives.SMALL < SIZES[-1] * 2, "bytes: the sizes are on both sides of it"
     gloo, found = dist.new_group(backend="gloo"), []
     for dtype in DTYPES:
         for numel in SIZES:
-            mine = operation(None, dtype, numel, *arguments)
+            mine = [operation(None, dtype, numel, *arguments) for _ in both_ways()]
             reference = without_strides if operation is strided else operation
             theirs = reference(gloo, dtype, numel, *arguments)
-            if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
+            if any(len(one) != len(theirs) or not all(map(torch.equal, one, theirs)) for one in mine):
                 found.append(f"{dtype} {numel}")
     return found
+
+
+def both_ways() -> Iterator[bool]:
+    """Yield True, False, while the world's group reduces as ranks do that share cores, and as those that do not."""
+    make = dist.group.WORLD._make
+    given = make.shares_cores
+    for make.shares_cores in (True, False):
+        yield make.shares_cores
+    make.shares_cores = given
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -189,10 +198,12 @@ def test_the_other_reductions() -> None:
 def random_sums(numel: int, dtype: torch.dtype) -> list[Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
     numbers = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    summed, mine = numbers.clone(), torch.zeros(numel // world, dtype=dtype)
-    dist.all_reduce(summed)
+    mine, sums = torch.zeros(numel // world, dtype=dtype), []
     dist.reduce_scatter_tensor(mine, numbers)
-    return [numbers, summed, mine]
+    for _ in both_ways():
+        sums.append(numbers.clone())
+        dist.all_reduce(sums[-1])
+    return [numbers, mine, *sums]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,10 +211,10 @@ def random_sums(numel: int, dtype: torch.dtype) -> list[Tensor]:
 def test_sums_are_in_rank_order_and_equal_on_every_rank(numel: int, dtype: torch.dtype) -> None:
     results = run_ranks(4, random_sums, numel, dtype)
     total = results[0][0].float()
-    for numbers, _, _ in results[1:]:
+    for numbers, *_ in results[1:]:
         total = total + numbers  # in the order of the ranks, in fp32
-    for rank, (_, summed, mine) in enumerate(results):
-        assert torch.equal(summed, total.to(dtype))
+    for rank, (_, mine, *sums) in enumerate(results):
+        assert all(torch.equal(one, total.to(dtype)) for one in sums)
         assert torch.equal(mine, total.to(dtype).chunk(4)[rank])
 
 

@@ -1,0 +1,109 @@
+"""A collective of a group, on one of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S
+from parallelrun.shared_memory.process import Peer
+
+if TYPE_CHECKING:
+    from parallelrun.shared_memory.channel import CollectiveChannel
+
+_NAMES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
+)  # fmt: skip
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
+
+
+class Stage:
+    """How far a collective is: numbers, in their order."""
+
+    QUEUED, POSTED, COMBINED, DONE = range(4)
+
+
+class SharedCollective:
+    """A collective on one member.
+
+    name, num_bytes: compared between the members that read each other. size: bytes of this member's contribution, -1:
+    none. fill(offset): writes it into the arena. sources: members whose contributions are read. combine(offsets) reads
+    them; finish(offsets) reads their second contributions, in the same place, which `combine` has written. readers:
+    members that read this one's contribution, None: the sources.
+    """
+
+    __slots__ = (
+        "_channel", "combine", "done", "error", "fill", "finish", "index", "name", "num_bytes", "offsets", "readers",
+        "size", "sources", "stage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        num_bytes: int,
+        size: int,
+        fill: Callable[[int], object] | None,
+        sources: tuple[int, ...],
+        combine: Callable[[list[int]], object] | None,
+        finish: Callable[[list[int]], object] | None = None,
+        readers: tuple[int, ...] | None = None,
+    ):
+        self.name, self.num_bytes, self.size = name, num_bytes, size
+        self.fill, self.combine, self.finish = fill, combine, finish
+        self.sources = sources
+        self.readers = sources if readers is None else readers
+        self.stage, self.index, self.offsets = Stage.QUEUED, 0, []  # type: int, int, list[int]
+        self.done = False
+        self.error: Exception | None = None
+        self._channel: CollectiveChannel | None = None
+
+    def attach(self, channel: CollectiveChannel, index: int) -> None:
+        self._channel, self.index = channel, index
+
+    def missing(self) -> list[Peer]:
+        """Return the peers without which the collective cannot end."""
+        return self._channel.missing() if self._channel else []
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`. Nobody wakes those who wait for a free slot."""
+        assert self._channel is not None
+        return self._channel.base, STALLED_S if self.stage == Stage.QUEUED else SAFETY_S
+
+    def closed(self, peer: Peer) -> bool:
+        """Return whether a peer has left the group."""
+        assert self._channel is not None
+        return self._channel.closed(peer)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.num_bytes} bytes, collective {self.index} of its group"
+
+
+class SharedReduction(SharedCollective):
+    """An all-reduce whose sum the member that posts last computes, for all.
+
+    reduce(offsets, result): writes the sum of all contributions to its arena, and into its tensor. take(number,
+    result): copies the sum that a member has computed. Two members that post at the same time may both compute it.
+    """
+
+    __slots__ = ("reduce", "take")
+
+    def __init__(
+        self,
+        num_bytes: int,
+        fill: Callable[[int], object],
+        sources: tuple[int, ...],
+        reduce: Callable[[list[int], int], object],
+        take: Callable[[int, int], object],
+    ):
+        super().__init__("all_reduce", num_bytes, num_bytes, fill, sources, None)
+        self.reduce, self.take = reduce, take
+
+
+def number_of(name: str) -> int:
+    """Return the number of a collective's name."""
+    return _NUMBERS[name]
+
+
+def name_of(number: int) -> str:
+    """Return the name of a collective by its number."""
+    return _NAMES[number]
