@@ -18,7 +18,7 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import WORLD
-from parallelrun.shared_memory import BACKEND, is_ours
+from parallelrun.shared_memory import carrier, is_ours
 
 
 class Label(NamedTuple):
@@ -72,13 +72,15 @@ def _issue(
 
 
 def backend_of(mesh: Mesh) -> str | None:
-    """Return what carries the collectives of the mesh: shm, gloo or nccl; None for a single rank."""
+    """Return what carries the collectives of the mesh: shm, shm+gloo (several hosts), gloo, or the backend that torch
+    names for the device, which is nccl for CUDA; None for a single rank."""
     process_group = mesh.group(WORLD).process_group
     if process_group is None:
         return None
     if mesh.device.type != "cpu":
-        return "nccl"
-    return BACKEND if is_ours(process_group) else "gloo"
+        backend: str = dist.get_default_backend_for_device(mesh.device)
+        return backend
+    return carrier(process_group)
 
 
 def current_label() -> Label | None:

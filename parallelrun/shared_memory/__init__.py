@@ -60,10 +60,15 @@ def finish(timeout_s: float = 60.0) -> None:
 
 
 def refusal(process_group: Any) -> str:
-    """Return why a process group of this backend uses gloo alone. Raises if it does not."""
+    """Return why a process group of this backend uses gloo alone; empty if it does not."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
     from parallelrun.shared_memory.joining import REFUSED
 
-    return str(process_group.get_group_store().get(f"cpu/{REFUSED}").decode())  # torch adds the type of device
+    store = process_group.get_group_store()
+    if not is_ours(process_group):
+        store = PrefixStore("cpu/", store)  # as torch does for the backend of a type of device
+    return store.get(REFUSED).decode() if store.check([REFUSED]) else ""
 
 
 def keep_out_of_graphs() -> None:

@@ -80,6 +80,13 @@ class GlooLink:
         work = self.group.alltoall_base(received, sent, list(arriving), list(leaving))
         return GlooOperation(self._engine, work, (received, sent))
 
+    def broadcast(self, tensor: Tensor, root: int) -> GlooOperation:
+        """Send a contiguous tensor of member `root` to all others."""
+        if root == self.group.rank():
+            self.num_bytes += tensor.numel() * tensor.element_size() * (self.group.size() - 1)
+        held = as_bytes(tensor)
+        return GlooOperation(self._engine, self.group.broadcast(held, root), (held,))
+
     def barrier(self) -> GlooOperation:
         return GlooOperation(self._engine, self.group.barrier())
 

@@ -10,10 +10,12 @@ A reduce is an all-reduce. Gather and scatter are all-to-alls with empty parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from parallelrun.shared_memory.arena import aligned
 from parallelrun.shared_memory.chains import Chain, GlooLink, Stage, as_bytes
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
@@ -73,43 +75,43 @@ class HierarchicalCollectives:
         return self.all_reduce(tensor, reduction)
 
     def _all_reduce_at_once(self, flat: Tensor, reduction: Reduction) -> Chain:
-        """Every rank sums its host's tensors, and exchanges the sum with the other ranks of its lane."""
+        """Every rank sums its host's tensors, and sends the sum to the other ranks of its lane."""
         sums = flat.new_empty((self._num_hosts, flat.numel()), dtype=reduction.partial_dtype(flat.dtype))
-        inside = WholeSum(flat, self._hosts, self._members, reduction)
-
-        def between() -> list[PendingOperation]:
-            size = num_bytes_of(inside.sums)
-            return self._spread(sums, [size] * self._num_hosts, inside.sums)
+        inside = WholeSum(flat, sums[self._hosts.host], self._hosts, self._members, reduction)
 
         def total() -> tuple[()]:
             reduction.total(flat, sums.unbind(), self._num_ranks)
             return ()
 
-        return Chain("all_reduce", num_bytes_of(flat), (lambda: _issue(self._first, inside.collective), between, total))
+        stages = (lambda: _issue(self._first, inside.collective), lambda: self._spread(sums.unbind()), total)
+        return Chain("all_reduce", num_bytes_of(flat), stages)
 
     def _all_reduce_by_parts(self, flat: Tensor, reduction: Reduction) -> Chain:
         """Each lane of each host sums one part."""
-        lanes = split(flat, self._hosts.num_lanes)
+        hosts, num_bytes = self._hosts, num_bytes_of(flat)
+        lanes = split(flat, hosts.num_lanes)
         parts = [split(block, self._num_hosts) for block in lanes]
         cells = [[[part] for part in row] for row in parts]
-        inside = HostSums("all_reduce", num_bytes_of(flat), self._hosts, self._members, cells, reduction)
-        mine = self._hosts.lane
+        inside = HostSums("all_reduce", num_bytes, hosts, self._members, cells, reduction)
 
         def spread() -> list[PendingOperation]:
-            if mine is None:
+            if hosts.lane is None:
                 return []
-            return self._spread(
-                lanes[mine], list(map(num_bytes_of, parts[mine])), self._totals(inside, reduction, flat)
-            )
+            self._total(inside, reduction, parts[hosts.lane][hosts.host])
+            return self._spread(parts[hosts.lane])
 
         def last() -> list[SharedCollective]:
-            outputs = [*lanes, *(flat[:0] for _ in range(len(self._members) - len(lanes)))]
-            made = self._inside.all_gather(outputs, outputs[self._hosts.local_rank])
-            made.name, made.num_bytes = "all_reduce", num_bytes_of(flat)
-            return _issue(self._last, made)
+            return _issue(self._last, self._gather_lanes("all_reduce", lanes, num_bytes))
 
         stages = (lambda: _issue(self._first, inside.collective), lambda: self._exchange_sums(inside), spread, last)
-        return Chain("all_reduce", num_bytes_of(flat), stages)
+        return Chain("all_reduce", num_bytes, stages)
+
+    def _gather_lanes(self, name: str, lanes: Sequence[Tensor], num_bytes: int) -> SharedCollective:
+        """Let every rank have what each lane of its host has. lanes: parts of one tensor."""
+        outputs = [*lanes, *(lanes[0][:0] for _ in range(len(self._members) - len(lanes)))]
+        made = self._inside.all_gather(outputs, outputs[self._hosts.local_rank])
+        made.name, made.num_bytes = name, num_bytes
+        return made
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> Chain:
         hosts, num_bytes = self._hosts, sum(map(num_bytes_of, parts))
@@ -122,8 +124,10 @@ class HierarchicalCollectives:
 
         def total() -> tuple[()]:
             if hosts.lane is not None:
-                totals.append(self._totals(inside, reduction, output))
-                output.view(-1).copy_(totals[0][: output.numel()])
+                totals.append(output.view(-1) if hosts.is_even else output.new_empty(inside.num_totalled))
+                self._total(inside, reduction, totals[0])
+                if not hosts.is_even:
+                    output.view(-1).copy_(totals[0][: output.numel()])
             return ()
 
         def last() -> list[SharedCollective]:
@@ -167,20 +171,12 @@ class HierarchicalCollectives:
             return _issue(self._first, self._inside.broadcast(flat, hosts.local.index(root)))
 
         def between() -> list[PendingOperation]:
-            if hosts.lane is None or self._lane is None:
-                return []
-            part = lanes[hosts.lane]
-            sizes = [num_bytes_of(part) if (host == source) != is_source else 0 for host in range(self._num_hosts)]
-            nothing, none = part[:0], [0] * self._num_hosts
-            if is_source:
-                return [self._lane.exchange(nothing, none, part.repeat(self._num_hosts - 1), sizes)]
-            return [self._lane.exchange(part, sizes, nothing, none)]
+            return [self._lane.broadcast(lanes[hosts.lane], source)] if hosts.lane is not None and self._lane else []
 
         def last() -> list[SharedCollective]:
             if is_source:
                 return []
-            outputs = [*lanes, *(flat[:0] for _ in range(len(self._members) - len(lanes)))]
-            return _issue(self._last, self._inside.all_gather(outputs, outputs[hosts.local_rank]))
+            return _issue(self._last, self._gather_lanes("broadcast", lanes, num_bytes_of(flat)))
 
         return Chain("broadcast", num_bytes_of(flat), (first, between, last))
 
@@ -188,56 +184,43 @@ class HierarchicalCollectives:
         """outputs: one per rank, whose sizes may differ. Each lane sends the tensors of its host, then shares what it
         has received."""
         hosts, num_bytes = self._hosts, sum(map(num_bytes_of, outputs))
-        local = [outputs[rank] for rank in hosts.local]
-        received: list[Tensor] = []
 
         def first() -> list[SharedCollective]:
-            return _issue(self._first, self._inside.all_gather(local, tensor))
+            return _issue(self._first, self._inside.all_gather([outputs[rank] for rank in hosts.local], tensor))
 
         def between() -> list[PendingOperation]:
             if hosts.lane is None or self._lane is None:
                 return []
-            block = torch.cat([as_bytes(outputs[rank]) for rank in hosts.carried(hosts.lane, hosts.host)])
-            sizes = [
-                sum(num_bytes_of(outputs[rank]) for rank in hosts.carried(hosts.lane, host))
-                if host != hosts.host
-                else 0
-                for host in range(self._num_hosts)
-            ]
-            received.append(block.new_empty(sum(sizes)))
-            leaving = [block.numel() if host != hosts.host else 0 for host in range(self._num_hosts)]
-            return [self._lane.exchange(received[0], sizes, block.repeat(self._num_hosts - 1), leaving)]
+            everywhere = ((host, rank) for host in range(self._num_hosts) for rank in hosts.carried(hosts.lane, host))
+            return [self._lane.broadcast(outputs[rank], host) for host, rank in everywhere]
 
         def last() -> list[SharedCollective]:
-            return _issue(self._last, self._share(outputs, num_bytes, received))
+            return _issue(self._last, self._share(outputs, num_bytes))
 
         return Chain("all_gather", num_bytes, (first, between, last))
 
-    def _share(self, outputs: Sequence[Tensor], num_bytes: int, received: Sequence[Tensor]) -> SharedCollective:
-        """Let every rank read what the lanes of its host have received. received: bytes of this rank's lane."""
-        hosts = self._hosts
+    def _share(self, outputs: Sequence[Tensor], num_bytes: int) -> SharedCollective:
+        """Let every rank read what the lanes of its host have received."""
+        hosts, me = self._hosts, self._members[self._hosts.local_rank]
         others = [host for host in range(self._num_hosts) if host != hosts.host]
+        shared = [[outputs[rank] for host in others for rank in hosts.carried(lane, host)]
+                  for lane in range(hosts.num_lanes)]  # fmt: skip
+        starts = [[*accumulate((aligned(num_bytes_of(one)) for one in row), initial=0)] for row in shared]
+
+        def fill(offset: int) -> None:
+            assert hosts.lane is not None
+            for start, output in zip(starts[hosts.lane], shared[hosts.lane]):
+                write(me, offset + start, output)
 
         def combine(offsets: list[int]) -> None:
             for lane in range(hosts.num_lanes):
-                place = 0
-                for rank in (rank for host in others for rank in hosts.carried(lane, host)):
-                    size = num_bytes_of(outputs[rank])
-                    if lane == hosts.lane:
-                        as_bytes(outputs[rank]).copy_(received[0][place : place + size])
-                    else:
-                        as_bytes(outputs[rank]).copy_(
-                            self._members[lane].tensor(offsets[lane] + place, torch.uint8, size)
-                        )
-                    place += size
+                if lane != hosts.lane:
+                    for start, output in zip(starts[lane], shared[lane]):
+                        output.view(-1).copy_(read(self._members[lane], offsets[lane] + start, output))
 
-        me = self._members[hosts.local_rank]
-        size = received[0].numel() if received else -1
-
-        def fill(offset: int) -> None:
-            write(me, offset, received[0])
-
-        return SharedCollective("all_gather", num_bytes, size, fill if received else None, self._others, combine)
+        if hosts.lane is None:
+            return SharedCollective("all_gather", num_bytes, -1, None, self._others, combine)
+        return SharedCollective("all_gather", num_bytes, starts[hosts.lane][-1], fill, self._others, combine)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Chain:
         """outputs: one per rank at the root, else empty."""
@@ -281,18 +264,15 @@ class HierarchicalCollectives:
         """Send each host the sums that it totals."""
         return [self._lane.exchange(*inside.exchanged())] if self._lane is not None else []
 
-    def _totals(self, inside: HostSums, reduction: Reduction, like: Tensor) -> Tensor:
-        """Return the sums over all hosts of what this rank's lane carries for its host."""
-        total = like.new_empty(inside.received.shape[1])
+    def _total(self, inside: HostSums, reduction: Reduction, total: Tensor) -> None:
+        """Set `total` to the sums over all hosts of what this rank's lane carries for its host."""
         reduction.total(total, inside.received.unbind(), self._num_ranks)
-        return total
+        inside.free()
 
-    def _spread(self, target: Tensor, arriving: Sequence[int], part: Tensor) -> list[PendingOperation]:
-        """Send a part to all members of the lane, this rank too; receive theirs into `target`."""
+    def _spread(self, parts: Sequence[Tensor]) -> list[PendingOperation]:
+        """Send the part that this host has to all members of the lane, and receive theirs. parts: by host."""
         assert self._lane is not None
-        return [
-            self._lane.exchange(target, arriving, part.repeat(self._num_hosts), [num_bytes_of(part)] * self._num_hosts)
-        ]
+        return [self._lane.broadcast(part, host) for host, part in enumerate(parts)]
 
 
 def _issue(channel: CollectiveChannel, collective: SharedCollective) -> list[SharedCollective]:

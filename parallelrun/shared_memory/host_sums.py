@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.arena import aligned
 from parallelrun.shared_memory.hosts import Hosts
-from parallelrun.shared_memory.process import GroupMember
+from parallelrun.shared_memory.process import GroupMember, LocalProcess
 from parallelrun.shared_memory.reductions import Reduction
 from parallelrun.shared_memory.shared_collective import SharedCollective
 
@@ -31,8 +30,8 @@ def read(member: GroupMember, offset: int, like: Tensor) -> Tensor:
 class WholeSum:
     """`collective` sums a flat tensor over the host, on every rank, into `sums`, in the dtype of partial sums."""
 
-    def __init__(self, flat: Tensor, hosts: Hosts, members: Sequence[GroupMember], reduction: Reduction):
-        self._flat, self._members, self._reduction = flat, members, reduction
+    def __init__(self, flat: Tensor, sums: Tensor, hosts: Hosts, members: Sequence[GroupMember], reduction: Reduction):
+        self._flat, self._sums, self._members, self._reduction = flat, sums, members, reduction
         self._local_rank = hosts.local_rank
         size = flat.numel() * flat.element_size()
         others = tuple(number for number in range(len(members)) if number != hosts.local_rank)
@@ -42,10 +41,9 @@ class WholeSum:
         write(self._members[self._local_rank], offset, self._flat)
 
     def _combine(self, offsets: list[int]) -> None:
-        self.sums = self._flat.new_empty(self._flat.numel(), dtype=self._reduction.partial_dtype(self._flat.dtype))
         sources = [read(member, offset, self._flat) for member, offset in zip(self._members, offsets)]
         sources[self._local_rank] = self._flat
-        self._reduction.partial(self.sums, sources)
+        self._reduction.partial(self._sums, sources)
 
 
 class HostSums:
@@ -65,6 +63,10 @@ class HostSums:
         reduction: Reduction,
     ):
         self._hosts, self._members, self._reduction = hosts, members, reduction
+        process = members[hosts.local_rank].process
+        assert isinstance(process, LocalProcess)
+        self._arena = process.arena
+        self._offsets: list[int] = []
         self._lanes = [[cell for row in lane for cell in row] for lane in cells]
         sizes = [[cell.numel() * cell.element_size() for cell in lane] for lane in self._lanes]
         starts = iter(accumulate((aligned(size) for lane in sizes for size in lane), initial=0))
@@ -89,7 +91,7 @@ class HostSums:
     def _combine(self, offsets: list[int]) -> None:
         lane = self._hosts.lane
         assert lane is not None
-        self.sums = torch.empty(sum(self._numels), dtype=self._dtype)
+        self.sums = self._scratch(sum(self._numels))
         parts = self.sums.split([cell.numel() for cell in self._lanes[lane]])
         for part, cell, start in zip(parts, self._lanes[lane], self._starts[lane]):
             if cell.numel():
@@ -97,9 +99,24 @@ class HostSums:
                 sources[self._hosts.local_rank] = cell
                 self._reduction.partial(part, sources)
 
+    @property
+    def num_totalled(self) -> int:
+        """Return the elements that this rank's lane totals for its host."""
+        return self._numels[self._hosts.host]
+
     def exchanged(self) -> tuple[Tensor, list[int], Tensor, list[int]]:
         """Return the arguments of `GlooLink.exchange` that send each host the sums it totals."""
-        num_hosts, mine = len(self._hosts.ranks), self._numels[self._hosts.host]
-        self.received = self.sums.new_empty((num_hosts, mine))
-        item = self.sums.element_size()
-        return self.received, [mine * item] * num_hosts, self.sums, [numel * item for numel in self._numels]
+        num_hosts, item = len(self._hosts.ranks), self.sums.element_size()
+        self.received = self._scratch(num_hosts * self.num_totalled).view(num_hosts, -1)
+        return self.received, [self.num_totalled * item] * num_hosts, self.sums, [one * item for one in self._numels]
+
+    def free(self) -> None:
+        """Give back `sums` and `received`."""
+        del self.sums, self.received
+        while self._offsets:
+            self._arena.free(self._offsets.pop())
+
+    def _scratch(self, numel: int) -> Tensor:
+        """Return memory of this process's arena: fresh memory costs as much as to use it."""
+        self._offsets.append(self._arena.allocate(numel * self._dtype.itemsize))
+        return self._members[self._hosts.local_rank].tensor(self._offsets[-1], self._dtype, numel)

@@ -67,7 +67,7 @@ class Reduction:
         self._accumulate(output, sources)
 
     def total(self, output: Tensor, partials: Sequence[Tensor], num_sources: int) -> None:
-        """Set `output`, none of `partials`, to their reduction in their order; the means are over `num_sources`.
+        """Set `output`, none of `partials`, to their reduction in their order; means are over `num_sources`.
 
         16-bit sums are rounded here, once.
         """
@@ -81,6 +81,11 @@ class Reduction:
     def _accumulate(self, output: Tensor, sources: Sequence[Tensor]) -> None:
         if output.dtype == torch.bool:
             output, sources = output.view(torch.uint8), [one.view(torch.uint8) for one in sources]
-        output.copy_(sources[0])
-        for source in sources[1:]:
+        if len(sources) > 1 and sources[0].dtype == output.dtype:
+            self._combine(sources[0], sources[1], out=output)
+            rest = sources[2:]
+        else:
+            output.copy_(sources[0])
+            rest = sources[1:]
+        for source in rest:
             self._combine(output, source, out=output)
