@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallelrun import torch_private
 from parallelrun.config.schema import OptimizerConfig
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan.optimizers import OPTIMIZERS
@@ -30,6 +32,7 @@ class Optimizer:
             if tensors
         ]
         self._torch = _make(config, groups) if groups else None  # a stage may have only frozen parameters
+        self._repeats: _AdamWSteps | None = None  # once torch has created the state
 
     def step(self, lr: float) -> None:
         """Update every tensor by its `.grad` with the learning rate `lr`."""
@@ -37,7 +40,9 @@ class Optimizer:
             return
         for group in self._torch.param_groups:
             group["lr"] = lr
-        self._torch.step()
+        if self._repeats is None or not self._repeats.step(lr):
+            self._torch.step()
+            self._repeats = _AdamWSteps.of(self._torch)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the live state of one parameter by kind: of the tensor's shape (`exp_avg`, ...) or 0-d (`step`).
@@ -59,6 +64,69 @@ class Optimizer:
             loaded[key] = value.detach().to(device=tensor.device, dtype=dtype).clone()
         if loaded and self._torch:
             self._torch.state[tensor] = loaded
+            self._repeats = None
+
+
+@dataclass(frozen=True)
+class _AdamWGroup:
+    """Parameters of one dtype with one weight decay, their state, and the numbers that do not change."""
+
+    parameters: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class _AdamWSteps:
+    """Takes steps as `torch.optim.AdamW` does, to the same bits, from lists that are made once.
+
+    torch makes them in every step, by loops over the parameters that cost small models more than the update itself.
+    """
+
+    def __init__(self, groups: list[_AdamWGroup]):
+        self._groups = groups
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _AdamWSteps | None:
+        """Return the steps of an optimizer that has state; None if it is not AdamW or some parameter has no state."""
+        if not isinstance(optimizer, torch.optim.AdamW):
+            return None
+        groups = []
+        for given in optimizer.param_groups:
+            numbers = (given["betas"], given["eps"], given["weight_decay"])
+            for dtype in {tensor.dtype for tensor in given["params"]}:
+                tensors = [tensor for tensor in given["params"] if tensor.dtype == dtype]
+                states = [optimizer.state.get(tensor) for tensor in tensors]
+                kept = [state for state in states if state]
+                if len(kept) < len(tensors):
+                    return None
+                averages, squares, steps = ([state[kind] for state in kept] for kind in ("exp_avg", "exp_avg_sq", STEP))
+                groups.append(_AdamWGroup(tensors, averages, squares, steps, *numbers))
+        return cls(groups)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> bool:
+        """Update every tensor. Do nothing and return False if one has no gradient: torch leaves that one as it is."""
+        gradients = [[tensor.grad for tensor in group.parameters] for group in self._groups]
+        present = [[gradient for gradient in found if gradient is not None] for found in gradients]
+        if any(len(some) < len(found) for some, found in zip(present, gradients)):
+            return False
+        for group, found in zip(self._groups, present):
+            torch_private.fused_adamw(
+                group.parameters,
+                found,
+                group.exp_avgs,
+                group.exp_avg_sqs,
+                group.steps,
+                lr=lr,
+                betas=group.betas,
+                eps=group.eps,
+                weight_decay=group.weight_decay,
+            )
+        return True
 
 
 def _make(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

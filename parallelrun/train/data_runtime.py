@@ -49,13 +49,18 @@ def match(model_parts: Sequence[nn.Module], plan: Plan, mesh: Mesh) -> list[Pair
     return pairs
 
 
-def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Set the gradient of a local tensor; zeros if backward computed none, so that all plans apply weight decay.
+def complete_gradients(tensors: Iterable[Tensor]) -> None:
+    """Give zeros to tensors for which backward has computed no gradient, so that all plans apply weight decay.
 
-    The gradient becomes contiguous: torch's fused optimizers on CPU assume the strides of the weight, but a split
+    The gradients become contiguous: torch's fused optimizers on CPU assume the strides of the weight, but a split
     backward (zero bubble) gives the gradient the strides of a matrix product.
     """
-    tensor.grad = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+    for tensor in tensors:
+        gradient = tensor.grad
+        if gradient is None:
+            tensor.grad = torch.zeros_like(tensor)
+        elif not gradient.is_contiguous():
+            tensor.grad = gradient.contiguous()
 
 
 def by_axis(buffers: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
@@ -124,8 +129,7 @@ class DataRuntime:
 
     def finish_gradients(self) -> None:
         """Complete the gradients of all `parameters`."""
-        for parameter in self.parameters:
-            set_gradient(parameter.tensor, parameter.tensor.grad)
+        complete_gradients(parameter.tensor for parameter in self.parameters)
 
     def finish_update(self) -> None:
         """Copy the optimizer's update into the module's weights. Also called after a checkpoint has been loaded."""

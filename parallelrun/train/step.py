@@ -10,9 +10,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.profiler import record_function
 
-from parallelrun import comm
+from parallelrun import comm, torch_private
 from parallelrun.plan.structure import CONTROL_ELEMENTS, WORLD, Plan
 from parallelrun.train.build import Training
 from parallelrun.train.reader import Batch
@@ -120,10 +119,10 @@ def forward_backward(training: Training, step: int, loss_scale: float = 1.0) -> 
     times its share of the global gradient, so that the mean over replicas is the global gradient.
     """
     has_batch = training.plan.data.has_batch(step, training.mesh.coordinate.get("dp", 0))
-    with record_function("read samples"):
+    with torch_private.phase("read samples"):
         batch = training.reader.batch(step) if has_batch else None
     everyone, mine = count_valid(training, batch, step)
-    with record_function("forward and backward"):
+    with torch_private.phase("forward and backward"):
         training.data.begin_step()
         training.routing.begin_step(training.plan.num_norms * loss_scale, count_samples(training.plan, step))
         if batch is None:
@@ -156,7 +155,7 @@ def train_step(
     `verify`. clock: times the optimizer. The phases of a step have names in a trace of torch's profiler.
     """
     loss_sum, num_valid = forward_backward(training, step, scaler.scale)
-    with record_function("finish gradients"):
+    with torch_private.phase("finish gradients"):
         # If the norm need not be exchanged, this starts before the gradients are final: ranks wait once, not twice.
         is_early = training.gradients.norm_is_local
         started = _start_totals(training, loss_sum, num_valid, 0.0, stop) if is_early else None
@@ -169,7 +168,7 @@ def train_step(
     grad_norm = totals.norm_squared**0.5 / scaler.scale
     finite = isfinite(totals.loss) and isfinite(grad_norm)
     if finite:
-        with record_function("optimizer"), clock.optimizer() if clock else nullcontext():
+        with torch_private.phase("optimizer"), clock.optimizer() if clock else nullcontext():
             _update(training, totals, lr, scaler.scale)
         training.data.finish_update()
     training.statistics.finish_step(finite)

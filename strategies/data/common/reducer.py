@@ -19,7 +19,7 @@ from parallelrun.comm import Waitable
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.parameters import HeldParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
 
 Part = tuple[HeldParameter, Tensor]  # a parameter and its gradient's view into a bucket's buffer
 Sum = Callable[[Tensor], Waitable]  # starts summing a flat tensor over the data axis, in place
@@ -212,8 +212,7 @@ class BucketedRuntime(DataRuntime):
         self._reducer.finish()
         for weight, view in self._views:
             weight.grad = view
-        for weight in self._unique:
-            set_gradient(weight, weight.grad)
+        complete_gradients(self._unique)
 
     def _bucket(self, pairs: Sequence[Pair], group: Group) -> FlatBucket:
         like = pairs[0][1]

@@ -23,7 +23,7 @@ from parallelrun.plan.data_strategy import Bucket
 from parallelrun.plan.expert_axes import replica_axis
 from parallelrun.plan.parameters import HeldParameter, LocalParameter
 from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, set_gradient, trained
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, trained
 
 from .buckets import shard_dim
 from .reducer import GradientBucket, Reducer
@@ -191,8 +191,7 @@ class ZeRORuntime(DataRuntime):
         for chunks in self._chunks:
             for one, gradient in zip(chunks.weights, chunks.shards):
                 one.mine.grad = gradient
-        for weight in self._unique:
-            set_gradient(weight, weight.grad)
+        complete_gradients(self._unique)
 
     @torch.no_grad()
     def finish_update(self) -> None:

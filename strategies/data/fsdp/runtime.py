@@ -22,7 +22,7 @@ from parallelrun.comm import Waitable
 from parallelrun.mesh import Mesh
 from parallelrun.plan.parameters import LocalParameter, held_parameters
 from parallelrun.plan.structure import Plan
-from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, match, set_gradient, trained
+from parallelrun.train.data_runtime import DataRuntime, Pair, by_axis, complete_gradients, match, trained
 
 from ..common.buckets import shard_dim
 from .units import BLOCK, EXPERTS, ROOT, ROUTER, TIED, Unit, UnitSharding, is_whole, shard_axis
@@ -99,7 +99,8 @@ class FSDPRuntime(DataRuntime):
                 torch_private.fsdp_reduce(root)
         with torch.no_grad():
             for parameter, sharded in self._sharded:
-                set_gradient(parameter.tensor, None if sharded.grad is None else _local(sharded.grad))
+                parameter.tensor.grad = None if sharded.grad is None else _local(sharded.grad)
+            complete_gradients(parameter.tensor for parameter, _ in self._sharded)
         self._whole.finish()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:
@@ -172,8 +173,7 @@ class WholeGradients:
         for work in self._works:
             assert work is not None, "a parameter without copies is in no bucket"
             work.wait()
-        for weight in self._unique:
-            set_gradient(weight, weight.grad)
+        complete_gradients(self._unique)
 
 
 class UnitWrapper:
