@@ -194,7 +194,8 @@ class CollectiveChannel:
     def _are_done(self, num_collectives: int) -> bool:
         """Return whether all others are done with so many collectives."""
         if num_collectives > self._num_done:
-            self._num_done = min(self._members[number][DONE] for number in self._others)
+            dones = (self._members[number][DONE] for number in self._others)
+            self._num_done = min(dones, default=num_collectives)
         return num_collectives <= self._num_done
 
     def _slot(self, index: int) -> int:
