@@ -24,10 +24,14 @@ COLLECTIVE_WORDS = _RING + _SLOTS * _SLOT_WORDS
 
 
 class CollectiveChannel:
-    """The collectives of one group in one process. Every method is called under the engine's lock."""
+    """The collectives of one group in one process. Every method is called under the engine's lock.
 
-    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int):
+    rank: the number of this process among `members`. numbers: what errors call the members, if not so.
+    """
+
+    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int, numbers: Sequence[int] | None = None):
         self._engine, self._members, self._rank = engine, members, rank
+        self._numbers = range(len(members)) if numbers is None else numbers
         self._me = members[rank]
         self.base = self._me.base
         self._arena = engine.process.arena
@@ -146,8 +150,8 @@ class CollectiveChannel:
             member = self._members[number]
             if member[slot] != kind or member[slot + 1] != collective.num_bytes:
                 theirs = f"{name_of(member[slot])} of {member[slot + 1]} bytes"
-                raise RuntimeError(f"[shared memory] rank {self._rank} of the group issued {collective}, "
-                                   f"rank {number} {theirs}")  # fmt: skip
+                raise RuntimeError(f"[shared memory] rank {self._numbers[self._rank]} of the group issued "
+                                   f"{collective}, rank {self._numbers[number]} {theirs}")  # fmt: skip
             offsets[number] = member[slot + 2]
         return offsets
 
@@ -190,7 +194,8 @@ class CollectiveChannel:
     def _are_done(self, num_collectives: int) -> bool:
         """Return whether all others are done with so many collectives."""
         if num_collectives > self._num_done:
-            self._num_done = min(self._members[number][DONE] for number in self._others)
+            dones = (self._members[number][DONE] for number in self._others)
+            self._num_done = min(dones, default=num_collectives)
         return num_collectives <= self._num_done
 
     def _slot(self, index: int) -> int:
