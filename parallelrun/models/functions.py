@@ -20,11 +20,16 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
     """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
     if weight.dtype != compute_dtype:
         weight, bias = rounded(weight, compute_dtype), bias if bias is None else bias.to(compute_dtype)
-    return functional.linear(x if x.dtype == compute_dtype else x.to(compute_dtype), weight, bias)
+    return functional.linear(cast(x, compute_dtype), weight, bias)
 
 
 def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
