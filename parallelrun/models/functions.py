@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.
     """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
     if weight.dtype != compute_dtype:
         weight, bias = rounded(weight, compute_dtype), bias if bias is None else bias.to(compute_dtype)
-    return functional.linear(cast(x, compute_dtype), weight, bias)
+    return functional.linear(x if x.dtype == compute_dtype else x.to(compute_dtype), weight, bias)
 
 
 def normalise(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

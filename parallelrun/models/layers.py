@@ -154,7 +154,8 @@ class HiddenNorm(RoleLayer):
         self.bias = nn.Parameter(torch.empty(hidden)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalise(self.kind, cast(x, self.compute_dtype), self.weight, self.bias, self.eps)
+        x = x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
+        return normalise(self.kind, x, self.weight, self.bias, self.eps)
 
 
 class ExpertInput(RoleLayer):
