@@ -181,6 +181,7 @@ def keep_compiled_buffers() -> None:
 # a wait of any thread blocks the computing stream (autograd has its own threads), so that case uses `_ON_DEVICE`.
 _WAITED: ContextVar[_Watch | None] = ContextVar("parallelrun_waited", default=None)
 _ON_DEVICE: list[_Watch] = []
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -238,13 +239,13 @@ def timed_waits(
         yield
 
 
-@contextmanager
-def in_stream() -> Iterator[None]:
+def in_stream() -> AbstractContextManager[None]:
     """Count a blocking collective as one wait under `timed_waits(on_device=True)`."""
-    if not _ON_DEVICE:
-        yield
-        return
-    watch = _ON_DEVICE[-1]
+    return _in_stream(_ON_DEVICE[-1]) if _ON_DEVICE else _NOTHING
+
+
+@contextmanager
+def _in_stream(watch: _Watch) -> Iterator[None]:
     began = watch.mark()
     _ON_DEVICE.append(_Watch(lambda: None, lambda *_: None))  # its own `Work.wait` is part of it
     try:

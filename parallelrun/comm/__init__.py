@@ -6,8 +6,8 @@ All are no-ops on a group of one rank. None supports autograd: strategies wrap t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from parallelrun import torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import WORLD
 from parallelrun.shared_memory import BACKEND, is_shared
+from parallelrun.shared_memory.group import SharedMemoryGroup
 
 
 class Label(NamedTuple):
@@ -47,18 +48,28 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-@contextmanager
-def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> Iterator[None]:
+def label(axis: str, purpose: str, reduction: str = "", operation: str = "") -> AbstractContextManager[None]:
     """Label every collective that is issued inside, including those of torch's FSDP2 and pipelines.
 
     reduction: `sum` or `max`, which cannot be read from torch's call. operation: the operation that the calls implement
     together, if it is not the one that is issued.
     """
-    token = _LABEL.set(Label(axis, purpose, reduction, operation))
-    try:
-        yield
-    finally:
-        _LABEL.reset(token)
+    return _Labelled(Label(axis, purpose, reduction, operation))
+
+
+class _Labelled(AbstractContextManager[None]):
+    """See `label`. A generator would take several times as long, for every collective."""
+
+    __slots__ = ("_label", "_token")
+
+    def __init__(self, label: Label):
+        self._label = label
+
+    def __enter__(self) -> None:
+        self._token = _LABEL.set(self._label)
+
+    def __exit__(self, *_: object) -> None:
+        _LABEL.reset(self._token)
 
 
 def _issue(
@@ -90,6 +101,9 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, op: str = "sum", asyn
     """Reduce `tensor` over the group, in place. With async_op, return the Work (None on a group of one)."""
     if group.size == 1:
         return None
+    if isinstance(group.process_group, SharedMemoryGroup):  # torch's checks take longer than a small sum
+        with label(group.axis, purpose, op):
+            return group.process_group.all_reduce(tensor, _OPERATIONS[op], async_op)
     return _issue(dist.all_reduce, group, purpose, async_op, tensor, reduction=op, op=_OPERATIONS[op])
 
 

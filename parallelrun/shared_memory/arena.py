@@ -17,6 +17,7 @@ from parallelrun.errors import EnvironmentProblem, Problem
 ALIGNMENT = 64  # bytes: a cache line, so that no two ranks write to the same one
 _GROWTH = 2**18  # bytes that are reserved at once, at least
 _LONGEST = 2**38  # bytes of address space per arena; hundreds of them fit into 47 bits
+_MOST_VIEWS = 512  # tensors that are kept for each arena
 # x86 keeps the order of stores. Elsewhere a lock orders the data before the counter that publishes them.
 _ORDERED = os.uname().machine in ("x86_64", "i686")
 _fence_lock = threading.Lock()
@@ -51,12 +52,20 @@ class MappedMemory:
     def __init__(self, descriptor: int, size: int):
         self.map = mmap.mmap(descriptor, size)
         self.words = memoryview(self.map).cast("q")
+        self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}  # the same few blocks are used again and again
 
     def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
         """Return the 1-d tensor at byte `offset`; it shares the memory."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
+        view = self._views.get((offset, dtype, numel))
+        if view is None:
+            if numel == 0:
+                return torch.empty(0, dtype=dtype)
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # also used outside
+                view = torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
+            self._views[offset, dtype, numel] = view
+        return view
 
 
 class Arena(MappedMemory):

@@ -32,6 +32,7 @@ class CollectiveChannel:
         self.base = self._me.base
         self._arena = engine.process.arena
         self._others = tuple(number for number in range(len(members)) if number != rank)
+        self._num_done = 0  # collectives with which all others are done, at least
         self._queue: deque[SharedCollective] = deque()
         self._num_issued = 0
         self._failed: Exception | None = None
@@ -72,7 +73,7 @@ class CollectiveChannel:
     def _step(self, collective: SharedCollective, limit: int) -> bool:
         """Take a collective to its next stage, if that is possible now; `limit`: the stage of the one before it."""
         if collective.stage == Stage.QUEUED:
-            if self._is_behind(DONE, collective.index - _SLOTS + 1, self._others):
+            if not self._are_done(collective.index - _SLOTS + 1):
                 return False
             self._post(collective)
         elif collective.stage == Stage.POSTED:
@@ -186,12 +187,18 @@ class CollectiveChannel:
                 return True
         return False
 
+    def _are_done(self, num_collectives: int) -> bool:
+        """Return whether all others are done with so many collectives."""
+        if num_collectives > self._num_done:
+            self._num_done = min(self._members[number][DONE] for number in self._others)
+        return num_collectives <= self._num_done
+
     def _slot(self, index: int) -> int:
         return _RING + index % _SLOTS * _SLOT_WORDS
 
     def reclaim(self) -> None:
         """Free the contributions that all members have read."""
-        while self._held and not self._is_behind(DONE, self._held[0][0] + 1, self._others):
+        while self._held and self._are_done(self._held[0][0] + 1):
             self._arena.free(self._held.popleft()[1])
 
     def missing(self) -> list[Peer]:

@@ -69,10 +69,12 @@ class Engine:
 
     def submit(self, queue: OperationQueue) -> None:
         """Advance a queue that has a new operation; remember it while operations are left."""
-        self._active[queue] = None
         if self._sleeping:  # another thread, maybe for something else alone
             self.process.sleep_for(ANY)
-        self.progress()
+        if queue.advance():
+            self._active[queue] = None
+        else:
+            self._active.pop(queue, None)
 
     def progress(self) -> None:
         """Do what can be done without waiting, for all operations."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallelrun import torch_private
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.messages import MessageChannel
 from parallelrun.shared_memory.named_group import NamedGroup, observed
 from parallelrun.shared_memory.process import GroupMember
-from parallelrun.shared_memory.reductions import Reduction
+from parallelrun.shared_memory.reductions import reduction_of
 from parallelrun.shared_memory.shared_collective import SharedCollective
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
@@ -38,7 +40,8 @@ class SharedMemoryGroup(NamedGroup):
         shares_cores: bool,
     ):
         super().__init__(store, rank, len(members))
-        self._engine, self._timeout, self._size, self._number = engine, timeout, len(members), rank
+        self._engine, self._size, self._number = engine, len(members), rank
+        self._timeout_s = timeout.total_seconds()
         self._make = Collectives(members, rank, shares_cores)
         self._collectives = CollectiveChannel(engine, members, rank)
         self._messages = MessageChannel(engine, members, rank, messages_base)
@@ -46,7 +49,7 @@ class SharedMemoryGroup(NamedGroup):
         self._coalesced: list[SharedMemoryWork] | None = None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Leave the group, when what was issued has ended."""
@@ -71,16 +74,37 @@ class SharedMemoryGroup(NamedGroup):
 
     @observed("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._all_reduce(tensors, opts)
+        return self._all_reduce(tensors, opts.reduceOp if opts is not None else dist.ReduceOp.SUM, opts)
+
+    @observed("allreduce_")
+    def all_reduce(self, tensor: Tensor, op: Any, async_op: bool) -> SharedMemoryWork | None:
+        """Reduce a tensor in place, as `torch.distributed.all_reduce` does. With async_op, return the Work."""
+        values = tensor.data
+        if not values.is_contiguous():
+            work = self._all_reduce(tensor, op)
+            return work if async_op or not work.wait() else None
+        collective = self._make.all_reduce(values, reduction_of(op, values.dtype))
+        if async_op:
+            with self._engine.lock:
+                self._collectives.issue(collective)
+            return SharedMemoryWork(self._engine, (collective,), self._timeout_s, [tensor])
+        torch_private.timed(partial(self._complete, collective))
+        return None
+
+    def _complete(self, collective: SharedCollective) -> None:
+        with self._engine.lock:
+            self._collectives.issue(collective)
+        self._engine.wait(collective, self._timeout_s)
+        if collective.error is not None:
+            raise collective.error
 
     @observed("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
-        return self._all_reduce(tensors, opts)
+        return self._all_reduce(tensors, opts.reduceOp if opts is not None else dist.ReduceOp.SUM, opts)
 
-    def _all_reduce(self, tensors: Any, opts: Any) -> SharedMemoryWork:
+    def _all_reduce(self, tensors: Any, op: Any, opts: Any = None) -> SharedMemoryWork:
         held = Outputs(as_list(tensors))
-        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        made = [self._make.all_reduce(one, Reduction(op, one.dtype)) for one in held.contiguous(filled=True)]
+        made = [self._make.all_reduce(one, reduction_of(op, one.dtype)) for one in held.contiguous(filled=True)]
         return self._issue(made, opts, held.tensors, held.copies)
 
     @observed("broadcast_")
@@ -94,7 +118,7 @@ class SharedMemoryGroup(NamedGroup):
     def reduce(self, tensors: Any, opts: Any = None) -> SharedMemoryWork:
         held = Outputs(as_list(tensors))
         made = [
-            self._make.reduce(one, opts.rootRank, Reduction(opts.reduceOp, one.dtype))
+            self._make.reduce(one, opts.rootRank, reduction_of(opts.reduceOp, one.dtype))
             for one in held.contiguous(filled=True)
         ]
         return self._issue(made, opts, held.tensors, held.copies)
@@ -161,7 +185,7 @@ class SharedMemoryGroup(NamedGroup):
         held = Outputs(outputs)
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         made = [
-            self._make.reduce_scatter(output, row, Reduction(op, output.dtype))
+            self._make.reduce_scatter(output, row, reduction_of(op, output.dtype))
             for output, row in zip(held.contiguous(filled=False), rows)
         ]
         return self._issue(made, opts, held.tensors, held.copies)
@@ -224,7 +248,9 @@ class SharedMemoryGroup(NamedGroup):
         works, self._coalesced = self._coalesced or [], None
         operations = [one for work in works for one in work._operations]
         copies = [pair for work in works for pair in work._copies]
-        return SharedMemoryWork(self._engine, operations, self._timeout, [t for w in works for t in w.result()], copies)
+        return SharedMemoryWork(
+            self._engine, operations, self._timeout_s, [t for w in works for t in w.result()], copies
+        )
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
         """Return the equal parts of a contiguous tensor, flat, one per rank."""
@@ -248,8 +274,8 @@ class SharedMemoryGroup(NamedGroup):
         self, operations: Any, opts: Any, results: list[Tensor], copies: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> SharedMemoryWork:
         asked = opts.timeout if opts is not None else None
-        timeout = asked if asked is not None and asked > timedelta(0) else self._timeout
-        work = SharedMemoryWork(self._engine, operations, timeout, results, copies)
+        timeout_s = asked.total_seconds() if asked is not None and asked > timedelta(0) else self._timeout_s
+        work = SharedMemoryWork(self._engine, operations, timeout_s, results, copies)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

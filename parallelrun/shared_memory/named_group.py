@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,16 @@ import torch.distributed as dist
 from parallelrun import torch_private
 from parallelrun.shared_memory.work import SharedMemoryWork
 
-_Method = Callable[..., SharedMemoryWork]
+_Result = TypeVar("_Result", bound=SharedMemoryWork | None)
+_Method = Callable[..., _Result]
 
 
-def observed(operation: str) -> Callable[[_Method], _Method]:
+def observed(operation: str) -> Callable[[_Method[_Result]], _Method[_Result]]:
     """Tell observers of a call: torch's name for it, and its arguments in the order of torch's operation."""
 
-    def decorate(method: _Method) -> _Method:
+    def decorate(method: _Method[_Result]) -> _Method[_Result]:
         @wraps(method)
-        def call(self: dist.ProcessGroup, *args: Any, **options: Any) -> SharedMemoryWork:
+        def call(self: dist.ProcessGroup, *args: Any, **options: Any) -> _Result:
             if not torch_private.is_observed():
                 return method(self, *args, **options)
             with torch_private.observed(operation, _arguments(operation, self, args)):

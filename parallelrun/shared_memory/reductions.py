@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,18 +21,29 @@ _OPERATIONS: dict[Any, _Combine] = {
     dist.ReduceOp.BOR: torch.bitwise_or,
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
+_OF_CODE = {int(kind): kind for kind in _OPERATIONS}  # comparing torch's objects takes longer than a small sum
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 
-class Reduction:
-    """One of torch's ReduceOps. Raises RuntimeError for one that CPU tensors do not have, or not of this dtype."""
+def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
+    """Return the reduction of one of torch's ReduceOps.
 
-    def __init__(self, op: Any, dtype: torch.dtype):
-        found = next((kind for kind in _OPERATIONS if op == kind), None)
-        if found is None:
-            raise RuntimeError(f"[shared memory] {op} is not supported on CPU tensors")
+    Raises RuntimeError for one that CPU tensors do not have, or not of this dtype.
+    """
+    found = _OF_CODE.get(int(getattr(op, "op", op)))
+    if found is None:
+        raise RuntimeError(f"[shared memory] {op} is not supported on CPU tensors")
+    return _reduction(found, dtype)
+
+
+class Reduction:
+    """See `reduction_of`. found: a key of _OPERATIONS."""
+
+    __slots__ = ("_combine", "_in_fp32", "_is_mean")
+
+    def __init__(self, found: Any, dtype: torch.dtype):
         if dtype.is_floating_point and found in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
-            raise RuntimeError(f"[shared memory] {op} needs integers, not {dtype}")
+            raise RuntimeError(f"[shared memory] {found} needs integers, not {dtype}")
         self._combine = _OPERATIONS[found]
         self._is_mean = found == dist.ReduceOp.AVG
         self._in_fp32 = dtype in _ROUNDED and self._combine in (torch.add, torch.mul)
@@ -57,3 +69,6 @@ class Reduction:
                 self._combine(output, source, out=output)
         if self._is_mean and len(sources) > 1:
             output.div_(len(sources))
+
+
+_reduction = cache(Reduction)

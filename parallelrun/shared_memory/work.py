@@ -25,12 +25,12 @@ class SharedMemoryWork(dist.Work):
         self,
         engine: Engine,
         operations: Sequence[PendingOperation],
-        timeout: timedelta,
+        timeout_s: float,
         results: list[Tensor],
         copies: Sequence[tuple[Tensor, Tensor]] = (),
     ):
         super().__init__()
-        self._engine, self._operations, self._timeout_s = engine, operations, timeout.total_seconds()
+        self._engine, self._operations, self._timeout_s = engine, operations, timeout_s
         self._results, self._copies = results, copies
 
     def wait(self, timeout: timedelta | None = None) -> bool:

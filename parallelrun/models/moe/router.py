@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Router(RoleLayer):
     """
 
     layer_role = "router"
+    compiles: ClassVar[bool] = False
     __call__: Any
 
     def __init__(
@@ -49,7 +50,6 @@ class Router(RoleLayer):
         self.decisions: HeldDecisions | None = None
         self._seen: dict[int, Tensor] = {}  # by microbatch: recomputation overwrites its own
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Routing:
         spec, (batch, seq, _) = self.spec, x.shape
         assert batch % spec.group_samples == 0, f"{batch} samples in groups of {spec.group_samples} at {self.site}"

@@ -8,7 +8,7 @@ Either way the numbers are those of one device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,7 @@ class BatchNorm(RoleLayer):
     """
 
     layer_role = SAMPLE_SET_ROLE
+    compiles: ClassVar[bool] = False
 
     def __init__(self, channels: int, eps: float, momentum: float, compute_dtype: torch.dtype):
         super().__init__(compute_dtype)
@@ -78,7 +79,6 @@ class BatchNorm(RoleLayer):
         self.sets: SampleSetLayout | None = None
         self._seen: dict[int, list[Tensor]] = {}  # by microbatch: recomputation overwrites its own
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         compute = self.compute_dtype
         wide = x.to(accurate_dtype(compute))
