@@ -43,7 +43,7 @@ def carrier(process_group: Any) -> str:
     from parallelrun.shared_memory.hierarchical_group import HierarchicalGroup
 
     if isinstance(process_group, HierarchicalGroup):
-        return "gloo" if process_group.is_over_gloo_alone else f"{BACKEND}+gloo"
+        return "gloo" if process_group.is_over_gloo_only else f"{BACKEND}+gloo"
     return BACKEND if is_ours(process_group) else "gloo"
 
 

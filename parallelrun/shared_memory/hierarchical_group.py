@@ -61,7 +61,7 @@ class HierarchicalGroup(SharedMemoryGroup):
             self._queue.disconnect()
 
     @property
-    def is_over_gloo_alone(self) -> bool:
+    def is_over_gloo_only(self) -> bool:
         """Return whether every rank is on a host of its own."""
         return self._hosts.share_none
 
