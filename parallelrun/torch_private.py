@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -349,14 +350,11 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def gloo_group(options: Any) -> Any:
-    """Return gloo's implementation of a group, for a backend that leaves the group to it.
-
-    options: torch's `_DistributedBackendOptions`.
-    """
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return gloo's implementation of a group, for a backend that uses it."""
     from torch.distributed import ProcessGroupGloo
 
-    return ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+    return ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 def is_observed() -> bool:

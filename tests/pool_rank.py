@@ -103,17 +103,11 @@ class Surroundings:
         self.environ, self.folder = dict(os.environ), os.getcwd()
         self.random, self.numpy = random.getstate(), numpy.random.get_state()
         self.threads = torch.get_num_threads()
-        self.contents = _contents()
+        self.namespaces = _namespaces()
 
     def changes(self) -> list[str]:
         """Names of functions, classes, methods and constants that have been replaced, and of settings of torch."""
-        now = _contents()
-        found = [
-            f"{module}.{name}"
-            for module, before in self.contents.items()
-            for name, value in now.get(module, {}).items()
-            if before.get(name) is not value
-        ]
+        found = [f"{namespace.name}.{name}" for namespace in self.namespaces for name in namespace.changes()]
         if torch.get_default_dtype() != torch.float32 or torch.are_deterministic_algorithms_enabled():
             found.append("a default of torch")
         if not torch.is_grad_enabled():
@@ -130,29 +124,62 @@ class Surroundings:
         torch.set_num_threads(self.threads)
 
 
-def _contents() -> dict[str, dict[str, Any]]:
-    """Every function, class, method and constant of the program, its tests and the parts of torch that tests replace,
-    by module and name. A module that a call has imported changes nothing."""
-    found: dict[str, dict[str, Any]] = {}
+class _Namespace:
+    """A module or class, and what it contained at first. functions: compare only what can be called."""
+
+    def __init__(self, name: str, owner: Any, functions: bool = False):
+        self.name, self._owner, self._functions = name, owner, functions
+        self._before = self._contents()
+
+    def changes(self) -> list[str]:
+        """Names that were set to another object or are new. Imported modules are no change."""
+        now = self._contents()
+        try:
+            if now == self._before:  # identical objects are equal, so this compares thousands in a moment
+                return []
+        except Exception:  # an object that compares with nothing
+            pass
+        found = [name for name, value in now.items() if _matters(name, value) and self._before.get(name) is not value]
+        if not found:
+            self._before = now
+        return found
+
+    def _contents(self) -> dict[str, Any]:
+        contents = vars(self._owner)
+        return (
+            {name: contents[name] for name in contents if callable(contents[name])}
+            if self._functions
+            else dict(contents)
+        )
+
+
+def _matters(name: str, value: object) -> bool:
+    is_special = name.startswith("__") and not callable(value)
+    return not is_special and not issubclass(type(value), ModuleType)
+
+
+def _namespaces() -> list[_Namespace]:
+    """Every module and class of the program and its tests, and the parts of torch that tests replace. A module that a
+    call imports later is not among them."""
+    found = []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("parallelrun", "tests"):
-            _add(found.setdefault(name, {}), name, "", vars(module))
+            found += _with_classes(name, module, name)
         elif name in _TORCH:  # its counters and current groups change in every call
-            functions = {key: value for key, value in vars(module).items() if callable(value)}
-            _add(found.setdefault(name, {}), name, "", functions)
+            found += _with_classes(name, module, name, functions=True)
     return found
 
 
 _TORCH = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional")
 
 
-def _add(found: dict[str, Any], module: str, prefix: str, contents: dict[str, Any]) -> None:
-    for key, value in list(contents.items()):
-        is_special = key.startswith("__") and not callable(value)
-        if not issubclass(type(value), ModuleType) and not is_special:
-            found[prefix + key] = value
-            if issubclass(type(value), type) and value.__module__ == module:
-                _add(found, module, f"{prefix}{key}.", dict(vars(value)))
+def _with_classes(name: str, owner: Any, module: str, functions: bool = False) -> list[_Namespace]:
+    """A module or class of `module`, and the classes that it defines."""
+    found = [_Namespace(name, owner, functions)]
+    for key, value in list(vars(owner).items()):
+        if issubclass(type(value), type) and value.__module__ == module:
+            found += _with_classes(f"{name}.{key}", value, module)
+    return found
 
 
 def _redirect(folder: Path, rank: int) -> Any:
