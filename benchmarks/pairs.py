@@ -75,7 +75,7 @@ def time_pairs(
 
 
 def _barrier() -> None:
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
