@@ -13,6 +13,7 @@ from parallelrun.plan.document import experts, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.prediction import TrafficRow
+from parallelrun.plan.step_time.step import StepTime, why_unknown
 from parallelrun.plan.structure import Plan
 from parallelrun.report import plan_details
 from parallelrun.report.figures import (
@@ -78,6 +79,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("traffic", _traffic(plan, found, most)),
         ("", ""),
         ("cost", Text(_cost(plan, config, found))),
+        *([("time", Text(_time(plan, config, found.time)))] if found.cost.compute_s else []),
         *([("training", Text(_training(found)))] if found.training else []),
         ("", ""),
     ]
@@ -229,11 +231,27 @@ def _cost(plan: Plan, config: Config, found: Facts) -> str:
     text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
     if cost.step_s is None or cost.communication_s is None:
         return f"{text}\ncommunication: unknown, because the cluster gives no link rates"
+    text += f"\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
+    if found.time:
+        return text
     high, low = cost.step_s
     return (
-        f"{text}\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
-        f"\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) or "
-        f"longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
+        f"{text}\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) "
+        f"or longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
+    )
+
+
+def _time(plan: Plan, config: Config, time: StepTime | None) -> str:
+    """Return the predicted time of a step and the parts that it consists of."""
+    if time is None:
+        return f"not predicted: {why_unknown(plan, config.cluster)}"
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])
+    shown = [f"{name} {seconds_text(seconds)}" for name, seconds in parts if seconds >= 0.005 * time.step_s]
+    others = time.step_s - sum(seconds for _, seconds in parts if seconds >= 0.005 * time.step_s)
+    return (
+        f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
+        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.1%} of the peak (MFU)"
+        f"\n= {' + '.join(shown)}" + (f" + others {seconds_text(others)}" if others > 1e-9 else "")
     )
 
 
