@@ -29,6 +29,7 @@ from parallelrun.report.screen import framed, labelled, show_section, table
 from parallelrun.wording import DETAILS, counted
 
 MOST_LINES = 40  # of the summary
+MOST_PARTS = 4  # of the time of a step, the longest; --json has all
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}
 HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); --json prints every fact."
 
@@ -245,13 +246,14 @@ def _time(plan: Plan, config: Config, time: StepTime | None) -> str:
     """Return the predicted time of a step and the parts that it consists of."""
     if time is None:
         return f"not predicted: {why_unknown(plan, config.cluster)}"
-    parts = sorted(time.parts.items(), key=lambda part: -part[1])
-    shown = [f"{name} {seconds_text(seconds)}" for name, seconds in parts if seconds >= 0.005 * time.step_s]
-    others = time.step_s - sum(seconds for _, seconds in parts if seconds >= 0.005 * time.step_s)
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:MOST_PARTS]
+    others = time.step_s - sum(seconds for _, seconds in parts)
+    if len(time.parts) > MOST_PARTS:
+        parts.append(("others", others))
     return (
         f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
-        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.1%} of the peak (MFU)"
-        f"\n= {' + '.join(shown)}" + (f" + others {seconds_text(others)}" if others > 1e-9 else "")
+        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n= "
+        + " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts)
     )
 
 
@@ -260,6 +262,9 @@ def _training(found: Facts) -> str:
     training = found.training
     assert training is not None
     text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
+    if found.time:
+        days = training.steps * found.time.step_s / cluster_cost.DAY
+        return f"{text}about {digits(days)} days"
     if training.sustained is None:
         return f"{text}days unknown, because the cluster gives no rates"
     if training.at_peak is not None:
