@@ -168,7 +168,7 @@ def _entry(rank: int, world: int, scratch: str, function: Callable[..., dict[str
     torch.set_num_threads(1)
     store = dist.FileStore(f"{scratch}/store", world)  # type: ignore[attr-defined]
     dist.init_process_group(shared_memory.register(), store=store, rank=rank, world_size=world)
-    assert world == 1 or shared_memory.is_shared(dist.group.WORLD), "no shared memory between the ranks"
+    assert world == 1 or shared_memory.is_ours(dist.group.WORLD), "no shared memory between the ranks"
     result = function(*args)
     if rank == 0:
         (Path(scratch) / "result.json").write_text(json.dumps(result))

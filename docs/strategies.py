@@ -57,8 +57,8 @@ def rows() -> list[Row]:
 def _row(axis: str, kind: str, path: str) -> Row:
     folder = ROOT / path.removeprefix("parallelrun.").replace(".", "/")
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-    is_shared = list(registry.STRATEGIES.values()).count(path) > 1
-    paper = _paper_of_class(CLASSES[axis](kind)) if is_shared else _field(text, "Paper")
+    is_ours = list(registry.STRATEGIES.values()).count(path) > 1
+    paper = _paper_of_class(CLASSES[axis](kind)) if is_ours else _field(text, "Paper")
     read = re.search(r"^Read `([\w/]+\.py)`", text, re.M)
     proof = re.split(r"\. |\.$| \(", _field(text, "Proof"), maxsplit=1)[0]
     papers = tuple(dict.fromkeys(CITATION.findall(paper)))

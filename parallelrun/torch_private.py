@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -344,19 +345,21 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return product
 
 
-def is_compiler_loaded() -> bool:
-    """Return whether torch.compile's front end is imported, which takes a second."""
-    return "torch._dynamo" in sys.modules
+def before_compiling(callback: Callable[[object], None]) -> None:
+    """Call `callback` before torch.compile traces anything, if its front end is imported: torch.distributed.pipelining
+    imports it, too, and then mostly nothing is compiled. What keeps a function out of graphs costs at each call."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.callback import callback_handler
+
+        if callback not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(callback)
 
 
-def gloo_group(options: Any) -> Any:
-    """Return gloo's implementation of a group, for a backend that leaves the group to it.
-
-    options: torch's `_DistributedBackendOptions`.
-    """
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return gloo's implementation of a group, for a backend that uses it."""
     from torch.distributed import ProcessGroupGloo
 
-    return ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+    return ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 def is_observed() -> bool:

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from parallelrun import shared_memory, torch_private
 from parallelrun.comm import gather_json
 from parallelrun.comm.counter import CommunicationCounter
 from parallelrun.config.schema import Config
@@ -25,6 +26,7 @@ from parallelrun.models.network import compile_blocks
 from parallelrun.plan import prediction
 from parallelrun.plan.resolve import resolve
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.shared_memory.process import HOST_VARIABLE
 from parallelrun.train import build as train_build
 from parallelrun.train.build import Training, build
 from parallelrun.train.schedules import LossScaler
@@ -50,20 +52,22 @@ def parity(
     timeout: float = 60.0,
     fault: Callable[[Training], None] | None = None,
     backend: str = BACKEND,
+    hosts: str = "",
 ) -> dict[str, Any]:
     """The verdict (verify.json's document) of one plan.
 
     mutant: a function of `tests.mutants` or `tests.grid_mutants`, called on every rank. fault: plants a bug in what has
-    been built, before the first step.
+    been built, before the first step. hosts: a letter for the pretended host of each rank.
     """
     config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     if smaller := _smaller(config, plan, overrides):
-        return parity({**overrides, **smaller}, mutant, timeout, fault, backend)
+        return parity({**overrides, **smaller}, mutant, timeout, fault, backend, hosts)
     replayed = plan.equivalence.kind == "replay"
     settings = tuple(sorted(overrides.items())) if replayed else _settings(overrides)
     reference = "" if decisions_are_held(config, plan) else str(_reference(settings))
-    return run_ranks(plan.world, _cell, overrides, reference, mutant, fault, timeout=timeout, backend=backend)[0]
+    cell = (overrides, reference, mutant, fault, hosts)
+    return run_ranks(plan.world, _cell, *cell, timeout=timeout, backend=backend, fresh=bool(hosts))[0]
 
 
 def _smaller(config: Config, plan: Plan, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +112,16 @@ def _reference(settings: tuple[tuple[str, Any], ...]) -> Path:
 
 
 def _cell(
-    overrides: dict[str, Any], reference: str, mutant: str | None, fault: Callable[[Training], None] | None
+    overrides: dict[str, Any],
+    reference: str,
+    mutant: str | None,
+    fault: Callable[[Training], None] | None,
+    hosts: str,
 ) -> dict[str, Any] | None:
     """One rank of one cell; rank 0 returns the verdict."""
     torch.set_num_threads(1)
+    if hosts:
+        _move_to(hosts)
     config: Config = checked_config(tiny_config(overrides))
     plan = resolve(config)
     if mutant:
@@ -138,6 +148,17 @@ def _cell(
         against = Trace(**torch.load(reference, weights_only=False))
     document = judge(trace, against, config, plan)
     return {**document, "surprises": surprises}
+
+
+def _move_to(hosts: str) -> None:
+    """Make the process group of the world anew, with the ranks on pretended hosts."""
+    rank, world, store = dist.get_rank(), dist.get_world_size(), torch_private.default_store()
+    os.environ[HOST_VARIABLE] = hosts[rank]
+    dist.destroy_process_group()
+    dist.init_process_group(
+        shared_memory.BACKEND, store=dist.PrefixStore("on hosts", store), rank=rank, world_size=world
+    )
+    assert shared_memory.carrier(dist.group.WORLD) == "shm+gloo"
 
 
 @contextmanager

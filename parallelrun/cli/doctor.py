@@ -1,6 +1,7 @@
 """`doctor`: check whether this machine can run. Prints a table of checks; exit 3 if one failed.
 
-The last checks start ranks as a run starts them, which sum a tensor over gloo, and over NCCL if there are GPUs.
+The last checks start ranks as a run starts them, which sum a tensor over gloo, through shared memory, and over NCCL if
+there are GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from parallelrun.records import write_text
 
 _OLDEST_TORCH = (2, 11)
 _TESTED_TORCH = ("2.11", "2.13")
-NCCL, GLOO = "nccl", "gloo"
+NCCL, GLOO, SHM = "nccl", "gloo", "shm"  # values of the key `backend`, but for the first
 NUM_ELEMENTS = 2**24  # of the sum on GPUs: 64 MiB of fp32, large enough for the time to show the bandwidth
 ALL_REDUCE_TIMEOUT_S = 90.0
 _COLORS = {"pass": "green", "warn": "yellow", "fail": "bold red"}
@@ -171,6 +172,17 @@ def _all_reduce() -> DoctorCheck:
     return DoctorCheck("all-reduce", "pass", f"two gloo ranks in {time.monotonic() - began:.1f} s")
 
 
+def _shared_memory_between_ranks() -> DoctorCheck:
+    """Two processes add a number through each other's memory: memfd, pidfd and /proc/<pid>/fd work."""
+    began = time.monotonic()
+    try:
+        all_reduce(2, SHM)
+    except AllReduceFailed as error:
+        return DoctorCheck("shared memory", "warn", f"impossible, so that CPU ranks use gloo alone: {error}")
+    took = time.monotonic() - began
+    return DoctorCheck("shared memory", "pass", f"two ranks map each other's memory, in {took:.1f} s; CPU runs use it")
+
+
 def _gpu_all_reduce(backend: str = NCCL) -> list[DoctorCheck]:
     """One process per visible GPU adds a tensor over NCCL."""
     import torch
@@ -191,9 +203,13 @@ class AllReduceFailed(Exception):
 
 
 def all_reduce(num_ranks: int, backend: str) -> float:
-    """Sum a tensor over `num_ranks` processes, with gloo on the CPU; the seconds of one sum. Raises AllReduceFailed."""
-    device = "cuda" if backend == NCCL else "cpu"
-    config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, timeout_s=ALL_REDUCE_TIMEOUT_S)
+    """Sum a tensor over `num_ranks` processes; the seconds of one sum. Raises AllReduceFailed.
+
+    backend: nccl on GPUs, else gloo or shm.
+    """
+    device, asked = ("cuda", "auto") if backend == NCCL else ("cpu", backend)
+    config = replace(Config(), dp=num_ranks, global_batch=num_ranks, device=device, backend=asked,
+                     timeout_s=ALL_REDUCE_TIMEOUT_S)  # fmt: skip
     plan = resolve(config)
     with tempfile.TemporaryDirectory(prefix="parallelrun-doctor-") as root:
         folder = directory.create(Path(root), "doctor")
@@ -230,7 +246,7 @@ def sum_twice(config: Config, plan: Plan, context: WorkerContext) -> int:
 
 _CHECKS = (
     _python, _packages, _torch, _gpus, _cores, _memory, _shared_memory, _limits, _disk, _loopback,
-    _all_reduce, _gpu_all_reduce,
+    _all_reduce, _shared_memory_between_ranks, _gpu_all_reduce,
 )  # fmt: skip
 
 

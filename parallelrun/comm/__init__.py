@@ -18,7 +18,7 @@ from torch import Tensor
 from parallelrun import torch_private
 from parallelrun.mesh import Group, Mesh
 from parallelrun.plan.structure import WORLD
-from parallelrun.shared_memory import BACKEND, is_shared
+from parallelrun.shared_memory import carrier, is_ours
 from parallelrun.shared_memory.group import SharedMemoryGroup
 
 
@@ -83,13 +83,15 @@ def _issue(
 
 
 def backend_of(mesh: Mesh) -> str | None:
-    """Return what carries the collectives of the mesh: shm, gloo or nccl; None for a single rank."""
+    """Return what carries the collectives of the mesh: shm, shm+gloo (several hosts), gloo, or the backend that torch
+    names for the device, which is nccl for CUDA; None for a single rank."""
     process_group = mesh.group(WORLD).process_group
     if process_group is None:
         return None
     if mesh.device.type != "cpu":
-        return "nccl"
-    return BACKEND if is_shared(process_group) else "gloo"
+        backend: str = dist.get_default_backend_for_device(mesh.device)
+        return backend
+    return carrier(process_group)
 
 
 def current_label() -> Label | None:
@@ -141,7 +143,7 @@ def reduce_scatter_into(
 
     With async_op, neither tensor may be used before `wait` of the result.
     """
-    if tensor.device.type == "cpu" and not is_shared(group.process_group):
+    if tensor.device.type == "cpu" and not is_ours(group.process_group):
         exchange = _ExchangeAndSum(output, tensor, group, purpose)
         if async_op:
             return exchange

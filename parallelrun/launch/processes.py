@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parallelrun import registry
 from parallelrun.launch import rank as ranks
-from parallelrun.launch.environment import for_rank, threads_per_rank
+from parallelrun.launch.environment import for_rank, num_cores, threads_per_rank
 from parallelrun.launch.heartbeat import HeartbeatFile
 from parallelrun.launch.output import open_log, redirect
 from parallelrun.launch.rank import Job, RankSettings
@@ -25,7 +25,8 @@ from parallelrun.plan.structure import Plan
 
 FORK, EXEC = "fork", "exec"
 _BACKLOG = 4096  # all ranks connect at once
-_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run", "parallelrun.train.bench",
+_PRELOADED = ("torch.distributed", "parallelrun.checkpoint", "parallelrun.report.run",
+              "parallelrun.shared_memory.joining", "parallelrun.train.bench",
               "parallelrun.train.loop", "parallelrun.train.recorder", "parallelrun.verify.run")  # fmt: skip
 
 
@@ -126,12 +127,20 @@ def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
+def take_turns(num_ranks: int) -> None:
+    """If ranks share cores, let this one not interrupt another when it is woken: each interruption empties caches."""
+    if num_ranks > num_cores() and hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _fork(job: Job, settings: RankSettings, heartbeats: HeartbeatFile, listener: socket.socket) -> int:
     rank, world = settings.rank, job.plan.world
 
     def run() -> int:
         for number in (signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
+        take_turns(world)
         redirect(job.directory, rank)
         ranks.take_signals(heartbeats)
         unblock_signals()

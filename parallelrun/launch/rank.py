@@ -159,8 +159,8 @@ def _join(job: Job, rank: int, store: Store) -> None:
         world_size=job.plan.world,
         timeout=timedelta(seconds=2 * job.config.timeout_s + 60),
     )
-    if asked == backend == shared_memory.BACKEND and not shared_memory.is_shared(dist.group.WORLD):
-        what = f"backend=shm is impossible: {shared_memory.refusal()}"
+    if asked == backend == shared_memory.BACKEND and shared_memory.carrier(dist.group.WORLD) == "gloo":
+        what = f"backend=shm is impossible: {shared_memory.refusal(dist.group.WORLD)}"
         raise EnvironmentProblem(Problem(what, "backend", suggestion="backend=auto"))
 
 

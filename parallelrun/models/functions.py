@@ -20,6 +20,11 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
     """x (..., in) by weight (out, in) plus bias (out), all rounded to `compute_dtype`."""
     if weight.dtype != compute_dtype:

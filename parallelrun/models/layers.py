@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallelrun.models import dropout as masks
-from parallelrun.models.functions import activate, attend, attend_with_dropout, drop, linear, normalise, token_loss
+from parallelrun.models.functions import (
+    activate,
+    attend,
+    attend_with_dropout,
+    cast,
+    drop,
+    linear,
+    normalise,
+    token_loss,
+)
 
 
 class TensorModule(nn.Module):
@@ -158,7 +167,7 @@ class ExpertInput(RoleLayer):
     layer_role = "expert_input"
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
+        return cast(x, self.compute_dtype)
 
 
 class ExpertOutput(RoleLayer):

@@ -10,8 +10,8 @@ from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.advice import warnings
 from parallelrun.plan.data_axis import DataAxis
 from parallelrun.plan.facts import Facts, facts
-from parallelrun.plan.hosts import ranks_per_node
-from parallelrun.plan.structure import Memory, Plan
+from parallelrun.plan.hosts import backend_of_axis, ranks_per_node
+from parallelrun.plan.structure import WORLD, Memory, Plan
 
 MOST_LINKED_RANKS = 64  # links are listed for at most this many ranks
 
@@ -39,6 +39,7 @@ def document(plan: Plan, config: Config, found: Facts | None = None) -> dict[str
         "filled": list(plan.filled),
         "warnings": warnings(plan, config, found),
         "axes": axis_rows(plan),
+        "backend": backends(plan, config),
         "ranks": [rank_row(plan, rank, config.cluster) for rank in range(plan.world)],
         "stages": stage_rows(plan),
         "servers": server_rows(plan),
@@ -120,6 +121,13 @@ def axis_rows(plan: Plan) -> list[dict[str, Any]]:
         size, first = plan.mesh.size(axis), plan.mesh.group_of(0, axis)
         rows.append({"axis": axis, "degree": size, "groups": plan.num_workers // size, "first_group": list(first)})
     return rows
+
+
+def backends(plan: Plan, config: Config) -> dict[str, str]:
+    """Return what would carry the collectives of each axis of several ranks, and of all ranks if some are servers."""
+    names = (*plan.mesh.mesh_dim_names, *(name for name, _ in plan.mesh.flattened))
+    axes = [*(axis for axis in dict.fromkeys(names) if plan.mesh.size(axis) > 1), *([WORLD] if plan.servers else [])]
+    return {axis: backend_of_axis(plan, config, axis) for axis in axes}
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
-from parallelrun.config.schema import ClusterConfig
+from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan.structure import EMBEDDING, WORLD, Plan
 
 
@@ -36,6 +37,29 @@ def ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
         return min(per_node, plan.world) if axis == WORLD else 1
     members = plan.mesh.group_of(0, *mesh_dims(plan, axis))
     return min(Counter(rank // per_node for rank in members).values())
+
+
+def backend_of_axis(plan: Plan, config: Config, axis: str) -> str:
+    """Return what would carry the collectives of `axis`: nccl, shm, shm+gloo (several hosts) or gloo.
+
+    Assumes that the ranks of a host can map each other's memory; `parallelrun doctor` tests it.
+    """
+    if plan.device == "cuda":
+        return "gloo" if axis == WORLD and plan.servers else "nccl"  # servers may have no GPU
+    if config.backend == "gloo":
+        return "gloo"
+    cluster = replace(config.cluster, gpus_per_node=ranks_per_node(config.cluster, plan.world))
+    if stays_in_node(plan, cluster, axis):
+        return "shm"
+    return "gloo" if _most_ranks_in_node(plan, cluster, axis) == 1 else "shm+gloo"
+
+
+def _most_ranks_in_node(plan: Plan, cluster: ClusterConfig, axis: str) -> int:
+    """The number of ranks of the first group of `axis` that share a host, in the host with the most of them."""
+    per_node = cluster.gpus_per_node or plan.world
+    if axis == WORLD:
+        return min(per_node, plan.world)
+    return max(Counter(rank // per_node for rank in plan.mesh.group_of(0, *mesh_dims(plan, axis))).values())
 
 
 def mesh_dims(plan: Plan, axis: str) -> set[str]:

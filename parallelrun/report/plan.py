@@ -9,7 +9,7 @@ from rich.text import Text
 from parallelrun.config.schema import Config
 from parallelrun.plan import cluster_cost, prediction
 from parallelrun.plan.advice import warnings
-from parallelrun.plan.document import experts, server_rows
+from parallelrun.plan.document import backends, experts, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.prediction import TrafficRow
@@ -30,6 +30,12 @@ from parallelrun.wording import DETAILS, counted
 
 MOST_LINES = 40  # of the summary
 MOST_PARTS = 4  # of the time of a step, the longest; --json has all
+BACKENDS = {
+    "nccl": "nccl",
+    "shm": "shared memory",
+    "shm+gloo": "shared memory inside a host, gloo between hosts",
+    "gloo": "gloo",
+}
 FITS_STYLE = {"yes": "bold green", "no": "bold red"}
 HINT = f"More: detail={'|'.join(DETAILS)}|all (several with commas); --json prints every fact."
 
@@ -69,6 +75,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("strategy", Text(_strategy(plan))),
         ("mesh", Text(_mesh(plan, config))),
         ("batch", Text(_batch(plan))),
+        *([("backend", Text(_backend(plan, config)))] if plan.world > 1 and most > 1 else []),
         *([("filled in", Text(_filled(plan, most), "cyan"))] if plan.filled else []),
         *([("experts", Text(_experts(plan)))] if plan.spec.router else []),
         ("", ""),
@@ -120,6 +127,16 @@ def _batch(plan: Plan) -> str:
         f"{counted(batch.global_batch, 'sample')}{unit} = dp {plan.mesh.size('dp')} "
         f"x {counted(batch.microbatches, 'microbatch', 'es')} x {counted(batch.micro_batch, 'sample')}"
     )
+
+
+def _backend(plan: Plan, config: Config) -> str:
+    """Return what carries the collectives, by axis where the axes differ."""
+    by_backend: dict[str, list[str]] = {}
+    for axis, backend in backends(plan, config).items():
+        by_backend.setdefault(backend, []).append(axis)
+    if len(by_backend) == 1:
+        return BACKENDS[next(iter(by_backend))]
+    return "; ".join(f"{', '.join(axes)}: {BACKENDS[backend]}" for backend, axes in by_backend.items())
 
 
 def _filled(plan: Plan, most: int) -> str:

@@ -9,7 +9,8 @@ with the last process, however that ends. A collective is posted when it is call
 arena. It completes while its process waits (`engine`), which advances all outstanding operations of the process. Sums
 are in rank order, and equal on every rank.
 
-A group whose ranks cannot all map each other's memory uses gloo (`joining`). `is_shared` tells them apart.
+A group over several hosts does so within each host, and uses gloo between them (`hierarchical`). A group whose ranks
+cannot map each other's memory uses gloo alone (`joining`). `carrier` tells them apart.
 """
 
 from __future__ import annotations
@@ -30,11 +31,20 @@ def register() -> str:
     return BACKEND
 
 
-def is_shared(process_group: Any) -> bool:
-    """Return whether the collectives of a process group go through shared memory."""
+def is_ours(process_group: Any) -> bool:
+    """Return whether the operations of a process group are those of this package, whatever carries them."""
     from parallelrun.shared_memory.group import SharedMemoryGroup
 
     return isinstance(process_group, SharedMemoryGroup)
+
+
+def carrier(process_group: Any) -> str:
+    """Return what carries the collectives of a process group on CPU: shm, shm+gloo (several hosts) or gloo."""
+    from parallelrun.shared_memory.hierarchical_group import HierarchicalGroup
+
+    if isinstance(process_group, HierarchicalGroup):
+        return "gloo" if process_group.is_over_gloo_only else f"{BACKEND}+gloo"
+    return BACKEND if is_ours(process_group) else "gloo"
 
 
 def finish(timeout_s: float = 60.0) -> None:
@@ -49,11 +59,16 @@ def finish(timeout_s: float = 60.0) -> None:
         engine.finish(timeout_s)
 
 
-def refusal() -> str:
-    """Return why the last group that uses gloo instead does so."""
-    from parallelrun.shared_memory.joining import refusals
+def refusal(process_group: Any) -> str:
+    """Return why a process group of this backend uses gloo alone; empty if it does not."""
+    from torch.distributed.distributed_c10d import PrefixStore
 
-    return refusals[-1] if refusals else "no group was refused"
+    from parallelrun.shared_memory.joining import REFUSED
+
+    store = process_group.get_group_store()
+    if not is_ours(process_group):
+        store = PrefixStore("cpu/", store)  # as torch does for the backend of a type of device
+    return store.get(REFUSED).decode() if store.check([REFUSED]) else ""
 
 
 def keep_out_of_graphs() -> None:

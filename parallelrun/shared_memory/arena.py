@@ -16,6 +16,8 @@ from parallelrun.errors import EnvironmentProblem, Problem
 
 ALIGNMENT = 64  # bytes: a cache line, so that no two ranks write to the same one
 _GROWTH = 2**18  # bytes that are reserved at once, at least
+_WINDOW = 512  # allocations, several training steps, after which memory that none of them needed is given back
+_SURPLUS = 2**23  # bytes, if there are so many
 _LONGEST = 2**38  # bytes of address space per arena; hundreds of them fit into 47 bits
 _MOST_VIEWS = 512  # tensors that are kept for each arena
 # x86 keeps the order of stores. Elsewhere a lock orders the data before the counter that publishes them.
@@ -71,7 +73,8 @@ class MappedMemory:
 class Arena(MappedMemory):
     """The memory of this process: `allocate` returns the byte offset of a block, `free` gives it back.
 
-    Pages are reserved before they are used, so that exhausted memory is an error here and no SIGBUS later.
+    Pages are reserved before they are used, so that exhausted memory is an error here and no SIGBUS later. Blocks are
+    as near to the beginning as possible. So memory beyond what was needed for a while is given back to the system.
     """
 
     def __init__(self) -> None:
@@ -82,6 +85,7 @@ class Arena(MappedMemory):
         os.ftruncate(self.descriptor, self.size)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._reserved = 0
+        self._num_left, self._needed = _WINDOW, 0  # of this window: allocations to come, bytes needed so far
         self._free = [(0, self.size)]  # (offset, size), by offset
         self._sizes: dict[int, int] = {}
         super().__init__(self.descriptor, self.size)
@@ -94,6 +98,10 @@ class Arena(MappedMemory):
                 self._reserve(offset + size)
                 self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
                 self._sizes[offset] = size
+                self._needed = max(self._needed, offset + size)
+                self._num_left -= 1
+                if not self._num_left:
+                    self._give_back()
                 return offset
         raise self._exhausted(size, f"the arena of {self.size} bytes is full")
 
@@ -117,6 +125,15 @@ class Arena(MappedMemory):
         except OSError as error:
             raise self._exhausted(target - self._reserved, error.strerror) from error
         self._reserved = target
+
+    def _give_back(self) -> None:
+        """Give back what no block has needed since the last call, and begin anew."""
+        end = -(-self._needed // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._reserved - end >= _SURPLUS:
+            self.map.madvise(mmap.MADV_REMOVE, end, self._reserved - end)
+            self._reserved = end
+        self._needed = max(offset + size for offset, size in self._sizes.items())
+        self._num_left = _WINDOW
 
     def _exhausted(self, num_bytes: int, cause: str | None) -> EnvironmentProblem:
         what = f"no shared memory for a collective: {num_bytes} more bytes beside {self._reserved} are refused: {cause}"

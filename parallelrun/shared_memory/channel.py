@@ -16,7 +16,13 @@ from collections.abc import Iterable, Sequence
 from parallelrun.shared_memory.arena import fence, store_before_load
 from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.process import GroupMember, Peer
-from parallelrun.shared_memory.shared_collective import SharedCollective, SharedReduction, Stage, name_of, number_of
+from parallelrun.shared_memory.shared_collective import (
+    CollectiveStage,
+    SharedCollective,
+    SharedReduction,
+    name_of,
+    number_of,
+)
 
 POSTED, COMBINED, DONE, CLOSED, _RING = 0, 1, 2, 3, 8  # words of a member's block
 _SLOTS, _SLOT_WORDS = 64, 4  # collectives of a group that are under way; (kind, bytes, offset, result) of each
@@ -24,10 +30,14 @@ COLLECTIVE_WORDS = _RING + _SLOTS * _SLOT_WORDS
 
 
 class CollectiveChannel:
-    """The collectives of one group in one process. Every method is called under the engine's lock."""
+    """The collectives of one group in one process. Every method is called under the engine's lock.
 
-    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int):
+    rank: the number of this process among `members`. numbers: what errors call the members, if not so.
+    """
+
+    def __init__(self, engine: Engine, members: Sequence[GroupMember], rank: int, numbers: Sequence[int] | None = None):
         self._engine, self._members, self._rank = engine, members, rank
+        self._numbers = range(len(members)) if numbers is None else numbers
         self._me = members[rank]
         self.base = self._me.base
         self._arena = engine.process.arena
@@ -47,13 +57,13 @@ class CollectiveChannel:
 
     def advance(self) -> bool:
         """See `engine.OperationQueue`."""
-        limit = Stage.DONE
+        limit = CollectiveStage.DONE
         try:
             for collective in self._queue:
                 while collective.stage < limit and self._step(collective, limit):
                     pass
                 limit = collective.stage
-                if limit == Stage.QUEUED:
+                if limit == CollectiveStage.QUEUED:
                     break
         except Exception as error:  # whoever waits for one of them is told; what follows could not be matched
             self._failed = error
@@ -62,7 +72,7 @@ class CollectiveChannel:
                 if not collective.done:
                     collective.error, collective.done = self._failed, True
             self._queue.clear()
-        while self._queue and self._queue[0].stage == Stage.DONE:
+        while self._queue and self._queue[0].stage == CollectiveStage.DONE:
             self._queue.popleft()
         return bool(self._queue)
 
@@ -72,12 +82,12 @@ class CollectiveChannel:
 
     def _step(self, collective: SharedCollective, limit: int) -> bool:
         """Take a collective to its next stage, if that is possible now; `limit`: the stage of the one before it."""
-        if collective.stage == Stage.QUEUED:
+        if collective.stage == CollectiveStage.QUEUED:
             if not self._are_done(collective.index - _SLOTS + 1):
                 return False
             self._post(collective)
-        elif collective.stage == Stage.POSTED:
-            if collective.finish is None and limit < Stage.DONE:
+        elif collective.stage == CollectiveStage.POSTED:
+            if collective.finish is None and limit < CollectiveStage.DONE:
                 return False
             if self._is_behind(POSTED, collective.index + 1, collective.sources):
                 return False
@@ -104,7 +114,7 @@ class CollectiveChannel:
                 collective.fill(offset)
         slot, me = self._slot(collective.index), self._me
         me[slot], me[slot + 1], me[slot + 2], me[slot + 3] = number_of(collective.name), collective.num_bytes, offset, 0
-        collective.stage = Stage.POSTED
+        collective.stage = CollectiveStage.POSTED
         collective.offsets = [offset]
         self._publish(POSTED, collective)
 
@@ -115,7 +125,7 @@ class CollectiveChannel:
         if collective.finish is None:
             self._end(collective)
         else:
-            collective.stage = Stage.COMBINED
+            collective.stage = CollectiveStage.COMBINED
             self._publish(COMBINED, collective)
 
     def _take_or_reduce(self, collective: SharedReduction) -> None:
@@ -146,8 +156,8 @@ class CollectiveChannel:
             member = self._members[number]
             if member[slot] != kind or member[slot + 1] != collective.num_bytes:
                 theirs = f"{name_of(member[slot])} of {member[slot + 1]} bytes"
-                raise RuntimeError(f"[shared memory] rank {self._rank} of the group issued {collective}, "
-                                   f"rank {number} {theirs}")  # fmt: skip
+                raise RuntimeError(f"[shared memory] rank {self._numbers[self._rank]} of the group issued "
+                                   f"{collective}, rank {self._numbers[number]} {theirs}")  # fmt: skip
             offsets[number] = member[slot + 2]
         return offsets
 
@@ -157,7 +167,7 @@ class CollectiveChannel:
         return offset
 
     def _end(self, collective: SharedCollective) -> None:
-        collective.stage = Stage.DONE
+        collective.stage = CollectiveStage.DONE
         collective.done = True
         self._me[DONE] = collective.index + 1  # nobody sleeps for it, except for a free slot: see `STALLED_S`
 
@@ -190,7 +200,8 @@ class CollectiveChannel:
     def _are_done(self, num_collectives: int) -> bool:
         """Return whether all others are done with so many collectives."""
         if num_collectives > self._num_done:
-            self._num_done = min(self._members[number][DONE] for number in self._others)
+            dones = (self._members[number][DONE] for number in self._others)
+            self._num_done = min(dones, default=num_collectives)
         return num_collectives <= self._num_done
 
     def _slot(self, index: int) -> int:
@@ -207,9 +218,9 @@ class CollectiveChannel:
             return []
         first = self._queue[0]
         counter, target, of = COMBINED, first.index + 1, first.sources
-        if first.stage == Stage.QUEUED:
+        if first.stage == CollectiveStage.QUEUED:
             counter, target, of = DONE, first.index - _SLOTS + 1, self._others
-        elif first.stage == Stage.POSTED:
+        elif first.stage == CollectiveStage.POSTED:
             counter = POSTED
         members = (self._members[number] for number in of)
         return [one.process for one in members if one[counter] < target and isinstance(one.process, Peer)]

@@ -157,15 +157,16 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         with self.lock:
             self.progress()
-            while self._is_owing() and time.monotonic() < deadline:
+            while self.is_owing() and time.monotonic() < deadline:
                 self.process.sleep_for(ANY)
                 self.progress()
-                if self._is_owing():
+                if self.is_owing():
                     self.process.sleep(STALLED_S)
                 self.process.awake()
                 self.progress()
 
-    def _is_owing(self) -> bool:
+    def is_owing(self) -> bool:
+        """Return whether peers that have not ended may need this process's part in an operation."""
         return any(queue.is_owing() and not any(peer.gone for peer in queue.missing()) for queue in self._active)
 
 

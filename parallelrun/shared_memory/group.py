@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import torch_private
+from parallelrun.shared_memory.chains import ChainQueue
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.collectives import Collectives
 from parallelrun.shared_memory.engine import Engine
+from parallelrun.shared_memory.hierarchical import HierarchicalCollectives
 from parallelrun.shared_memory.messages import MessageChannel
-from parallelrun.shared_memory.named_group import NamedGroup, observed
-from parallelrun.shared_memory.process import GroupMember
+from parallelrun.shared_memory.named_group import NamedGroup, Place, observed
 from parallelrun.shared_memory.reductions import reduction_of
-from parallelrun.shared_memory.shared_collective import SharedCollective
 from parallelrun.shared_memory.tensors import Outputs, as_list, plain
 from parallelrun.shared_memory.work import SharedMemoryWork
 
@@ -27,24 +27,25 @@ _LEAVE_S = 10.0  # a group that is destroyed waits so long for operations that i
 
 
 class SharedMemoryGroup(NamedGroup):
-    """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors."""
+    """A group of ranks of one host. Its methods are those of torch.distributed's groups on CPU tensors.
+
+    make: the collectives as `queue` issues them. messages: between the ranks of this host.
+    """
 
     def __init__(
         self,
-        store: Any,
-        rank: int,
+        place: Place,
         engine: Engine,
-        members: Sequence[GroupMember],
-        messages_base: int,
-        timeout: timedelta,
-        shares_cores: bool,
+        make: Collectives | HierarchicalCollectives,
+        queue: CollectiveChannel | ChainQueue,
+        messages: MessageChannel,
     ):
-        super().__init__(store, rank, len(members))
-        self._engine, self._size, self._number = engine, len(members), rank
-        self._timeout_s = timeout.total_seconds()
-        self._make = Collectives(members, rank, shares_cores)
-        self._collectives = CollectiveChannel(engine, members, rank)
-        self._messages = MessageChannel(engine, members, rank, messages_base)
+        super().__init__(place.store, place.rank, place.size)
+        self._engine, self._size, self._number = engine, place.size, place.rank
+        self._timeout_s = place.timeout.total_seconds()
+        self._make: Any = make  # both have the same methods
+        self._collectives: Any = queue
+        self._messages = messages
         self._open = True
         self._coalesced: list[SharedMemoryWork] | None = None
 
@@ -91,7 +92,7 @@ class SharedMemoryGroup(NamedGroup):
         torch_private.timed(partial(self._complete, collective))
         return None
 
-    def _complete(self, collective: SharedCollective) -> None:
+    def _complete(self, collective: Any) -> None:
         with self._engine.lock:
             self._collectives.issue(collective)
         self._engine.wait(collective, self._timeout_s)
@@ -260,7 +261,7 @@ class SharedMemoryGroup(NamedGroup):
 
     def _issue(
         self,
-        made: list[SharedCollective],
+        made: list[Any],
         opts: Any,
         results: list[Tensor],
         copies: Sequence[tuple[Tensor, Tensor]] = (),

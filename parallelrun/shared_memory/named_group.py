@@ -7,6 +7,8 @@ torch calls the methods of such a group directly, not through its dispatcher. So
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -47,6 +49,16 @@ def _arguments(operation: str, group: dist.ProcessGroup, args: tuple[Any, ...]) 
     if operation in ("send", "recv_", "recv_any_source_"):
         return (args[0], group, *args[1:])
     return (*args, group)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What torch tells a member of a new group: the group's store, its number there, the group's size and timeout."""
+
+    store: Any
+    rank: int
+    size: int
+    timeout: timedelta
 
 
 class NamedGroup(dist.ProcessGroup):

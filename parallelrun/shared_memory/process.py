@@ -59,6 +59,11 @@ class LocalProcess:
     def wake(self, reason: int) -> None:
         """Do nothing: whoever calls it is awake."""
 
+    def ring(self) -> None:
+        """Wake this process from another of its threads, if it sleeps."""
+        with contextlib.suppress(BlockingIOError):  # woken already
+            os.write(self._bell_to_me, b"\0")
+
     def endpoint(self) -> dict[str, Any]:
         """Return what a peer needs to reach this process."""
         descriptors = {"memory": self.arena.descriptor, "doorbell": self._bell_to_me}

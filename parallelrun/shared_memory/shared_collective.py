@@ -17,7 +17,7 @@ _NAMES = (
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 
 
-class Stage:
+class CollectiveStage:
     """How far a collective is: numbers, in their order."""
 
     QUEUED, POSTED, COMBINED, DONE = range(4)
@@ -52,7 +52,7 @@ class SharedCollective:
         self.fill, self.combine, self.finish = fill, combine, finish
         self.sources = sources
         self.readers = sources if readers is None else readers
-        self.stage, self.index, self.offsets = Stage.QUEUED, 0, []  # type: int, int, list[int]
+        self.stage, self.index, self.offsets = CollectiveStage.QUEUED, 0, []  # type: int, int, list[int]
         self.done = False
         self.error: Exception | None = None
         self._channel: CollectiveChannel | None = None
@@ -67,7 +67,7 @@ class SharedCollective:
     def sleep(self) -> tuple[int, float]:
         """See `engine.PendingOperation`. Nobody wakes those who wait for a free slot."""
         assert self._channel is not None
-        return self._channel.base, STALLED_S if self.stage == Stage.QUEUED else SAFETY_S
+        return self._channel.base, STALLED_S if self.stage == CollectiveStage.QUEUED else SAFETY_S
 
     def closed(self, peer: Peer) -> bool:
         """Return whether a peer has left the group."""

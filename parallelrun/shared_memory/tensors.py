@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from parallelrun.shared_memory.arena import aligned
 
 
 class Outputs:
@@ -37,3 +40,16 @@ def plain(tensor: Tensor) -> Tensor:
 def as_list(tensors: Any) -> list[Tensor]:
     """Return one tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Return the size of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def split(flat: Tensor, num_parts: int) -> list[Tensor]:
+    """Return equal parts, except that the last ones may be shorter; each begins in a cache line of its own."""
+    item = flat.element_size()
+    each = aligned(-(-flat.numel() // num_parts) * item) // item
+    starts = [min(number * each, flat.numel()) for number in range(num_parts + 1)]
+    return [flat[first:last] for first, last in pairwise(starts)]

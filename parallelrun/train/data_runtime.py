@@ -129,7 +129,7 @@ class DataRuntime:
 
     def finish_gradients(self) -> None:
         """Complete the gradients of all `parameters`."""
-        complete_gradients(parameter.tensor for parameter in self.parameters)
+        complete_gradients([parameter.tensor for parameter in self.parameters])
 
     def finish_update(self) -> None:
         """Copy the optimizer's update into the module's weights. Also called after a checkpoint has been loaded."""

@@ -78,8 +78,10 @@ def _totals(vector: Tensor, work: Work | None, norm_squared: Tensor | None = Non
     if work is not None:
         with comm.label(WORLD, "control"):
             work.wait()
+    if norm_squared is not None:
+        vector[CONTROL_ELEMENTS:] = norm_squared  # read with the others: on CUDA each read waits for the device
     loss, valid, stops, *squares = vector.tolist()
-    return Totals(loss, valid, stops, tuple(squares) if norm_squared is None else (float(norm_squared),))
+    return Totals(loss, valid, stops, tuple(squares))
 
 
 def count_valid(training: Training, batch: Batch | None, step: int = 1) -> tuple[int, int]:

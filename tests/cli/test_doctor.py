@@ -9,6 +9,7 @@ import torch
 
 from parallelrun.cli import doctor
 from parallelrun.launch import processes
+from parallelrun.shared_memory import joining
 
 
 @pytest.fixture
@@ -33,6 +34,20 @@ def test_the_processes_of_the_sum_really_add(monkeypatch, two_gpus):
 def test_two_processes_add_on_the_loopback_interface():
     check = doctor._all_reduce()
     assert check.state == "pass", check.detail
+
+
+def test_shared_memory_is_tested_by_using_it():
+    check = doctor._shared_memory_between_ranks()
+    assert check.state == "pass" and "map each other's memory" in check.detail, check.detail
+
+
+def test_why_shared_memory_is_impossible(monkeypatch):
+    """Ranks are forked, so what is replaced here is replaced there."""
+    monkeypatch.setattr(processes, "method_for", lambda plan: processes.FORK)
+    monkeypatch.setattr(joining, "is_supported", lambda: False)
+    check = doctor._shared_memory_between_ranks()
+    assert check.state == "warn" and "no memfd or pidfd" in check.detail, check.detail
+    assert doctor._all_reduce().state == "pass", "gloo needs neither"
 
 
 def test_a_rank_that_cannot_take_part_is_named(monkeypatch, two_gpus):

@@ -140,7 +140,7 @@ OPERATIONS: dict[str, tuple[Operation, tuple[Any, ...]]] = {
 def beside_gloo(name: str) -> list[str]:
     """The cases in which shared memory gives something else than gloo."""
     operation, arguments = OPERATIONS[name]
-    assert shared_memory.is_shared(dist.group.WORLD), shared_memory.refusal()
+    assert shared_memory.is_ours(dist.group.WORLD), shared_memory.refusal(dist.group.WORLD)
     assert SIZES[-2] * 8 < collectives.SMALL < SIZES[-1] * 2, "bytes: the sizes are on both sides of it"
     gloo, found = dist.new_group(backend="gloo"), []
     for dtype in DTYPES:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from parallelrun import shared_memory
 from parallelrun.shared_memory import channel, engine, messages
+from parallelrun.shared_memory.process import HOST_VARIABLE
 from tests.pool import RanksFailed, run_ranks
 
 
@@ -274,17 +275,21 @@ def test_collectives_that_do_not_match_are_refused(how: str) -> None:
     assert "rank 1 of the group issued" in told and "rank 0 all_reduce of 40 bytes" in told
 
 
-def on_hosts(name: str) -> tuple[bool, bool, float]:
-    os.environ["PARALLELRUN_TEST_HOST"] = name if dist.get_rank() == 0 else ""
+def on_hosts(names: tuple[str, ...]) -> tuple[str, str, float, str]:
+    os.environ[HOST_VARIABLE] = names[dist.get_rank()]
     everyone, pair = dist.new_group(), dist.new_group([1, 2])
     tensor = torch.ones(10)
     dist.all_reduce(tensor, group=everyone)
-    return shared_memory.is_shared(everyone), shared_memory.is_shared(pair), float(tensor.sum())
+    carrier = shared_memory.carrier(everyone)
+    in_pair = shared_memory.carrier(pair) if dist.get_rank() else ""
+    return carrier, in_pair, float(tensor.sum()), shared_memory.refusal(everyone)
 
 
-def test_a_group_over_several_hosts_uses_gloo_and_one_within_a_host_does_not() -> None:
-    assert run_ranks(3, on_hosts, "elsewhere")[1:] == [(False, True, 30.0)] * 2
-    assert run_ranks(3, on_hosts, "")[1:] == [(True, True, 30.0)] * 2
+def test_what_carries_a_group_depends_on_the_hosts_of_its_ranks() -> None:
+    assert run_ranks(3, on_hosts, ("a", "b", "b"))[1:] == [("shm+gloo", "shm", 30.0, "")] * 2
+    assert run_ranks(3, on_hosts, ("", "", ""))[1:] == [("shm", "shm", 30.0, "")] * 2
+    why = "each rank is on a host, or in a container, of its own"
+    assert run_ranks(3, on_hosts, ("a", "b", "c"))[1:] == [("gloo", "gloo", 30.0, why)] * 2
 
 
 def without_memory(how: str) -> tuple[bool, float, str]:
@@ -303,12 +308,13 @@ def without_memory(how: str) -> tuple[bool, float, str]:
     try:
         dist.all_reduce(tensor, group=group)
     except Exception as error:
-        return shared_memory.is_shared(group), 0.0, f"{type(error).__name__} {getattr(error, 'exit_code', '')}: {error}"
-    return shared_memory.is_shared(group), float(tensor.sum()), ""
+        return shared_memory.is_ours(group), 0.0, f"{type(error).__name__} {getattr(error, 'exit_code', '')}: {error}"
+    return shared_memory.is_ours(group), float(tensor.sum()), shared_memory.refusal(group)
 
 
 def test_a_group_without_memory_uses_gloo_on_every_rank() -> None:
-    assert run_ranks(2, without_memory, "of the group", fresh=True) == [(False, 2e6, "")] * 2
+    why = "OSError: [Errno 12] no memory"
+    assert run_ranks(2, without_memory, "of the group", fresh=True) == [(False, 2e6, why)] * 2
 
 
 def test_a_collective_without_memory_is_a_clear_error() -> None:

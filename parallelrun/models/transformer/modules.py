@@ -77,7 +77,7 @@ class SelfAttention(layers.TensorModule):
         self.dropout = make.dropout(f"{name}.dropout")
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x))
+        query, key, value = [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x)]
         if self.rope_theta is not None:
             query, key = functions.rotate(query, self.rope_theta), functions.rotate(key, self.rope_theta)
         mixed = self.product(query, key, value)

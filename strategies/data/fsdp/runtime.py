@@ -100,7 +100,7 @@ class FSDPRuntime(DataRuntime):
         with torch.no_grad():
             for parameter, sharded in self._sharded:
                 parameter.tensor.grad = None if sharded.grad is None else _local(sharded.grad)
-            complete_gradients(parameter.tensor for parameter, _ in self._sharded)
+            complete_gradients([parameter.tensor for parameter, _ in self._sharded])
         self._whole.finish()
 
     def _before_forward(self, part: nn.Module, _: object) -> None:

@@ -6,10 +6,11 @@ block, so that nothing is copied before or after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -29,16 +30,13 @@ class BlockMatrix:
         return (self._cuts[-1], columns) if self.dim == 0 else (rows, self._cuts[-1])
 
     @cached_property
-    def _cuts(self) -> list[int]:
+    def _cuts(self) -> tuple[int, ...]:
         """Where each part begins along `dim`, and the end."""
-        cuts = [0]
-        for part in self.parts:
-            cuts.append(cuts[-1] + part.shape[self.dim])
-        return cuts
+        return 0, *accumulate([part.shape[self.dim] for part in self.parts])
 
-    def cuts(self, dim: int) -> list[int]:
+    def cuts(self, dim: int) -> tuple[int, ...]:
         """MoveGroup `dim`: where parts begin, and the end."""
-        return self._cuts if dim == self.dim else [0, self.shape[dim]]
+        return self._cuts if dim == self.dim else (0, self.shape[dim])
 
     def t(self) -> BlockMatrix:
         """The transposed matrix; no copy."""
@@ -49,7 +47,7 @@ class BlockMatrix:
         part, ranges = self.parts[0], [rows, columns]
         if len(self.parts) > 1:
             start, stop = ranges[self.dim]
-            index = next(i for i, end in enumerate(self._cuts[1:]) if stop <= end)
+            index = bisect_left(self._cuts, stop, 1) - 1
             part, begins = self.parts[index], self._cuts[index]
             ranges[self.dim] = (start - begins, stop - begins)
         for dim, (start, stop) in enumerate(ranges):
@@ -87,8 +85,9 @@ def multiply_into(out: BlockMatrix, terms: Sequence[tuple[BlockMatrix, BlockMatr
                     begun = True
 
 
-def _ranges(cuts: list[int], others: list[int]) -> Iterator[tuple[int, int]]:
+@lru_cache(maxsize=1024)
+def _ranges(cuts: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Consecutive ranges that cross no cut of either list. A dim of length 0 has one empty range."""
     assert cuts[-1] == others[-1], f"{cuts} and {others} cut different lengths"
     bounds = sorted({*cuts, *others})
-    yield from pairwise(bounds) if len(bounds) > 1 else [(0, 0)]
+    return tuple(pairwise(bounds)) if len(bounds) > 1 else ((0, 0),)

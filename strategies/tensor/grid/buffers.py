@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product as coordinates
 from math import prod
 from typing import NamedTuple
@@ -64,11 +65,11 @@ class ActivationPacking:
     widths: tuple[int, ...]
     sent: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         return self.sent != self.widths
 
-    @property
+    @cached_property
     def part(self) -> ActivationPacking:
         """The packing of one rank's part of the whole, which is not moved."""
         size = self.move.size
@@ -148,16 +149,16 @@ class WeightPacking:
     valid: tuple[tuple[int, ...], ...]
     widths: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_parts(self) -> int:
         return prod(group.size for group in self.groups)
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The rows of each weight after the gather: the features of each output before it is scattered."""
         return tuple(map(sum, self.valid))
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         return any(real != rows for rows, valid in zip(self.rows, self.valid) for real in valid)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallelrun.models import layers as single_device
-from parallelrun.models.functions import linear
+from parallelrun.models.functions import cast, linear
 
 from ..common.sharding import TakesOver
 from .operators import TPContext, column_parallel_linear, copy_or_gather, reduce_or_scatter
@@ -25,7 +25,7 @@ class ColumnParallelLinear(TensorParallelLayer, single_device.ColumnLinear):
 
     def forward(self, x: Tensor) -> Any:
         return self.returned(
-            column_parallel_linear(x.to(self.compute_dtype), [*map(self.weights, self.outputs)], self.tp)
+            column_parallel_linear(cast(x, self.compute_dtype), [*map(self.weights, self.outputs)], self.tp)
         )
 
 
@@ -34,7 +34,7 @@ class RowParallelLinear(TensorParallelLayer, single_device.RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = reduce_or_scatter(linear(x, self.weight, None, self.compute_dtype), self.tp)
-        return out if self.bias is None else out + self.bias.to(self.compute_dtype)
+        return out if self.bias is None else out + cast(self.bias, self.compute_dtype)
 
 
 class VocabParallelEmbedding(TensorParallelLayer, single_device.TokenEmbedding):
@@ -67,7 +67,7 @@ class VocabParallelHead(TensorParallelLayer, single_device.VocabHead):
     """Local rows of the vocabulary: logits stay split, as `VocabParallelLoss` reads them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_parallel_linear(x.to(self.compute_dtype), [(self.weight, None)], self.tp)[0]
+        return column_parallel_linear(cast(x, self.compute_dtype), [(self.weight, None)], self.tp)[0]
 
 
 class ParallelExpertInput(TensorParallelLayer, single_device.ExpertInput):

@@ -19,7 +19,7 @@ from torch.nn import functional
 from parallelrun import comm
 from parallelrun.mesh import Group
 from parallelrun.models.autograd import apply, apply_to_all
-from parallelrun.models.rounding import rounded
+from parallelrun.models.functions import cast, linear
 
 from ..common.transfers import Finish, start_all_gather, start_reduce_scatter, when_done
 
@@ -96,8 +96,10 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights[::2])
         whole = comm.all_gather(x, group, PURPOSE, SEQUENCE_DIM) if sequence_parallel else x
         return tuple(
-            functional.linear(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            for weight, bias in zip(weights[::2], weights[1::2])
+            [
+                functional.linear(whole, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+                for weight, bias in zip(weights[::2], weights[1::2])
+            ]
         )
 
     @staticmethod
@@ -115,16 +117,18 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         out: list[Tensor | None] = []
         for number, (grad, weight) in enumerate(zip(flat, weights)):
             wanted = ctx.needs_input_grad[3 + 2 * number]
-            out.append((grad.t() @ rows).to(weight.dtype) if wanted else None)
-            out.append(grad.sum(0).to(weight.dtype) if ctx.has_bias[number] else None)
+            out += (
+                cast(grad.t() @ rows, weight.dtype) if wanted else None,
+                cast(grad.sum(0), weight.dtype) if ctx.has_bias[number] else None,
+            )
         return reducing() if reducing else None, None, None, *out
 
 
 def _input_gradient(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Sum over outputs of grad @ weight, accumulated in one buffer."""
-    total = grads[0] @ weights[0].to(dtype)
+    total = grads[0] @ cast(weights[0], dtype)
     for grad, weight in zip(grads[1:], weights[1:]):
-        total.addmm_(grad, weight.to(dtype))
+        total.addmm_(grad, cast(weight, dtype))
     return total
 
 
@@ -158,10 +162,7 @@ def column_parallel_linear(x: Tensor, weights: list[tuple[Tensor, Tensor | None]
     x is in the compute dtype: (batch, seq, in), its slice under sequence parallelism.
     """
     if tp.overlap:
-        flat = (part for pair in weights for part in pair)
+        flat = [part for pair in weights for part in pair]
         return apply_to_all(_OverlappedColumnLinear, x, tp.group, tp.sequence_parallel, *flat)
     whole = copy_or_gather(x, tp)
-    return tuple(
-        functional.linear(whole, rounded(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-        for weight, bias in weights
-    )
+    return tuple([linear(whole, weight, bias, x.dtype) for weight, bias in weights])

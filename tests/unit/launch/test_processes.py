@@ -37,3 +37,20 @@ def test_a_launcher_with_threads_that_do_not_survive_a_fork_execs_its_ranks(code
         timeout=60,
     )
     assert done.stdout.split() == ["True", method, "exec"], done.stderr
+
+
+SCHEDULED = """
+import os
+from parallelrun.launch import processes
+processes.num_cores = lambda: 4
+policies = []
+for num_ranks in (4, 5):
+    processes.take_turns(num_ranks)
+    policies.append(os.sched_getscheduler(0))
+print(policies == [os.SCHED_OTHER, os.SCHED_BATCH])
+"""
+
+
+def test_ranks_interrupt_each_other_unless_they_share_cores():
+    done = subprocess.run([sys.executable, "-c", SCHEDULED], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr

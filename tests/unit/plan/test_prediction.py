@@ -128,7 +128,7 @@ def test_zero1_shares_the_optimizer_state_and_fsdp_the_weights_too():
 
 
 def test_zero2_shares_the_gradients_too_unless_the_schedule_leaves_them_to_its_end():
-    for schedule, is_shared in ((None, True), ("1f1b", True), ("zero_bubble", False), ("zbv", False)):
+    for schedule, is_ours in ((None, True), ("1f1b", True), ("zero_bubble", False), ("zbv", False)):
         pipeline = {"schedule": schedule, "pp": 2} if schedule else {}
         one, two = (
             prediction.memory(tiny_plan({"dp": 2, "strategy.data.kind": f"zero{stage}", **pipeline}), 0)
@@ -137,7 +137,7 @@ def test_zero2_shares_the_gradients_too_unless_the_schedule_leaves_them_to_its_e
         assert (one.optimizer, one.weights) == (two.optimizer, two.weights)
         # zero1 has buckets for all gradients and this rank's half of their sum; zero2 its half. What a split backward
         # leaves in the weights comes in addition.
-        in_weights = 0 if is_shared else one.weights
+        in_weights = 0 if is_ours else one.weights
         assert one.gradients >= 1.49 * one.weights
         assert two.gradients == pytest.approx(0.5 * one.weights + in_weights, rel=0.05)
 

@@ -1,0 +1,239 @@
+"""Collectives in stages over several hosts: each stage is in shared memory or over gloo, and begins after the last one.
+
+The stages of all collectives of a group are issued in the same order on every rank. The first stage of a collective is
+issued when it is called. The others wait until all stages of the collectives before it are issued.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallelrun.shared_memory.channel import CollectiveChannel
+from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S, Engine, PendingOperation
+from parallelrun.shared_memory.process import ANY, Peer
+
+Stage = Callable[[], Iterable[PendingOperation]]  # issues operations and returns them
+
+
+class GlooOperation:
+    """A collective over gloo. A thread of gloo ends it, and advances what follows."""
+
+    def __init__(self, engine: Engine, work: Any, tensors: Sequence[Tensor] = ()):
+        self.done = False
+        self.error: Exception | None = None
+        self._engine, self._tensors = engine, tensors  # gloo does not keep them alive
+        work.get_future().then(self._end)
+
+    def _end(self, future: Any) -> None:
+        error = None
+        try:
+            future.value()
+        except RuntimeError as raised:
+            error = raised
+        self.error = error
+        self.done = True
+        self._engine.process.ring()  # whoever has the lock may sleep with it
+        if self._engine.lock.acquire(blocking=False):
+            try:
+                self._engine.progress()
+                self._engine.lock.notify_all()
+            finally:
+                self._engine.lock.release()
+            self._engine.process.ring()
+
+    def missing(self) -> list[Peer]:
+        """Return none: its peers are on other hosts."""
+        return []
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        return ANY, SAFETY_S
+
+    def closed(self, peer: Peer) -> bool:
+        """Return False: its peers are on other hosts."""
+        return False
+
+
+class GlooLink:
+    """The collectives between hosts over a gloo group. num_bytes: what this rank has sent to others."""
+
+    def __init__(self, engine: Engine, group: Any):
+        self._engine = engine
+        self.group: Any = group
+        self.num_bytes = 0
+
+    def exchange(
+        self, target: Tensor, arriving: Sequence[int], source: Tensor, leaving: Sequence[int]
+    ) -> GlooOperation:
+        """Send parts of `source` to the members in turn, and receive theirs into `target`. Both are contiguous.
+
+        arriving, leaving: bytes from and to each member.
+        """
+        received, sent = as_bytes(target), as_bytes(source)
+        self.num_bytes += sum(leaving) - leaving[self.group.rank()]
+        work = self.group.alltoall_base(received, sent, list(arriving), list(leaving))
+        return GlooOperation(self._engine, work, (received, sent))
+
+    def broadcast(self, tensor: Tensor, root: int) -> GlooOperation:
+        """Send a contiguous tensor of member `root` to all others."""
+        if root == self.group.rank():
+            self.num_bytes += tensor.numel() * tensor.element_size() * (self.group.size() - 1)
+        held = as_bytes(tensor)
+        return GlooOperation(self._engine, self.group.broadcast(held, root), (held,))
+
+    def barrier(self) -> GlooOperation:
+        return GlooOperation(self._engine, self.group.barrier())
+
+    def close(self) -> None:
+        """Close the connections, so that the others do not wait for this rank.
+
+        gloo does so when the last reference ends, after the operations under way. So a thread of its own waits for it.
+        """
+        held, self.group = [self.group], None
+        threading.Thread(target=held.clear, daemon=True).start()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, which share its memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Chain:
+    """A collective in stages."""
+
+    def __init__(self, name: str, num_bytes: int, stages: Iterable[Stage]):
+        self.name, self.num_bytes = name, num_bytes
+        self.done = False
+        self.error: Exception | None = None
+        self._stages = deque(stages)
+        self._pending: list[PendingOperation] = []
+
+    @property
+    def is_issued(self) -> bool:
+        """Return whether no stage is left to issue."""
+        return not self._stages
+
+    def issue_next(self) -> None:
+        self._pending = list(self._stages.popleft()())
+
+    def is_ready(self) -> bool:
+        """Return whether the stage that was issued last has ended. Raises its error."""
+        for operation in self._pending:
+            if not operation.done:
+                return False
+            if operation.error is not None:
+                raise operation.error
+        return True
+
+    def missing(self) -> list[Peer]:
+        """Return the peers of this host without which the present stage cannot end."""
+        return [peer for one in self._pending if not one.done for peer in one.missing()]
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        return ANY, min((one.sleep()[1] for one in self._pending if not one.done), default=STALLED_S)
+
+    def closed(self, peer: Peer) -> bool:
+        """Return whether a peer of this host has left the group."""
+        return any(one.closed(peer) for one in self._pending)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.num_bytes} bytes over several hosts"
+
+
+class ChainQueue:
+    """The collectives of a group over several hosts in one process. Every method is called under the engine's lock.
+
+    channels: within the host, of the first stages and of the last ones. links: of all gloo groups.
+    """
+
+    def __init__(self, engine: Engine, channels: Sequence[CollectiveChannel], links: Sequence[GlooLink]):
+        self._engine, self._channels, self._links = engine, channels, links
+        self._queue: deque[Chain] = deque()
+        self._failed: Exception | None = None
+        self._is_advancing = False
+
+    def issue(self, chain: Chain) -> None:
+        """Issue the first stage of a collective, and what can follow at once."""
+        self._queue.append(chain)
+        if self._failed is None:
+            self._guarded(chain.issue_next)
+        self._engine.submit(self)
+
+    def advance(self) -> bool:
+        """See `engine.OperationQueue`."""
+        if not self._is_advancing:  # issuing a stage advances all queues
+            if self._failed is None:
+                self._guarded(self._advance)
+            if self._failed is not None:
+                self._fail(self._failed)
+            while self._queue and self._queue[0].done:
+                self._queue.popleft()
+        return bool(self._queue)
+
+    def is_owing(self) -> bool:
+        """See `engine.OperationQueue`."""
+        return bool(self._queue)
+
+    def missing(self) -> list[Peer]:
+        """See `engine.OperationQueue`."""
+        return self._queue[0].missing() if self._queue else []
+
+    def close(self) -> None:
+        """Tell the members of this host that this one has left."""
+        for channel in self._channels:
+            channel.close()
+
+    def disconnect(self) -> None:
+        """Let the members on other hosts know that this one is lost."""
+        links, self._links = self._links, ()
+        for link in links:
+            link.close()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        self._is_advancing = True
+        try:
+            step()
+        except Exception as error:  # whoever waits for one of them is told; what follows could not be matched
+            self._failed = error
+        finally:
+            self._is_advancing = False
+
+    def _advance(self) -> None:
+        for channel in self._channels:
+            channel.advance()
+        may_issue = True
+        for chain in self._queue:
+            while not chain.done and chain.is_ready():
+                if chain.is_issued:
+                    chain.done = True
+                elif may_issue:
+                    chain.issue_next()
+                else:
+                    break
+            may_issue = may_issue and chain.is_issued
+            self._look_for_ended_peers(chain)
+
+    def _look_for_ended_peers(self, chain: Chain) -> None:
+        """Raise RuntimeError if a collective needs a peer that has ended: other hosts must not wait for this rank."""
+        lost = [] if chain.done else [peer for peer in chain.missing() if peer.gone or chain.closed(peer)]
+        if lost:
+            for channel in self._channels:  # it may have done its part at the last moment
+                channel.advance()
+            if lost[0] in chain.missing():
+                raise RuntimeError(f"[shared memory] Connection closed by peer: process {lost[0].pid}, {chain}")
+
+    def _fail(self, error: Exception) -> None:
+        """End all collectives, and let the members on this host and elsewhere know that this one is lost."""
+        for chain in self._queue:
+            if not chain.done:
+                chain.error, chain.done = error, True
+        if self._links:
+            self.close()
+            self.disconnect()
