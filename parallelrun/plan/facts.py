@@ -9,6 +9,7 @@ from parallelrun.config.schema import ClusterConfig, Config
 from parallelrun.plan import cluster_cost, prediction, simulate
 from parallelrun.plan.compare import Comparison, compare
 from parallelrun.plan.data_axis import DataAxis, agreed, costs
+from parallelrun.plan.step_time.step import StepTime, step_time
 from parallelrun.plan.structure import Memory, Plan
 
 
@@ -16,6 +17,7 @@ from parallelrun.plan.structure import Memory, Plan
 class Facts:
     """The results of every computation about a plan.
 
+    cost: bounds at peak rates. time: the prediction, if the cluster gives the rates for it.
     memories: per pp rank, of its rank that holds most. training: the time for `tokens` tokens, if they are given.
     layouts, data_axis: the tensor layouts and the data strategies compared, if there is something to compare.
     """
@@ -25,6 +27,7 @@ class Facts:
     traffic: tuple[prediction.TrafficRow, ...]
     memories: dict[int, Memory]
     cost: cluster_cost.Cost
+    time: StepTime | None
     training: cluster_cost.TrainingTime | None
     layouts: Comparison | None
     data_axis: DataAxis | None
@@ -45,7 +48,8 @@ def facts(plan: Plan, config: Config) -> Facts:
     cost = agreed(cost, data_axis)
     training = cluster_cost.training_time(plan, config.cluster, cost, config.tokens) if config.tokens else None
     memories = prediction.memories(plan)
-    return Facts(simulation, busiest, rows, memories, cost, training, compare(plan, config), data_axis)
+    time = step_time(plan, config.cluster)
+    return Facts(simulation, busiest, rows, memories, cost, time, training, compare(plan, config), data_axis)
 
 
 def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from parallelrun.plan.pipeline_schedule import Action
 from parallelrun.plan.structure import Plan
 
+FEW_ACTIONS = 4096  # a step of so many is simulated in full, and can be drawn
 Times = Mapping[str, Sequence[float]]  # kind of action -> seconds (or any unit) per stage index
 
 
@@ -139,24 +140,38 @@ def stage_flops(plan: Plan, recomputed: bool = False) -> list[float]:
 
 
 def of_plan(plan: Plan) -> Simulation:
-    """Simulate a plan's step.
+    """Simulate a plan's step, with FLOPs as times."""
+    times = action_times(plan)
+    return run(plan, times) if any(times["F"]) else of_schedule(plan)  # else the model gives no FLOPs
 
-    Above 16 microbatches per pp rank, only 3, 4 and 5 rounds of one microbatch per pp rank are simulated. If the last
-    two rounds take equal times, so do all others, and their times are added.
+
+def run(plan: Plan, times: Times) -> Simulation:
+    """Simulate a plan's step with the given times of actions.
+
+    Of many microbatches, only some are simulated if a further round then takes the longest forward and the longest
+    backward of any pp rank. No round takes longer, so all others take as long, and their times are added. A round is
+    one microbatch, or one per pp rank where a rank runs several stages.
     """
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
-    if pp == 1 or count <= 16 * pp:
-        return _simulate_with(plan, count)
-    some = [_simulate_with(plan, rounds * pp + count % pp) for rounds in (3, 4, 5)]
-    first, second = some[1].makespan - some[0].makespan, some[2].makespan - some[1].makespan
-    if abs(first - second) > 1e-9 * second:
-        return _simulate_with(plan, count)
-    shown = some[2].num_microbatches
-    return replace(
-        some[2],
-        makespan=some[2].makespan + (count - shown) // pp * second,
-        busy=tuple(busy * count / shown for busy in some[2].busy),
-    )
+    each = 1 if len(plan.stages) == pp else pp
+    first = pp + each + (count - pp) % each
+    if pp == 1 or 2 * count * len(plan.stages) <= FEW_ACTIONS:
+        return _simulate_with(plan, count, times)
+    for rounds in (first, first + pp):
+        if rounds + each >= count:
+            break
+        before, after = (_simulate_with(plan, some, times) for some in (rounds, rounds + each))
+        works = [late - early for early, late in zip(before.busy, after.busy)]
+        forwards = [each * sum(times["F"][stage.index] for stage in plan.stages_of(rank)) for rank in range(pp)]
+        slowest = max(forwards) + max(work - forward for work, forward in zip(works, forwards))
+        if abs(after.makespan - before.makespan - slowest) <= 1e-9 * slowest:
+            more = (count - after.num_microbatches) // each
+            return replace(
+                after,
+                makespan=after.makespan + more * slowest,
+                busy=tuple(busy * count / after.num_microbatches for busy in after.busy),
+            )
+    return _simulate_with(plan, count, times)
 
 
 def of_schedule(plan: Plan) -> Simulation:
@@ -165,8 +180,6 @@ def of_schedule(plan: Plan) -> Simulation:
     return simulate(plan.pipeline.actions(plan), times, len(plan.stages))
 
 
-def _simulate_with(plan: Plan, count: int) -> Simulation:
-    plan, times = replace(plan, batch=replace(plan.batch, microbatches=count)), action_times(plan)
-    if not any(times["F"]):  # the model gives no FLOPs
-        return of_schedule(plan)
+def _simulate_with(plan: Plan, count: int, times: Times) -> Simulation:
+    plan = replace(plan, batch=replace(plan.batch, microbatches=count))
     return simulate(plan.pipeline.actions(plan), times, len(plan.stages))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.config.schema import Config, TensorStrategyConfig
 from parallelrun.layout import Layout
-from parallelrun.model_spec import BlockSpec, ParameterSpec
+from parallelrun.model_spec import BlockSpec, LayerSpec, ParameterSpec
 from parallelrun.plan.axis_strategy import AxisStrategy
 from parallelrun.plan.structure import Collective, Plan
+from parallelrun.product import ActivationLayout, Product
 
 if TYPE_CHECKING:
     from parallelrun.plan.request import Request
@@ -44,6 +45,26 @@ class LayerBackward:
     scratch: int = 0
     weights: int = 0
     reads: int = 0
+
+
+@dataclass(frozen=True)
+class TensorCollective:
+    """A collective of one microbatch of a block. during: FORWARD | RECOMPUTATION | BACKWARD; layer: by which it is
+    issued, empty for the loss and in recomputation."""
+
+    during: str
+    layer: str
+    row: Collective
+
+    @property
+    def title(self) -> str:
+        """For people, such as `forward, attention.out`."""
+        if self.layer:
+            return f"{self.during}, {self.layer}"
+        return "loss" if self.during == FORWARD else "forward again, to recompute"
+
+
+FORWARD, RECOMPUTATION, BACKWARD = "forward", "recomputation", "backward"
 
 
 @dataclass(frozen=True)
@@ -135,3 +156,15 @@ class TensorStrategy(AxisStrategy):
     @abstractmethod
     def collectives(self, blocks: tuple[BlockSpec, ...], plan: Plan) -> list[Collective]:
         """Return one rank's collectives over the tensor axes in one step (all microbatches) for those blocks."""
+
+    @abstractmethod
+    def traffic(self, block: BlockSpec, plan: Plan) -> list[TensorCollective]:
+        """Return what one microbatch of a block sends, in order."""
+
+    @abstractmethod
+    def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
+        """Return how a layer multiplies; None for a layer that does not."""
+
+    @abstractmethod
+    def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
+        """Return the layout of what a layer reads; None: of what passes between blocks."""

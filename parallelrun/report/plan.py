@@ -13,6 +13,7 @@ from parallelrun.plan.document import backends, experts, server_rows
 from parallelrun.plan.facts import Facts, facts
 from parallelrun.plan.hosts import ranks_per_node
 from parallelrun.plan.prediction import TrafficRow
+from parallelrun.plan.step_time.step import StepTime, why_unknown
 from parallelrun.plan.structure import Plan
 from parallelrun.report import plan_details
 from parallelrun.report.figures import (
@@ -28,6 +29,7 @@ from parallelrun.report.screen import framed, labelled, show_section, table
 from parallelrun.wording import DETAILS, counted
 
 MOST_LINES = 40  # of the summary
+MOST_PARTS = 4  # of the time of a step, the longest; --json has all
 BACKENDS = {
     "nccl": "nccl",
     "shm": "shared memory",
@@ -85,6 +87,7 @@ def _rows(plan: Plan, config: Config, found: Facts, texts: list[str], most: int)
         ("traffic", _traffic(plan, found, most)),
         ("", ""),
         ("cost", Text(_cost(plan, config, found))),
+        *([("time", Text(_time(plan, config, found.time)))] if found.cost.compute_s else []),
         *([("training", Text(_training(found)))] if found.training else []),
         ("", ""),
     ]
@@ -246,11 +249,28 @@ def _cost(plan: Plan, config: Config, found: Facts) -> str:
     text += f"\ncomputation takes {seconds_text(cost.compute_s)}, bubble included, at the peak rate of {name} ({peak})"
     if cost.step_s is None or cost.communication_s is None:
         return f"{text}\ncommunication: unknown, because the cluster gives no link rates"
+    text += f"\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
+    if found.time:
+        return text
     high, low = cost.step_s
     return (
-        f"{text}\ncommunication takes {seconds_text(cost.communication_s)} on the busiest rank at the links' rates"
-        f"\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) or "
-        f"longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
+        f"{text}\na step takes {seconds_text(low)} (communication overlapped) to {seconds_text(high)} (not overlapped) "
+        f"or longer: {digits(plan.batch.global_batch / high)} to {digits(plan.batch.global_batch / low)} samples/s"
+    )
+
+
+def _time(plan: Plan, config: Config, time: StepTime | None) -> str:
+    """Return the predicted time of a step and the parts that it consists of."""
+    if time is None:
+        return f"not predicted: {why_unknown(plan, config.cluster)}"
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:MOST_PARTS]
+    others = time.step_s - sum(seconds for _, seconds in parts)
+    if len(time.parts) > MOST_PARTS:
+        parts.append(("others", others))
+    return (
+        f"a step takes about {seconds_text(time.step_s)} ({seconds_text(time.p10_s)} to {seconds_text(time.p90_s)}): "
+        f"{count_text(time.tokens_per_s_per_gpu)} tokens/s per GPU, {time.mfu:.0%} of the peak\n= "
+        + " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts)
     )
 
 
@@ -259,6 +279,9 @@ def _training(found: Facts) -> str:
     training = found.training
     assert training is not None
     text = f"{count_text(training.tokens)} tokens are {training.steps:,} steps: "
+    if found.time:
+        days = training.steps * found.time.step_s / cluster_cost.DAY
+        return f"{text}about {digits(days)} days"
     if training.sustained is None:
         return f"{text}days unknown, because the cluster gives no rates"
     if training.at_peak is not None:

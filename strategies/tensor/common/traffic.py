@@ -14,7 +14,6 @@ strategy predicts that.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,9 +21,9 @@ from typing import ClassVar
 from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.messages import ExplainedExchange, ExplainedRound, Explanation, calls_of, ranks_over
 from parallelrun.plan.structure import Collective, Plan
-from parallelrun.plan.tensor_strategy import TensorStrategy
+from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION, TensorCollective, TensorStrategy
 from parallelrun.precision import BYTES
-from parallelrun.product import ActivationLayout, Product, Transfer, transfers
+from parallelrun.product import Product, Transfer, transfers
 
 AXIS = "tp"
 PURPOSES = {"w": "weights", "dw": "weight_gradients"}  # by operand; everything else is an activation
@@ -47,14 +46,6 @@ class ProductTraffic(TensorStrategy):
     source: ClassVar[str]
     skips_frozen: ClassVar[bool] = True
 
-    @abstractmethod
-    def product_of(self, layer: LayerSpec, plan: Plan) -> Product | None:
-        """Return how a layer multiplies; None for a layer that does not."""
-
-    @abstractmethod
-    def activation_layout(self, layer: LayerSpec | None, plan: Plan) -> ActivationLayout:
-        """Return the layout of what a layer reads; None: of what passes between blocks."""
-
     def saves_gathered(self, layer: LayerSpec, plan: Plan) -> bool:
         """Return whether backward reuses what forward gathered, instead of gathering it again."""
         return self.save_gathered
@@ -74,25 +65,24 @@ class ProductTraffic(TensorStrategy):
             is_last, reached = block.name == plan.spec.blocks[-1].name, self.has_input_gradient(block.layers[0], plan)
             alike = plan.spec.first_alike[block.name], is_last, reached
             if alike not in known:
-                known[alike] = [call for _, call in self.traffic(block, plan)]
+                known[alike] = [call.row for call in self.traffic(block, plan)]
             for call in known[alike]:
                 counts[call.key] += plan.batch.microbatches * call.calls
                 payload[call.key] += plan.batch.microbatches * call.payload_bytes
         return [Collective(*key, calls=counts[key], payload_bytes=payload[key]) for key in sorted(counts)]
 
-    def traffic(self, block: BlockSpec, plan: Plan) -> list[tuple[str, Collective]]:
-        """Return what one microbatch of a block sends, in order, each with a title such as `forward, attention.out`."""
-        both = [(layer, *self._of_layer(layer, plan)) for layer in block.layers]
-        forward = [call for _, calls, _ in both for call in calls]
+    def traffic(self, block: BlockSpec, plan: Plan) -> list[TensorCollective]:
+        both = [(layer.name.removeprefix(f"{block.name}."), *self._of_layer(layer, plan)) for layer in block.layers]
+        forward = [row for _, rows, _ in both for row in rows]
         again = forward if plan.recompute == "full" and block.is_recomputed and self._trains(block, plan) else []
         if again and not self.recomputes_last_call(block, forward, plan):
             again = again[:-1]
         loss = self._of_loss(plan) if block.name == plan.spec.blocks[-1].name else []
         return [
-            *((_title("forward", layer, block), call) for layer, calls, _ in both for call in calls),
-            *(("loss", call) for call in loss),
-            *(("forward again, to recompute", call) for call in again),
-            *((_title("backward", layer, block), call) for layer, _, calls in reversed(both) for call in calls),
+            *(TensorCollective(FORWARD, layer, row) for layer, rows, _ in both for row in rows),
+            *(TensorCollective(FORWARD, "", row) for row in loss),
+            *(TensorCollective(RECOMPUTATION, "", row) for row in again),
+            *(TensorCollective(BACKWARD, layer, row) for layer, _, rows in reversed(both) for row in rows),
         ]
 
     def explain(self, plan: Plan) -> Explanation:
@@ -101,7 +91,7 @@ class ProductTraffic(TensorStrategy):
         for stage in plan.stages_of(plan.mesh.coordinate(0)["pp"]):
             for name in stage.blocks:
                 found = self.traffic(plan.spec.block(name), plan)
-                rounds = tuple(ExplainedRound(title, calls=calls_of([call], plan, ranks)[0]) for title, call in found)
+                rounds = tuple(ExplainedRound(one.title, calls=calls_of([one.row], plan, ranks)[0]) for one in found)
                 exchanges += [ExplainedExchange(name, rounds, plan.batch.microbatches)] if rounds else []
         groups = plan.mesh.num_ranks // len(ranks)
         return Explanation("tensor", self.kind, self.explanation, self.source, ranks, groups, AXIS, tuple(exchanges))
@@ -178,7 +168,3 @@ class ProductTraffic(TensorStrategy):
         """Return the product that gives the logits; None for a model without a head."""
         head = next((layer for layer in plan.spec.blocks[-1].layers if layer.layer_role == "head"), None)
         return self.product_of(head, plan) if head else None
-
-
-def _title(phase: str, layer: LayerSpec, block: BlockSpec) -> str:
-    return f"{phase}, {layer.name.removeprefix(block.name + '.')}"

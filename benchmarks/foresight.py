@@ -1,0 +1,152 @@
+"""Score the predicted time of a step on measurements that others have published: error, bias, order and regret.
+
+    python -m benchmarks.foresight                       # every set; about five minutes on one core
+    python -m benchmarks.foresight --case fit_sc21_table1,dev_llmfoundry_a100 --every 4
+
+Nothing is fitted here. `constant`: the best single rate, in FLOP/s of a GPU, that one could have fitted on the set
+itself, for comparison. Spearman's rank correlation and regret are within groups of alternatives: plans of one model,
+batch and number of GPUs. Regret of the top 1 (3): how much longer the measured step of the plan predicted fastest (best
+of the three predicted fastest) is than the fastest measured one.
+
+What differs between the programs that were measured is said per set (`STACKS`), from their documentation.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import read_arguments, write
+from parallelrun.config import compose
+from parallelrun.config.overrides import read
+from parallelrun.config.schema import Config
+from parallelrun.errors import ConfigError
+from parallelrun.plan.resolve import resolve
+from parallelrun.plan.step_time.step import step_time
+from parallelrun.plan.structure import Plan
+
+PUBLISHED = Path(__file__).parent / "published"
+CLUSTERS = {"A100": "a100_dgx", "H100": "h100_dgx", "V100": "v100_32gb"}
+MEGATRON_2021 = {"fused": False, "overlapped": False}  # attention with scores in memory; gradients summed at the end
+STACKS: dict[str, dict[str, bool]] = {
+    "fit_sc21_table1": MEGATRON_2021,
+    "dev_vtrain_single_half": MEGATRON_2021,
+    "dev_llmfoundry_a100": {},
+    "dev_mcore_h100": {},
+    "dev_ultrascale_3b": {},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement and its prediction, in seconds. flops: of the model in one step, per GPU."""
+
+    name: str
+    group: str
+    measured: float
+    predicted: float
+    flops: float
+
+
+def rows_of(name: str, every: int = 1) -> Iterator[Row]:
+    """The measured rows of a set that this program can plan; only each `every`-th."""
+    with open(PUBLISHED / f"{name}.csv", newline="") as file:
+        published = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    for row in published[::every]:
+        try:
+            plan, config = planned(row)
+        except ConfigError:
+            continue  # such as more stages than layers
+        time = step_time(plan, config.cluster, **STACKS[name])
+        assert time is not None, row
+        flops = 3 * plan.spec.forward_flops * plan.batch.global_batch / plan.world
+        yield Row(row["name"], row["group"], float(row["measured_s"]), time.step_s, flops)
+
+
+def planned(row: dict[str, str]) -> tuple[Plan, Config]:
+    """The plan of a published row. Raises ConfigError if it is not legal here."""
+    parsed, problems = read(list(_overrides(row)), False, "here")
+    if problems:
+        raise ConfigError(*problems)
+    found, _ = compose.compose_once(compose.prepare(parsed, (), "plan", False))
+    return resolve(found.config, given=found.given), found.config
+
+
+def _overrides(row: dict[str, str]) -> Iterator[str]:
+    number = {key: int(float(row[key])) for key in ("N", "h", "L", "a", "kv", "ffn", "V", "s", "gbs", "mbs", "v")}
+    tp, pp, dp = (int(float(row[key])) for key in ("tp", "pp", "dp"))
+    yield f"model={'llama3_8b' if row['llama'] == '1' else 'gpt3_175b'}"
+    sizes = {"hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s"}
+    yield from (f"model.{key}={number[column]}" for key, column in sizes.items())
+    yield f"model.tied_embeddings={str(row['tied'] == '1').lower()}"
+    yield from (f"strategy=ptdp world={number['N']} tp={tp} pp={pp} dp={dp} device=cuda").split()
+    yield from (f"global_batch={number['gbs']} micro_batch={number['mbs']} recompute={row['recomp']}").split()
+    yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and tp > 1).lower()}"
+    yield from (f"strategy.data.kind={row['data']} precision={row['prec']} cluster={CLUSTERS[row['gpu']]}").split()
+    yield f"cluster.inter_gb_s={float(row['inter'])}"
+    if pp > 1 and number["gbs"] // (number["mbs"] * dp) < pp:
+        yield "schedule=gpipe"  # 1F1B needs a microbatch per stage here
+    elif number["v"] > 1:
+        yield from (f"schedule=interleaved virtual_stages={number['v']}").split()
+
+
+def scores(rows: Sequence[Row]) -> dict[str, Any]:
+    """Relative errors of predicted over measured, and what is made of them."""
+    errors = [row.predicted / row.measured - 1 for row in rows]
+    rate = statistics.median(row.flops / row.measured for row in rows)
+    constant = [row.flops / rate / row.measured - 1 for row in rows]
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    several = [group for name, group in groups.items() if name and len(group) > 2]
+    return {
+        "rows": len(rows),
+        "mape": statistics.mean(map(abs, errors)),
+        "bias": statistics.mean(errors),
+        "p90": sorted(map(abs, errors))[math.ceil(0.9 * len(errors)) - 1],
+        "constant_mape": statistics.mean(map(abs, constant)),
+        "spearman": statistics.mean(map(_spearman, several)) if several else None,
+        "regret_top1": statistics.mean(_regret(group, 1) for group in several) if several else None,
+        "regret_top3": statistics.mean(_regret(group, 3) for group in several) if several else None,
+    }
+
+
+def _spearman(rows: Sequence[Row]) -> float:
+    ranks = [_ranks([getattr(row, key) for row in rows]) for key in ("measured", "predicted")]
+    return statistics.correlation(*ranks) if len(set(ranks[0])) > 1 < len(set(ranks[1])) else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(other < value for other in values) + values.count(value) / 2 for value in values]
+
+
+def _regret(rows: Sequence[Row], first: int) -> float:
+    chosen = sorted(rows, key=lambda row: row.predicted)[:first]
+    return min(row.measured for row in chosen) / min(row.measured for row in rows) - 1
+
+
+def main() -> None:
+    arguments = read_arguments(__doc__, "foresight", STACKS, every="1")
+    found = []
+    print(f"{'set':26}{'rows':>5}{'MAPE':>8}{'bias':>8}{'p90':>8}{'constant':>10}{'Spearman':>10}{'regret 1, 3':>15}")
+    for name in arguments.case.split(","):
+        rows = list(rows_of(name, int(arguments.every)))
+        score = scores(rows)
+        found.append({"case": name, **score, "errors": {row.name: row.predicted / row.measured - 1 for row in rows}})
+        order = "" if score["spearman"] is None else (
+            f"{score['spearman']:10.2f}{score['regret_top1']:8.1%}{score['regret_top3']:7.1%}"
+        )  # fmt: skip
+        print(f"{name:26}{score['rows']:5}{score['mape']:8.1%}{score['bias']:+8.1%}{score['p90']:8.1%}"
+              f"{score['constant_mape']:10.1%}{order}", flush=True)  # fmt: skip
+    if arguments.name:
+        print("written to", write(arguments.name, {"command": f"--every {arguments.every}"}, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The rates of a cluster's devices and links, from the `cluster` keys. None of them depends on the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.plan.cluster_cost import peak_flops
+
+NEEDED = ("memory_gb_s", "intra_gb_s")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds, bytes a second and FLOP/s of one device.
+
+    peak_flops: dense, in the plan's precision. product_efficiency: the part of it that a large product reaches;
+    product_ramp: the inner size at which a product reaches half of that. multiprocessors: units that each compute one
+    tile of a product at a time; 0: products are not cut into tiles. attention_efficiency: the part of the peak that
+    fused attention reaches. memory_bytes_s: of the device's memory, as reached by simple kernels. kernel_s: from the
+    end of a kernel to the begin of the next. operation_s: of the host, to issue one operation. intra_bytes_s,
+    inter_bytes_s: of a device's link inside a node and between nodes, as reached by collectives. intra_s, inter_s: of a
+    collective, whatever it sends.
+    """
+
+    peak_flops: float
+    product_efficiency: float
+    product_ramp: float
+    multiprocessors: int
+    attention_efficiency: float
+    memory_bytes_s: float
+    kernel_s: float
+    operation_s: float
+    intra_bytes_s: float
+    inter_bytes_s: float | None
+    intra_s: float
+    inter_s: float
+
+
+def rates_of(cluster: ClusterConfig, precision: str) -> Rates | None:
+    """Return the rates of a cluster in a precision; None if it does not give what `missing` lists."""
+    peak = peak_flops(cluster, precision)
+    if missing(cluster, precision):
+        return None
+    assert peak and cluster.memory_gb_s and cluster.intra_gb_s
+    share = cluster.link_efficiency
+    return Rates(
+        peak_flops=peak,
+        product_efficiency=cluster.product_efficiency,
+        product_ramp=cluster.product_ramp,
+        multiprocessors=cluster.multiprocessors,
+        attention_efficiency=cluster.attention_efficiency,
+        memory_bytes_s=cluster.memory_gb_s * 1e9 * cluster.memory_efficiency,
+        kernel_s=cluster.kernel_us * 1e-6,
+        operation_s=cluster.operation_us * 1e-6,
+        intra_bytes_s=cluster.intra_gb_s * 1e9 * share,
+        inter_bytes_s=cluster.inter_gb_s * 1e9 * share if cluster.inter_gb_s else None,
+        intra_s=cluster.collective_us * 1e-6,
+        inter_s=(cluster.collective_us + (cluster.latency_us or 0.0)) * 1e-6,
+    )
+
+
+def missing(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
+    """The `cluster` keys without which the time of a step is unknown."""
+    peak = () if peak_flops(cluster, precision) else (f"peak_tflops.{precision}",)
+    return (*peak, *(key for key in NEEDED if not getattr(cluster, key)))

@@ -1,0 +1,164 @@
+"""The time of a step: stages in the pipeline's schedule, then what no computation hides."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallelrun.config.schema import ClusterConfig
+from parallelrun.plan import prediction, simulate
+from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
+from parallelrun.plan.step_time.kernels import streaming_s
+from parallelrun.plan.step_time.links import collective_s
+from parallelrun.plan.step_time.rates import Rates, missing, rates_of
+from parallelrun.plan.structure import Plan
+
+PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE = (
+    "pipeline communication", "bubble", "data communication", "optimizer", "recompute",
+)  # fmt: skip
+OVERLAP = 0.8  # the part of the backward pass under which gradients can travel
+SLOWED = 0.1  # of hidden communication, the part by which it slows down the computation that hides it
+LOW, HIGH = 0.85, 1.20  # of the prediction: p10 and p90
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and of its parts, which add up to it. tokens_per_s_per_gpu: samples for models of images.
+    mfu: model FLOPs over what the devices could do at their peak."""
+
+    step_s: float
+    p10_s: float
+    p90_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    parts: Mapping[str, float]
+
+
+def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True) -> StepTime | None:
+    """Predict a step; None for the reasons that `why_unknown` gives.
+
+    fused: attention keeps no scores. overlapped: the data strategy communicates while backward computes.
+    """
+    rates = rates_of(cluster, plan.precision.name)
+    if rates is None or why_unknown(plan, cluster):
+        return None
+    stages = _stages(plan, cluster, rates, fused)
+    messages = _messages(plan, cluster, rates)
+    data = _data(plan, cluster, rates)
+    if stages is None or messages is None or data is None:
+        return None
+    makespan, busy = _schedule(plan, stages, messages)
+    parts = _parts_of(plan, stages)
+    parts[PIPELINE] = messages * plan.batch.microbatches
+    parts[BUBBLE] = makespan - busy
+    parts[DATA] = _exposed(plan, data, stages, makespan) if overlapped else sum(data.values())
+    memory = prediction.memory(plan, 0)
+    parts[OPTIMIZER] = streaming_s(2 * memory.optimizer + 3 * memory.weights, 20, rates)
+    total = sum(parts.values())
+    tokens = plan.batch.global_batch * plan.spec.seq / total / plan.world
+    flops = 3 * plan.spec.forward_flops * plan.batch.global_batch
+    mfu = flops / total / plan.num_workers / rates.peak_flops
+    shown = {name: seconds for name, seconds in parts.items() if seconds}
+    return StepTime(total, LOW * total, HIGH * total, tokens, mfu, shown)
+
+
+def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
+    """Return why the time of a step cannot be predicted; empty if it can."""
+    if plan.servers:
+        return "the time of workers with parameter servers is not predicted"
+    if plan.spec.kind != "tokens" or not plan.spec.forward_flops:
+        return "the time of this kind of model is not predicted"
+    absent = missing(cluster, plan.precision.name)
+    if not absent and plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
+        absent = ("inter_gb_s",)
+    return f"cluster.{absent[0]} is not given" if absent else ""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of one microbatch. parts: of both passes together."""
+
+    forward: float
+    backward: float
+    parts: Parts
+
+
+def _stages(plan: Plan, cluster: ClusterConfig, rates: Rates, fused: bool) -> list[_Stage] | None:
+    known: dict[str, BlockTime | None] = {}
+    stages = []
+    for stage in plan.stages:
+        forward = backward = 0.0
+        parts: Parts = defaultdict(float)
+        for name in stage.blocks:
+            alike = plan.spec.first_alike[name]
+            if alike not in known:
+                known[alike] = block_time(plan.spec.block(name), plan, cluster, rates, fused)
+            time = known[alike]
+            if time is None:
+                return None
+            again = sum(time.again.values())
+            forward += sum(time.forward.values())
+            backward += sum(time.backward.values()) + again
+            for kind, seconds in (*time.forward.items(), *time.backward.items(), (RECOMPUTE, again)):
+                parts[kind] += seconds
+        stages.append(_Stage(forward, backward, dict(parts)))
+    return stages
+
+
+def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
+    """Seconds that a pp rank in the middle spends on the messages of one microbatch."""
+    pp = plan.mesh.size("pp")
+    if pp == 1:
+        return 0.0
+    rows = prediction.collectives(plan, plan.mesh.rank(pp=pp // 2))
+    found = [collective_s(row, plan, cluster, rates) for row in rows if row.axis == "pp" and row.operation == "send"]
+    seconds = [one for one in found if one is not None]
+    return sum(seconds) / plan.batch.microbatches if len(seconds) == len(found) else None
+
+
+def _schedule(plan: Plan, stages: list[_Stage], messages: float) -> tuple[float, float]:
+    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
+    pp, count = plan.mesh.size("pp"), plan.batch.microbatches
+    each = messages * pp / len(stages) / 2
+    forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
+    busy = count * (sum(forward) + sum(backward)) / pp
+    if pp == 1:
+        return busy, busy
+    half = [seconds / 2 for seconds in backward]
+    times = {"F": forward, "B": backward, "I": half, "W": half}
+    return simulate.run(plan, times).makespan, busy
+
+
+def _parts_of(plan: Plan, stages: list[_Stage]) -> Parts:
+    """The mean over pp ranks of the seconds of all microbatches, by kind of work."""
+    parts: Parts = defaultdict(float)
+    for stage in stages:
+        for name, seconds in stage.parts.items():
+            parts[name] += seconds * plan.batch.microbatches / plan.mesh.size("pp")
+    return dict(parts)
+
+
+def _data(plan: Plan, cluster: ClusterConfig, rates: Rates) -> dict[str, float] | None:
+    """Seconds of the data strategy's communication and of the last sums of gradients, by operation."""
+    found: Parts = defaultdict(float)
+    coordinate = plan.mesh.coordinate(0)
+    for row in plan.data.collectives(coordinate["pp"], coordinate, plan):
+        seconds = collective_s(row, plan, cluster, rates)
+        if seconds is None:
+            return None
+        found[row.operation] += seconds / prediction.steps_between(plan, row.purpose)
+    return dict(found)
+
+
+def _exposed(plan: Plan, data: dict[str, float], stages: list[_Stage], makespan: float) -> float:
+    """What backward (gradients) and forward (weights) do not hide; sharded weights travel in every microbatch."""
+    gathers = data.get("all_gather", 0.0)
+    sums = sum(data.values()) - gathers
+    pp = plan.mesh.size("pp")
+    forward, backward = (OVERLAP * sum(getattr(one, name) for one in stages) / pp for name in ("forward", "backward"))
+    if plan.data.shards_weights:
+        hidden = min(gathers + sums, OVERLAP * makespan)
+    else:
+        hidden = min(sums, backward) + min(gathers, forward)
+    return gathers + sums - (1 - SLOWED) * hidden
