@@ -345,9 +345,14 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return product
 
 
-def is_compiler_loaded() -> bool:
-    """Return whether torch.compile's front end is imported, which takes a second."""
-    return "torch._dynamo" in sys.modules
+def before_compiling(callback: Callable[[object], None]) -> None:
+    """Call `callback` before torch.compile traces anything, if its front end is imported: torch.distributed.pipelining
+    imports it, too, and then mostly nothing is compiled. What keeps a function out of graphs costs at each call."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.callback import callback_handler
+
+        if callback not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(callback)
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

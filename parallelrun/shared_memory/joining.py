@@ -54,8 +54,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     why = [one for one in _exchange(place, "opened", mine_refused) if one]
     if why:
         return _refused(place, why[0])
-    if torch_private.is_compiler_loaded():  # the user compiles
-        keep_out_of_graphs()
+    torch_private.before_compiling(_keep_out)
     num_ranks = max(len(hosts.local), *(everyone[rank]["ranks"] for rank in hosts.local))
     shares_cores = num_ranks > min(everyone[rank]["cores"] for rank in hosts.local)
     if len(hosts.ranks) > 1:
@@ -80,6 +79,10 @@ def _over_hosts(
         for number in range(_CHANNELS)
     ]  # fmt: skip
     return HierarchicalGroup(place, engine, hosts, members, _CHANNELS * COLLECTIVE_WORDS, (gloo, lane), shares_cores)
+
+
+def _keep_out(_: object) -> None:
+    keep_out_of_graphs()
 
 
 def _refused(place: Place, why: str) -> Any:
