@@ -207,7 +207,7 @@ def main() -> None:
     rows = []
     print(
         f"{'case':6}{'size':10}{'ours ms':>9}{'theirs ms':>11}{'ratio':>8}"
-        f"{'95 %':>16}{'A/A':>7}{'bar':>7}{'waits ms':>10}"
+        f"{'95 %':>16}{'A/A':>7}{'CPU':>7}{'bar':>7}{'waits ms':>10}"
     )
     for case in arguments.case.split(","):
         for size in arguments.size.split(","):
@@ -217,7 +217,7 @@ def main() -> None:
             interval = f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}"
             print(
                 f"{case:6}{size:10}{row['ours_median_s'] * 1e3:9.1f}{row['theirs_median_s'] * 1e3:11.1f}"
-                f"{row['ratio']:8.2f}{interval:>16}{row['a_a_ratio']:7.2f}{row['bar']:7.2f}"
+                f"{row['ratio']:8.2f}{interval:>16}{row['a_a_ratio']:7.2f}{row['cpu_ratio']:7.3f}{row['bar']:7.2f}"
                 f"{row['ours_waits_s'] * 1e3:10.1f}  {'holds' if row['holds'] else 'DOES NOT HOLD'}",
                 flush=True,
             )

@@ -51,34 +51,46 @@ def time_pairs(
     ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, warmup: int, **beside: Callable[[], Any]
 ) -> dict[str, list[float]]:
     """Seconds of each step, the slowest rank's: `ours`, `theirs`, `again` (theirs once more, for the A/A ratio), and
-    whatever else is to be timed beside them.
+    whatever else is to be timed beside them. `<name>_cpu`: CPU seconds of all ranks together, with the threads that
+    send and receive; other work on the machine hardly changes them.
 
-    The order rotates from pair to pair; a barrier stands before each.
+    Every step follows one of another side, because it would find its own weights in the cache: ours is run twice in a
+    pair (timed once), between theirs and theirs again, and the order changes from pair to pair. A barrier stands before
+    each.
     """
     sides = {"ours": ours, "theirs": theirs, "again": theirs, **beside}
     times: dict[str, list[float]] = {name: [] for name in sides}
-    order = list(sides)
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    orders = (("ours", "theirs", "", "again", *beside), ("", "again", "ours", "theirs", *beside))
     for number in range(warmup + pairs):
-        for name in order:
+        for name in orders[number % 2]:
+            if not name:
+                ours()
+                continue
             _barrier()
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             sides[name]()
-            took = time.perf_counter() - began
+            took, took_cpu = time.perf_counter() - began, time.process_time() - began_cpu
             if number >= warmup:
                 times[name].append(took)
-        order = order[1:] + order[:1]
-    return {name: _slowest(values) for name, values in times.items()}
+                cpu[name].append(took_cpu)
+    slowest = {name: _over_ranks(values, dist.ReduceOp.MAX) for name, values in times.items()}
+    return slowest | {f"{name}_cpu": _over_ranks(values, dist.ReduceOp.SUM) for name, values in cpu.items()}
+
+
+def _has_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _barrier() -> None:
-    if dist.is_initialized():
+    if _has_ranks():
         dist.barrier()
 
 
-def _slowest(values: list[float]) -> list[float]:
+def _over_ranks(values: list[float], operation: Any) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    if _has_ranks():
+        dist.all_reduce(tensor, op=operation)
     return tensor.tolist()
 
 
@@ -105,12 +117,14 @@ def waited(step: Callable[[], Any], repeats: int = 8) -> float:
 def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any]:
     """Median ratio ours/theirs with a 95 % bootstrap interval, the A/A ratio beside it, and whether `bar` holds.
 
-    A bar holds if the median of the paired ratios is <= bar + 0.03 and the lower bootstrap bound is <= bar.
+    A bar holds if the median of the paired ratios is <= bar + 0.03 and the lower bootstrap bound is <= bar. cpu_ratio:
+    the median ratio of CPU seconds, if they were measured.
     """
     ratios = [a / b for a, b in zip(times["ours"], times["theirs"])]
     control = [a / b for a, b in zip(times["again"], times["theirs"])]
     median = statistics.median(ratios)
     low, high = bootstrap(ratios)
+    cpu = [a / b for a, b in zip(times.get("ours_cpu", ()), times.get("theirs_cpu", ()))]
     return {
         "ours_median_s": statistics.median(times["ours"]),
         "theirs_median_s": statistics.median(times["theirs"]),
@@ -118,6 +132,7 @@ def summarise(times: dict[str, list[float]], bar: float | None) -> dict[str, Any
         "ratio_low": low,
         "ratio_high": high,
         "a_a_ratio": statistics.median(control),
+        "cpu_ratio": statistics.median(cpu) if cpu else None,
         "pairs": len(ratios),
         "bar": bar,
         "holds": None if bar is None else median <= bar + 0.03 and low <= bar,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -276,12 +277,20 @@ class _Observers:
 
     _KEY = "parallelrun_observers"
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_threads = 0  # that have observers: mostly none, and torch's storage is slow
+
     def get(self) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = torch._C._get_obj_in_tls(self._KEY) if torch._C._is_key_in_tls(self._KEY) else ()
+        if not self._num_threads or not torch._C._is_key_in_tls(self._KEY):
+            return ()
+        found: tuple[Any, ...] = torch._C._get_obj_in_tls(self._KEY)
         return found
 
     def set(self, found: tuple[Any, ...]) -> None:
-        torch._C._stash_obj_in_tls(self._KEY, found)
+        with self._lock:
+            self._num_threads += bool(found) - bool(self.get())
+            torch._C._stash_obj_in_tls(self._KEY, found)
 
 
 observers = _Observers()

@@ -7,7 +7,8 @@ all-reduce only.
 Each process has one anonymous arena (`arena`). Peers map it through /proc/<pid>/fd, so it has no name and disappears
 with the last process, however that ends. A collective is posted when it is called: the caller's part is copied into its
 arena. It completes while its process waits (`engine`), which advances all outstanding operations of the process. Sums
-are in rank order, and equal on every rank.
+are in rank order, and equal on every rank. A process that waits for several others is woken by the last (`channel`).
+Where ranks share cores, the last one also computes the sum of a small all-reduce, which the others copy.
 
 A group over several hosts does so within each host, and uses gloo between them (`hierarchical`). A group whose ranks
 cannot map each other's memory uses gloo alone (`joining`). `carrier` tells them apart.

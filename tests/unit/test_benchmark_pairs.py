@@ -32,3 +32,19 @@ def test_what_lies_beyond_a_floor_is_compared_without_it():
     times = {"ours": [3.0] * 20, "theirs": [4.0] * 20, "again": [4.0] * 20, "product": [2.0] * 20}
     found = pairs.beyond(times, "product")
     assert found["beyond_ratio"] == pytest.approx(0.5) and found["beyond_a_a"] == pytest.approx(1.0)
+
+
+def test_cpu_seconds_are_compared_beside_the_time():
+    times = {"ours": [2.0] * 4, "theirs": [1.0] * 4, "again": [1.0] * 4}
+    assert pairs.summarise(times, None)["cpu_ratio"] is None
+    summary = pairs.summarise({**times, "ours_cpu": [1.0, 3.0, 3.0], "theirs_cpu": [2.0, 6.0, 1.0]}, None)
+    assert summary["ratio"] == 2.0 and summary["cpu_ratio"] == 0.5
+
+
+def test_every_side_is_timed_in_turn():
+    called: list[str] = []
+    times = pairs.time_pairs(lambda: called.append("ours"), lambda: called.append("theirs"), pairs=2, warmup=1)
+    assert called.count("ours") == 6 and called.count("theirs") == 6
+    assert {name: len(values) for name, values in times.items()} == {
+        f"{name}{kind}": 2 for name in ("ours", "theirs", "again") for kind in ("", "_cpu")
+    }
