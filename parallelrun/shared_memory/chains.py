@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallelrun.shared_memory.channel import CollectiveChannel
 from parallelrun.shared_memory.engine import SAFETY_S, STALLED_S, Engine, PendingOperation
 from parallelrun.shared_memory.process import ANY, Peer
+from parallelrun.shared_memory.tensors import as_bytes
 
 Stage = Callable[[], Iterable[PendingOperation]]  # issues operations and returns them
 
@@ -97,11 +97,6 @@ class GlooLink:
         """
         held, self.group = [self.group], None
         threading.Thread(target=held.clear, daemon=True).start()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, which share its memory."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class Chain:

@@ -110,6 +110,12 @@ class HostSums:
         self.received = self._scratch(num_hosts * self.num_totalled).view(num_hosts, -1)
         return self.received, [self.num_totalled * item] * num_hosts, self.sums, [one * item for one in self._numels]
 
+    def placed_by_host(self) -> Sequence[Tensor]:
+        """Return `received`, with all of this host's sums in its place."""
+        self.received = self._scratch(len(self._hosts.ranks) * self.sums.numel()).view(len(self._hosts.ranks), -1)
+        self.received[self._hosts.host] = self.sums
+        return self.received.unbind()
+
     def free(self) -> None:
         """Give back `sums` and `received`."""
         del self.sums, self.received

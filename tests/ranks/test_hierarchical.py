@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelrun import shared_memory
-from parallelrun.shared_memory import hierarchical
+from parallelrun.shared_memory import collectives, hierarchical
 from parallelrun.shared_memory.process import HOST_VARIABLE
 from tests.pool import RanksFailed, run_ranks
 from tests.ranks.test_shared_memory import DTYPES, OPERATIONS, SIZES, part, strided, without_strides
@@ -117,7 +117,7 @@ def uneven_parts(hosts: str) -> tuple[list[int], list[float], list[Any], list[An
     outputs = [torch.zeros(number + 1) for number in range(world)]
     dist.all_gather(outputs, torch.full((rank + 1,), float(rank)), group=group)
     mine = torch.zeros(rank + 1)
-    dist.reduce_scatter(mine, [torch.full((number + 1,), float(rank)) for number in range(world)], group=group)
+    dist.reduce_scatter(mine, [torch.full((number + 1,), float(rank + number)) for number in range(world)], group=group)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, "x" * rank, group=group)
     given: list[Any] = [None]
@@ -130,7 +130,7 @@ def test_parts_of_several_sizes_and_python_objects(hosts: str) -> None:
     world = len(hosts)
     for rank, (sums, mine, everyone, given) in enumerate(run_ranks(world, uneven_parts, hosts)):
         assert sums == [number * (number + 1) for number in range(world)]
-        assert mine == [float(sum(range(world)))] * (rank + 1)
+        assert mine == [float(sum(range(world)) + rank * world)] * (rank + 1)
         assert everyone == ["x" * number for number in range(world)] and given == ["abcde"[rank]]
 
 
@@ -169,8 +169,9 @@ def test_overlapping_groups_complete_in_any_order(hosts: str) -> None:
 def message_while_owing(hosts: str) -> float:
     """Rank 0 waits for a message from another host, that is sent after a collective that needs rank 0."""
     group, inside = over(hosts), dist.new_group([0, 1, 2])
-    rank, tensor = dist.get_rank(), torch.full((50_000,), 1.0)
+    rank, tensor = dist.get_rank(), torch.ones(collectives.SERIAL // 2)
     if rank < 3:
+        time.sleep(rank % 2)  # rank 0 waits before it can sum its part
         work = dist.all_reduce(tensor, group=inside, async_op=True)
         if rank == 1:
             work.wait()
@@ -185,7 +186,7 @@ def message_while_owing(hosts: str) -> float:
 
 
 def test_a_rank_that_waits_for_a_message_from_another_host_serves_its_own_host() -> None:
-    """Three ranks: their all-reduce has two phases."""
+    """Their all-reduce is so large that each of the three sums a part."""
     assert run_ranks(4, message_while_owing, UNEVEN, timeout=20) == [3.0, 3.0, 3.0, 1.0]
 
 
