@@ -50,6 +50,8 @@ class PeakBytes(TorchDispatchMode):
         if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.device.type != self._device:
             return  # a DTensor has no memory of its own; its local tensor is seen when it is used
         storage = value.untyped_storage()
+        if not storage.resizable():  # memory of others, such as what a collective shares between ranks
+            return
         key = id(storage)  # one Python object for as long as the storage lives
         if key not in self._held:
             self._held[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()

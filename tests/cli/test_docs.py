@@ -16,6 +16,8 @@ from parallelrun import registry
 from parallelrun.cli import help as texts
 from parallelrun.cli.help import TOOLS, VERBS
 from parallelrun.cli.main import main
+from parallelrun.config import keys, source, strategy_keys
+from parallelrun.plan import shorthands
 from tests.cli.test_plugin import ENTRY_POINTS, PLUGIN, install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,12 +69,21 @@ def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path / "site")
     shutil.copytree(PLUGIN / "conf", tmp_path / "conf")
-    registry._plug_ins.cache_clear()
+    _forget_plug_ins()
     for page in PAGES:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)
     yield
-    registry._plug_ins.cache_clear()
+    _forget_plug_ins()
+
+
+def _forget_plug_ins() -> None:
+    """Clear what is remembered of the registered strategies and of their keys, in this process."""
+    for module in (registry, strategy_keys, keys, shorthands):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+    source._pickled_schema.cache_clear()
 
 
 @pytest.mark.parametrize("words", PLANNED, ids=" ".join)
