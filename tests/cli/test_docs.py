@@ -69,16 +69,23 @@ def own_files(tmp_path: Path, monkeypatch) -> Iterator[None]:
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path / "site")
     shutil.copytree(PLUGIN / "conf", tmp_path / "conf")
-    _forget_plug_ins()
+    registry._plug_ins.cache_clear()
     for page in PAGES:
         for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(text)
+    yield
+    registry._plug_ins.cache_clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_plug_in_remains() -> Iterator[None]:
+    """Forget the registered strategies and their keys: this process serves other files of tests, too."""
+    _forget_plug_ins()
     yield
     _forget_plug_ins()
 
 
 def _forget_plug_ins() -> None:
-    """Clear what is remembered of the registered strategies and of their keys, in this process."""
     for module in (registry, strategy_keys, keys, shorthands):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
