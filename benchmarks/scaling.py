@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.pairs import environment, write
+from benchmarks.pairs import write
 from parallelrun.report import chart
 from parallelrun.report.figures import digits
 
@@ -99,12 +99,14 @@ def picture(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
             ranks = sorted({row["ranks"] for row in cells})
             ideal = [(one, max(single) * min(one, facts["cores"])) for one in ranks]
             chart.line(axes, len(names), ideal, thick=True)
-        chart.scale(axes, "x", "{:g}".format, log=True, base=2, ticks=[row["ranks"] for row in cells], label="ranks")
+        chart.scale(
+            axes, "x", "{:g}".format, log=True, base=2, ticks=sorted({row["ranks"] for row in cells}), label="ranks"
+        )
         chart.scale(axes, "y", digits, from_zero=True, label="tokens/s")
     for axes, case in zip(panels[2:], ("plan", "verify")):
         cells = [row for row in rows if row["case"] == case]
         chart.line(axes, len(names) + 1, points(cells, "seconds"))
-        chart.scale(axes, "x", digits, log=True, ticks=[row["ranks"] for row in cells], label="ranks")
+        chart.scale(axes, "x", digits, log=True, ticks=sorted({row["ranks"] for row in cells}), label="ranks")
         chart.scale(axes, "y", digits, from_zero=True, label="seconds of the command")
     legend = (*names, f"ideal up to {facts['cores']} cores", "seconds")
     notes = (f"torch {facts['torch']}, {facts['date']}; beyond {facts['cores']} ranks, ranks share cores",)
@@ -140,7 +142,8 @@ def main() -> None:
     if arguments.name:
         path = write(arguments.name, {"command": "python -m benchmarks.scaling"}, rows)
         drawing = path.with_suffix(".svg")
-        drawing.write_text(picture(json.loads(path.read_text())["rows"], environment()))
+        measured = json.loads(path.read_text())["rows"]
+        drawing.write_text(picture(measured, measured[-1]["environment"]))
         print(f"written to {path} and {drawing.name}")
 
 

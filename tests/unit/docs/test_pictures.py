@@ -33,10 +33,20 @@ def routing_balance(path: Path) -> str:
     return routing_balance.picture(document["rows"], document["environment"])
 
 
+def scaling(path: Path) -> str:
+    from benchmarks import scaling
+
+    rows = json.loads(path.with_suffix(".json").read_text())["rows"]
+    return scaling.picture(rows, rows[-1]["environment"])
+
+
+OF_RESULTS = {"crossover": crossover, "routing_balance": routing_balance, "scaling": scaling}
+
+
 def drawn_by(path: Path) -> Callable[[], str]:
     """How a picture of the repository is drawn today."""
     if path.parent == RESULTS:
-        return lambda: (crossover if path.stem.endswith("crossover") else routing_balance)(path)
+        return lambda: OF_RESULTS[path.stem.rpartition("-")[2]](path)
     if path.parent.name == "layouts":
         module = docs_module("layouts")
         return lambda: module.draw(next(one for one in module.PICTURES if one.name == path.stem))
