@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
@@ -47,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: `tests.matrix` reads it, in this process and in those that it starts."""
     os.environ["PARALLELRUN_FULL_MATRIX"] = str(int(config.getoption("matrix") == "full"))
+    # A shell's background job ignores Ctrl-C, and so would the programs that tests interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Hundreds of processes import the program: without compiled files, each compiles it again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
