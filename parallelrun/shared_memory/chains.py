@@ -21,7 +21,23 @@ from parallelrun.shared_memory.tensors import as_bytes
 Stage = Callable[[], Iterable[PendingOperation]]  # issues operations and returns them
 
 
-class GlooOperation:
+class BetweenHosts:
+    """What an `engine.PendingOperation` answers whose peers are all on other hosts, where gloo looks after them."""
+
+    def missing(self) -> list[Peer]:
+        """Return none: its peers are on other hosts."""
+        return []
+
+    def sleep(self) -> tuple[int, float]:
+        """See `engine.PendingOperation`."""
+        return ANY, SAFETY_S
+
+    def closed(self, peer: Peer) -> bool:
+        """Return False: its peers are on other hosts."""
+        return False
+
+
+class GlooOperation(BetweenHosts):
     """A collective over gloo. A thread of gloo ends it, and advances what follows."""
 
     def __init__(self, engine: Engine, work: Any, tensors: Sequence[Tensor] = ()):
@@ -46,18 +62,6 @@ class GlooOperation:
             finally:
                 self._engine.lock.release()
             self._engine.process.ring()
-
-    def missing(self) -> list[Peer]:
-        """Return none: its peers are on other hosts."""
-        return []
-
-    def sleep(self) -> tuple[int, float]:
-        """See `engine.PendingOperation`."""
-        return ANY, SAFETY_S
-
-    def closed(self, peer: Peer) -> bool:
-        """Return False: its peers are on other hosts."""
-        return False
 
 
 class GlooLink:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from parallelrun.shared_memory.engine import SAFETY_S, Engine
+from parallelrun.shared_memory.chains import BetweenHosts, GlooLink
+from parallelrun.shared_memory.engine import Engine
 from parallelrun.shared_memory.hosts import Hosts
-from parallelrun.shared_memory.process import ANY, Peer
 
 if TYPE_CHECKING:
-    from parallelrun.shared_memory.chains import GlooLink
     from parallelrun.shared_memory.messages import Message, MessageChannel
 
 _LOOK_S = 5e-4
 
 
-class GlooMessage:
+class GlooMessage(BetweenHosts):
     """One side of a message to or from another host. It ends in `wait` only: gloo has no notice of the end."""
 
     def __init__(self, engine: Engine, work: Any, tensor: Tensor, peer: int):
@@ -49,18 +48,6 @@ class GlooMessage:
             with self._engine.lock:
                 self._engine.progress()
                 is_owing = self._engine.is_owing()
-
-    def missing(self) -> list[Peer]:
-        """Return none: the other side is on another host."""
-        return []
-
-    def sleep(self) -> tuple[int, float]:
-        """See `engine.PendingOperation`."""
-        return ANY, SAFETY_S
-
-    def closed(self, peer: Peer) -> bool:
-        """Return False: the other side is on another host."""
-        return False
 
 
 class HierarchicalMessages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch import Tensor
 from parallelrun import shared_memory
 from parallelrun.shared_memory import collectives, hierarchical
 from parallelrun.shared_memory.process import HOST_VARIABLE
+from tests.overlapping_groups import out_of_order
 from tests.pool import RanksFailed, run_ranks
 from tests.ranks.test_shared_memory import DTYPES, OPERATIONS, SIZES, part, strided, without_strides
 
@@ -134,36 +134,14 @@ def test_parts_of_several_sizes_and_python_objects(hosts: str) -> None:
         assert everyone == ["x" * number for number in range(world)] and given == ["abcde"[rank]]
 
 
-def out_of_order(hosts: str, seed: int) -> None:
-    """Groups that overlap; what is issued is waited for in another order on every rank, or not at all."""
+def out_of_order_on(hosts: str, seed: int) -> None:
     os.environ[HOST_VARIABLE] = hosts[dist.get_rank()]
-    rank, order, local = dist.get_rank(), random.Random(seed), random.Random(seed + dist.get_rank())
-    members = ((0, 1), (0, 2), (1, 2, 3), (0, 1, 2, 3))
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    pending: list[tuple[Any, Tensor, float]] = []
-    for number in range(150):
-        which, numel = order.randrange(4), order.choice([1, 100, 20_000])
-        if rank in members[which]:
-            tensor = torch.full((numel,), float(rank + number))
-            work = dist.all_reduce(tensor, group=groups[which], async_op=True)
-            pending.append((work, tensor, float(sum(members[which]) + number * len(members[which]))))
-        if pending and local.random() < 0.3:
-            work, tensor, expected = pending.pop(local.randrange(len(pending)))
-            work.wait()
-            assert torch.equal(tensor, torch.full_like(tensor, expected)), (number, tensor[0], expected)
-    local.shuffle(pending)
-    for work, tensor, expected in pending[: len(pending) // 2]:
-        work.wait()
-        assert torch.equal(tensor, torch.full_like(tensor, expected))
-    dist.barrier()
-    shared_memory.finish()
-    for work, tensor, expected in pending[len(pending) // 2 :]:
-        assert work.is_completed() and work.is_success() and torch.equal(tensor, torch.full_like(tensor, expected))
+    out_of_order(seed)
 
 
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN, MIXED, "abcd"])
 def test_overlapping_groups_complete_in_any_order(hosts: str) -> None:
-    run_ranks(4, out_of_order, hosts, 3)
+    run_ranks(4, out_of_order_on, hosts, 3)
 
 
 def message_while_owing(hosts: str) -> float:

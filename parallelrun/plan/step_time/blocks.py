@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from parallelrun.config.schema import ClusterConfig
@@ -10,9 +10,10 @@ from parallelrun.model_spec import BlockSpec, LayerSpec
 from parallelrun.plan.step_time.kernels import attention_s, product_s, streaming_s
 from parallelrun.plan.step_time.links import collective_s
 from parallelrun.plan.step_time.rates import Rates
-from parallelrun.plan.structure import Plan
+from parallelrun.plan.structure import Collective, Plan
 from parallelrun.plan.tensor_strategy import BACKWARD, FORWARD, RECOMPUTATION
 from parallelrun.precision import BYTES
+from parallelrun.product import Product
 
 PRODUCTS, ATTENTION, MEMORY_BOUND, HOST = "products", "attention", "memory-bound", "host"
 TENSOR, EXPERT = "tensor communication", "expert communication"
@@ -53,15 +54,30 @@ def block_time(block: BlockSpec, plan: Plan, cluster: ClusterConfig, rates: Rate
     for parts, issued in zip((forward, backward), OPERATIONS.get(block.kind, (4, 4))):
         operations = issued + OPERATIONS_OF_TENSOR_PARALLEL * several
         parts[HOST] = max(0.0, operations * rates.operation_s - sum(parts.values()))
-    again = _recomputed(block, forward, plan, fused)
-    passes = {FORWARD: forward, RECOMPUTATION: again, BACKWARD: backward}
-    for one in plan.tensor.traffic(block, plan) if several else ():
-        seconds = collective_s(one.row, plan, cluster, rates)
+    time = BlockTime(forward, backward, _recomputed(block, forward, plan, fused))
+    for kind, parts, row, share in _traffic(block, plan, time):
+        seconds = collective_s(row, plan, cluster, rates)
         if seconds is None:
             return None
-        parts = passes[one.during]
-        parts[TENSOR] = parts.get(TENSOR, 0.0) + seconds
-    return BlockTime(forward, backward, again)
+        parts[kind] = parts.get(kind, 0.0) + share * seconds
+    return time
+
+
+def _traffic(block: BlockSpec, plan: Plan, time: BlockTime) -> Iterator[tuple[str, Parts, Collective, float]]:
+    """(kind of work, pass, collective, the part of it that belongs to one microbatch in that pass)."""
+    passes = {FORWARD: time.forward, RECOMPUTATION: time.again, BACKWARD: time.backward}
+    if plan.mesh.size("tp") > 1:
+        for one in plan.tensor.traffic(block, plan):
+            yield TENSOR, passes[one.during], one.row, 1.0
+    if plan.expert:  # rows are dispatched and combined alike in every pass
+        used = [
+            time.forward,
+            time.backward,
+            *([time.again] if plan.recompute == "full" and block.is_recomputed else []),
+        ]
+        for row in plan.expert.collectives((block,), plan):
+            for parts in used:
+                yield EXPERT, parts, row, 1 / len(used) / plan.batch.microbatches
 
 
 def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, fused: bool) -> Parts:
@@ -74,7 +90,7 @@ def _recomputed(block: BlockSpec, forward: Parts, plan: Plan, fused: bool) -> Pa
 
 def _products(block: BlockSpec, plan: Plan, rates: Rates, backward: bool = False) -> Parts:
     width, seconds = BYTES[plan.precision.compute], 0.0
-    for rows, inner, columns in _shapes(block.layers, plan):
+    for rows, inner, columns in _shapes(block, plan):
         if backward:
             seconds += product_s(rows, columns, inner, width, rates) + product_s(columns, rows, inner, width, rates)
         else:
@@ -82,12 +98,17 @@ def _products(block: BlockSpec, plan: Plan, rates: Rates, backward: bool = False
     return {PRODUCTS: seconds}
 
 
-def _shapes(layers: Iterable[LayerSpec], plan: Plan) -> Iterable[tuple[int, int, int]]:
-    """(rows, inner, columns) of every product that a rank computes in forward; experts are counted apart."""
-    for layer in layers:
+def _dense_layers(block: BlockSpec, plan: Plan) -> Iterator[tuple[LayerSpec, Product]]:
+    """The layers that multiply, without experts, which are counted apart."""
+    for layer in block.layers:
         product = plan.tensor.product_of(layer, plan)
-        if product is None or product.lookup or layer.layer_role.startswith(("expert", "router")):
-            continue
+        if product and not product.lookup and not layer.layer_role.startswith(("expert", "router")):
+            yield layer, product
+
+
+def _shapes(block: BlockSpec, plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(rows, inner, columns) of every product that a rank computes in forward."""
+    for layer, product in _dense_layers(block, plan):
         rows, _ = product.gathered_x.local(plan.num_rows, layer.in_features, plan.mesh.sizes)
         shape = (layer.out_features, layer.in_features)
         columns, inner = product.gathered_weight.local_shape(shape, plan.mesh.sizes, {})
@@ -98,26 +119,21 @@ def _add_attention(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan
     """Attention, an equal share for each tp rank; what FLOPs then remain are those of experts."""
     tp, width, spec = plan.mesh.size("tp"), BYTES[plan.precision.compute], plan.spec
     flops = 4.0 * plan.num_rows * spec.seq * spec.hidden
-    if fused:  # a causal mask halves the work
-        forward[ATTENTION] = attention_s(flops / 2 / tp, rates)
+    if fused:
+        computed = flops if spec.mask_token is not None else flops / 2  # a causal mask halves the work
+        forward[ATTENTION] = attention_s(computed / tp, rates)
         backward[ATTENTION] = BACKWARD_OF_ATTENTION * forward[ATTENTION]
     else:
         scores = plan.batch.micro_batch * spec.heads * spec.seq**2 / tp
         moved = streaming_s(SCORE_BYTES * width / 2 * scores, 4, rates)
         forward[ATTENTION] = attention_s(flops / tp, rates) + moved
         backward[ATTENTION] = 2 * attention_s(flops / tp, rates) + moved
-    dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features
-                for layer in block.layers if _is_dense(layer, plan))  # fmt: skip
+    dense = sum(2.0 * plan.num_rows * layer.in_features * layer.out_features for layer, _ in _dense_layers(block, plan))
     of_experts = block.forward_flops * plan.batch.micro_batch - dense - flops
     if of_experts > 1e-3 * flops:
         seconds = of_experts / tp / (rates.peak_flops * rates.product_efficiency)
         forward[PRODUCTS] += seconds
         backward[PRODUCTS] += 2 * seconds
-
-
-def _is_dense(layer: LayerSpec, plan: Plan) -> bool:
-    product = plan.tensor.product_of(layer, plan)
-    return product is not None and not product.lookup and not layer.layer_role.startswith(("expert", "router"))
 
 
 def _add_streaming(forward: Parts, backward: Parts, block: BlockSpec, plan: Plan, rates: Rates) -> None:

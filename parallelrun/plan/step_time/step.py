@@ -24,8 +24,8 @@ LOW, HIGH = 0.85, 1.20  # of the prediction: p10 and p90
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and of its parts, which add up to it. tokens_per_s_per_gpu: samples for models of images.
-    mfu: model FLOPs over what the devices could do at their peak."""
+    """Seconds of a step, and of its parts, which add up to it. mfu: model FLOPs over what the devices could do at their
+    peak."""
 
     step_s: float
     p10_s: float

@@ -56,6 +56,32 @@ def test_parts_are_named_by_what_the_plan_does():
     assert {step.BUBBLE, step.PIPELINE, blocks.TENSOR, step.RECOMPUTE} <= predicted(*PLANS["pipeline"]).parts.keys()
 
 
+@pytest.mark.parametrize("name", ["2D", "pipeline", "interleaved", "experts"])
+def test_the_parts_are_the_time_in_which_ranks_work(name):
+    """The schedule is simulated with whole stages, apart from their parts."""
+    plan, cluster = planned(*PLANS[name]), composed(*PLANS[name]).config.cluster
+    rates = rates_of(cluster, plan.precision.name)
+    stages, messages = step._stages(plan, cluster, rates, True), step._messages(plan, cluster, rates)
+    _, busy = step._schedule(plan, stages, messages)
+    count = plan.batch.microbatches
+    assert sum(step._parts_of(plan, stages).values()) + messages * count == pytest.approx(busy, rel=1e-12)
+
+
+def test_experts_send_their_rows_in_every_pass():
+    plan, cluster = planned(*PLANS["experts"]), composed(*PLANS["experts"]).config.cluster
+    rates = rates_of(cluster, "bf16")
+    rows = plan.expert.collectives(plan.spec.blocks, plan)
+    seconds = sum(collective_s(row, plan, cluster, rates) for row in rows)
+    assert seconds > 0 and predicted(*PLANS["experts"]).parts[blocks.EXPERT] == pytest.approx(seconds, rel=1e-9)
+
+
+def test_attention_without_a_causal_mask_is_twice_the_work():
+    shape = ("strategy=single", "precision=bf16", "cluster=a100_dgx", "model.layers=2", "model.hidden=1024",
+             "model.heads=16", "model.seq=512", "model.vocab=1024", "micro_batch=8", "global_batch=8")  # fmt: skip
+    gpt, bert = (predicted(f"model={model}", *shape).parts[blocks.ATTENTION] for model in ("gpt", "bert"))
+    assert bert > 1.5 * gpt
+
+
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (2048, 12288, 6144), (4096, 4097, 4096), (33, 64, 100_000)])
 def test_no_product_beats_the_peak_rate(sizes):
     rows, inner, columns = sizes
