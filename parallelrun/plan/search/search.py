@@ -9,7 +9,7 @@ from parallelrun.config.strategy_keys import completed, narrowed
 from parallelrun.errors import ConfigError, Problem
 from parallelrun.plan import cluster_cost, prediction, resolve
 from parallelrun.plan.search.result import Found, Removed, Search
-from parallelrun.plan.search.space import Candidate, Space
+from parallelrun.plan.search.space import Choice, Space
 from parallelrun.plan.step_time.step import step_time, why_unknown
 from parallelrun.plan.structure import Plan
 
@@ -73,7 +73,7 @@ def _order(one: Found) -> tuple[float, int]:
     return one.time.step_s, one.heaviest_bytes
 
 
-def _found(plan: Plan, space: Space, one: Candidate) -> Found:
+def _found(plan: Plan, space: Space, one: Choice) -> Found:
     cluster = space.base.cluster
     memory = max(prediction.memories(plan).values(), key=lambda memory: memory.total)
     time = step_time(plan, cluster)

@@ -30,8 +30,8 @@ SHORT = {"strategy.pipeline.kind": "schedule", "strategy.pipeline.virtual_stages
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One choice of everything that a search chooses."""
+class Choice:
+    """A candidate: one choice of everything that a search chooses."""
 
     pp: int
     dp: int
@@ -73,7 +73,7 @@ class Space:
         each = self.folded.local_batch or -(-DEFAULT_GLOBAL_BATCH // self.world)
         return self.world * each
 
-    def candidates(self, spec: ModelSpec) -> Iterator[Candidate]:
+    def candidates(self, spec: ModelSpec) -> Iterator[Choice]:
         """All of them, legal or not."""
         for pp, dp, tp in self.degrees(spec):
             for ep in self.expert_degrees(dp, spec):
@@ -82,7 +82,7 @@ class Space:
                         for data in self.datas(dp, pp, tp):
                             for micro_batch in self.micro_batches(dp):
                                 for recompute in self.recomputes():
-                                    yield Candidate(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline)
+                                    yield Choice(pp, dp, tp, ep, micro_batch, recompute, data, tensor, pipeline)
 
     def degrees(self, spec: ModelSpec) -> Iterator[tuple[int, int, int]]:
         """(pp, dp, tp) whose product is the world, with as many stages as the model can be cut into."""
@@ -161,7 +161,7 @@ class Space:
                 kept += [changed] if changed not in kept else []
         return kept
 
-    def config(self, one: Candidate) -> Config:
+    def config(self, one: Choice) -> Config:
         """The configuration of a candidate."""
         strategy = replace(self.base.strategy, data=one.data, tensor=one.tensor, pipeline=one.pipeline)
         degrees: dict[str, Any] = {axis: getattr(one, axis) for axis in AXES}
@@ -170,7 +170,7 @@ class Space:
         changed = replace(self.base, strategy=strategy, micro_batch=one.micro_batch, microbatches=None, **degrees)
         return completed(replace(changed, recompute=one.recompute))
 
-    def overrides(self, one: Candidate) -> tuple[str, ...]:
+    def overrides(self, one: Choice) -> tuple[str, ...]:
         """What turns the user's command line into this candidate: every value that differs from the configuration."""
         config, names = self.config(one), {kind: name for name, kind in shorthands.layouts().items()}
         found = [f"world={self.world}"] if self.folded.world != self.world else []
