@@ -11,7 +11,7 @@ from parallelrun.plan import prediction, simulate
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
-from parallelrun.plan.step_time.rates import Rates, missing, rates_of
+from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.structure import Plan
 
 PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE = (
@@ -69,10 +69,7 @@ def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
         return "the time of workers with parameter servers is not predicted"
     if plan.spec.kind != "tokens" or not plan.spec.forward_flops:
         return "the time of this kind of model is not predicted"
-    absent = missing(cluster, plan.precision.name)
-    if not absent and plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
-        absent = ("inter_gb_s",)
-    return f"cluster.{absent[0]} is not given" if absent else ""
+    return not_given(plan, cluster)
 
 
 @dataclass(frozen=True)
