@@ -1,6 +1,6 @@
 """Score the predicted time of a step on measurements that others have published: error, bias, order and regret.
 
-    python -m benchmarks.foresight                       # every set; about five minutes on one core
+    python -m benchmarks.foresight                       # every set; half a minute on one core
     python -m benchmarks.foresight --case fit_sc21_table1,dev_llmfoundry_a100 --every 4
 
 Nothing is fitted here. `constant`: the best single rate, in FLOP/s of a GPU, that one could have fitted on the set
@@ -18,7 +18,8 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ from parallelrun.plan.structure import Plan
 PUBLISHED = Path(__file__).parent / "published"
 CLUSTERS = {"A100": "a100_dgx", "H100": "h100_dgx", "V100": "v100_32gb"}
 MEGATRON_2021 = {"fused": False, "overlapped": False}  # attention with scores in memory; gradients summed at the end
+MODEL_SIZES = {
+    "hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s",
+}  # fmt: skip
+PLAN_SIZES = {"world": "N", "tp": "tp", "pp": "pp", "dp": "dp", "global_batch": "gbs", "micro_batch": "mbs"}
+NUMBERS = (*MODEL_SIZES.values(), *PLAN_SIZES.values(), "v")
 STACKS: dict[str, dict[str, bool]] = {
     "fit_sc21_table1": MEGATRON_2021,
     "dev_vtrain_single_half": MEGATRON_2021,
@@ -71,29 +77,41 @@ def rows_of(name: str, every: int = 1) -> Iterator[Row]:
 
 def planned(row: dict[str, str]) -> tuple[Plan, Config]:
     """The plan of a published row. Raises ConfigError if it is not legal here."""
-    parsed, problems = read(list(_overrides(row)), False, "here")
+    number = {key: int(float(row[key])) for key in NUMBERS}
+    config, given = _composed(*_choices(row, number))
+    sizes: dict[str, Any] = {name: number[column] for name, column in MODEL_SIZES.items()}
+    degrees: dict[str, Any] = {name: number[column] for name, column in PLAN_SIZES.items()}
+    config = replace(
+        config,
+        model=replace(config.model, **sizes),
+        cluster=replace(config.cluster, inter_gb_s=float(row["inter"])),
+        virtual_stages=number["v"] if config.schedule == "interleaved" else None,
+        **degrees,
+    )
+    return resolve(config, given=given), config
+
+
+@cache
+def _composed(*overrides: str) -> tuple[Config, frozenset[str]]:
+    """The configuration with these choices, without numbers, and the keys that are given with the numbers."""
+    parsed, problems = read(list(overrides), False, "here")
     if problems:
         raise ConfigError(*problems)
     found, _ = compose.compose_once(compose.prepare(parsed, (), "plan", False))
-    return resolve(found.config, given=found.given), found.config
+    return found.config, found.given | {f"model.{name}" for name in MODEL_SIZES} | PLAN_SIZES.keys()
 
 
-def _overrides(row: dict[str, str]) -> Iterator[str]:
-    number = {key: int(float(row[key])) for key in ("N", "h", "L", "a", "kv", "ffn", "V", "s", "gbs", "mbs", "v")}
-    tp, pp, dp = (int(float(row[key])) for key in ("tp", "pp", "dp"))
+def _choices(row: dict[str, str], number: dict[str, int]) -> Iterator[str]:
+    """The overrides of a row that are no numbers: few differ, and composing takes a quarter of a second."""
     yield f"model={'llama3_8b' if row['llama'] == '1' else 'gpt3_175b'}"
-    sizes = {"hidden": "h", "layers": "L", "heads": "a", "kv_heads": "kv", "ffn": "ffn", "vocab": "V", "seq": "s"}
-    yield from (f"model.{key}={number[column]}" for key, column in sizes.items())
     yield f"model.tied_embeddings={str(row['tied'] == '1').lower()}"
-    yield from (f"strategy=ptdp world={number['N']} tp={tp} pp={pp} dp={dp} device=cuda").split()
-    yield from (f"global_batch={number['gbs']} micro_batch={number['mbs']} recompute={row['recomp']}").split()
-    yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and tp > 1).lower()}"
-    yield from (f"strategy.data.kind={row['data']} precision={row['prec']} cluster={CLUSTERS[row['gpu']]}").split()
-    yield f"cluster.inter_gb_s={float(row['inter'])}"
-    if pp > 1 and number["gbs"] // (number["mbs"] * dp) < pp:
+    yield from (f"strategy=ptdp device=cuda recompute={row['recomp']} strategy.data.kind={row['data']}").split()
+    yield f"strategy.tensor.sequence_parallel={str(row['sp'] == '1' and number['tp'] > 1).lower()}"
+    yield from (f"precision={row['prec']} cluster={CLUSTERS[row['gpu']]}").split()
+    if number["pp"] > 1 and number["gbs"] // (number["mbs"] * number["dp"]) < number["pp"]:
         yield "schedule=gpipe"  # 1F1B needs a microbatch per stage here
     elif number["v"] > 1:
-        yield from (f"schedule=interleaved virtual_stages={number['v']}").split()
+        yield "schedule=interleaved"
 
 
 def scores(rows: Sequence[Row]) -> dict[str, Any]:

@@ -161,7 +161,8 @@ class _Sweep:
             names = ("what", "where", "suggestion", "kind")
             problems = [{name: getattr(problem, name) for name in names} for problem in error.problems]
             row |= {"state": "skipped", "exit_code": error.exit_code, "reason": str(error), "problems": problems}
-            self._say(f"point {number}: skipped: {error.problems[0].what}")
+            if self.line.verb != "plan":  # whose table comes at once, with the reasons below it
+                self._say(f"point {number}: skipped: {error.problems[0].what}")
         except Exception as error:
             known = errors.translate(error) or error
             code = errors.report(known, self.line.verbose)
@@ -223,13 +224,17 @@ class _Sweep:
         from parallelrun.report import layouts
 
         found = facts(plan, composed.config)
-        planned = {"state": "planned", **figures(plan, composed.config.cluster, found)}
+        planned = {"state": report.PLANNED, **figures(plan, composed.config.cluster, found)}
         if self.line.json:
             write_plot(plan, composed.config, found, row["point"])
             return {**planned, "plan": document(plan, composed.config, found)}
-        self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
-        show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
-        return {**planned, "layouts": layouts.sweep_row(found.layouts)}
+        if composed.config.detail is not None:  # every plan in full
+            self._say(f"\npoint {row['point']}: {' '.join(row['overrides'])}")
+            show_plan(plan, composed.config, as_json=False, point=row["point"], found=found)
+        else:
+            for path in write_plot(plan, composed.config, found, row["point"]):
+                self._say(f"written: {path}")
+        return {**planned, "notes": list(plan.warnings), "layouts": layouts.sweep_row(found.layouts)}
 
     def _run(self, composed: Composed, plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
         from parallelrun.launch.start import start
@@ -276,8 +281,10 @@ def _show_plans(rows: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any
     from parallelrun.report.screen import open_console
 
     console = open_console()
-    sweep_table([(row["point"], row["layouts"]) for row in rows if row.get("layouts")], console)
-    print()
+    compared = [(row["point"], row["layouts"]) for row in rows if row.get("layouts")]
+    if len({row["chosen"]["kind"] for _, row in compared}) > 1:
+        sweep_table(compared, console)
+        print()
     report.show_table(rows, console)
     illegal = sum(row["state"] == "skipped" and "same_as" not in row for row in rows)
     print(f"{len(rows) - illegal} of {len(rows)} points are legal")

@@ -92,6 +92,13 @@ class DataStrategy(AxisStrategy):
         """The number of ranks that are no workers. asked: see `asked_servers`."""
         return 0
 
+    @classmethod
+    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
+        """The settings that a search compares, legal or not; none for strategies that a search leaves out, because
+        they train otherwise than one device would, or as another strategy does. in_node: ranks of dp that share a
+        host."""
+        return []
+
     # Properties of the resolved strategy
 
     @classmethod

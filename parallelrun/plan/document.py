@@ -55,6 +55,7 @@ def _predictions(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, 
         "memory": {
             "per_position": [{"position": pp_rank, **_bytes(memory)} for pp_rank, memory in found.memories.items()],
             "heaviest_position": found.heaviest_pp_rank,
+            "heaviest_gib": worst.total / 2**30,
             "leaves_out": list(worst.leaves_out),
             "fits": cluster_cost.fits(worst, cluster),
             "why": cluster_cost.why_fits(worst, cluster),

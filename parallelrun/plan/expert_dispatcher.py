@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
 from parallelrun.config.schema import ExpertConfig
 from parallelrun.model_spec import BlockSpec
 from parallelrun.plan.axis_strategy import AxisStrategy
+from parallelrun.wording import divisors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,6 +41,11 @@ class ExpertDispatcher(AxisStrategy):
     def resolve(cls, request: Request) -> Self:
         asked = request.config.strategy.expert
         return cls(asked.chunks, asked.group_size or 1, asked.overlap)
+
+    @classmethod
+    def choices(cls, dp: int, experts: int) -> list[int]:
+        """Return the degrees ep that a search compares. experts: number in a layer, 0 for a model without."""
+        return divisors(gcd(dp, experts)) if experts else [1]
 
     @classmethod
     @abstractmethod

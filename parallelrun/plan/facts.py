@@ -59,11 +59,14 @@ def facts(plan: Plan, config: Config) -> Facts:
 def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
     """Predicted memory, traffic, bubble and step time as a flat row, under the names used in a run's summary.json.
 
-    Times are None if the cluster gives no rates. The step time assumes that no communication is overlapped.
+    The step time is the prediction; where there is none, it is the bound at peak rates without overlapped
+    communication (`step_time_is_bound`). Times are None if the cluster gives no rates.
     """
     memory = found.memories[found.heaviest_pp_rank]
-    step_time = found.cost.step_s[0] if found.cost.step_s else None
+    bound = found.cost.step_s[0] if found.cost.step_s else None
+    step_time = found.time.step_s if found.time else bound
     batch = plan.batch.global_batch
+    tokens = batch * plan.spec.seq if plan.spec.kind == "tokens" and plan.spec.seq else None
     return {
         "global_batch": batch,
         "microbatches": plan.batch.microbatches,
@@ -72,5 +75,7 @@ def figures(plan: Plan, cluster: ClusterConfig, found: Facts) -> dict[str, Any]:
         "bubble_predicted": found.simulation.bubble_of_total,
         "wire_bytes_per_step": round(sum(row.total_wire_bytes / row.every for row in found.traffic)),
         "step_time_predicted_s": step_time,
+        "step_time_is_bound": step_time is not None and found.time is None,
+        "tokens_per_s": tokens / step_time if tokens and step_time else None,
         "samples_per_s": batch / step_time if step_time else None,
     }

@@ -52,6 +52,12 @@ class PipelineSchedule(AxisStrategy):
         return 2 if cls.takes_virtual_stages else 1
 
     @classmethod
+    def choices(cls, pp: int, num_layers: int) -> list[int]:
+        """Return the numbers of stages per rank that a search compares. num_layers: the most stages the model can
+        have. None for a schedule that is a special case of another."""
+        return [1]
+
+    @classmethod
     def pp_rank(cls, stage: int, pp: int) -> int:
         """Return the pp rank that runs a stage."""
         return stage % pp

@@ -59,7 +59,7 @@ def solve(
     known_strategies = not any(problem.where.startswith(shorthands.OF_STRATEGIES) for problem in problems)
     cluster = cluster_spec.read(config, problems)
     of_spec: list[Problem] = []
-    spec = _spec(config, of_spec)
+    spec = spec_of(config, of_spec)
     experts = spec.experts if spec is not None else config.model.experts
     servers = _servers(config, cluster, problems)
 
@@ -111,7 +111,7 @@ def _servers(config: Config, cluster: ClusterSpec | None, problems: list[Problem
     return strategy.num_servers(asked)
 
 
-def _spec(config: Config, problems: list[Problem]) -> ModelSpec | None:
+def spec_of(config: Config, problems: list[Problem]) -> ModelSpec | None:
     """The model's spec, or None with its violations appended."""
     for kind, name in (("models", config.model.name), ("datasets", config.dataset.name)):
         if not registry.has(kind, name):

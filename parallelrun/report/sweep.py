@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from parallelrun.records import write_text
-from parallelrun.report.figures import bytes_text, csv_text, degrees_text, seconds_text
+from parallelrun.report.figures import bytes_text, csv_text, degrees_text, digits, seconds_text
 from parallelrun.report.screen import NO_LIMIT, open_console, table
 from parallelrun.wording import counted
 
 RESULTS = "results.jsonl"
 _RECORD = {"run": "summary.json", "bench": "bench.json", "verify": "verify.json"}
 DEGREES = ("world", "dp", "tp", "pp", "ep", "servers")
-FINISHED = ("done", "planned")  # states of points that have figures
+PLANNED = "planned"
+FINISHED = ("done", PLANNED)  # states of points that have figures
 _FIRST = ("point", "state", "same_as", "reason", "directory", "exit_code")
 _NOT_IN_CSV = ("schema", "problems", "invocation")
 _COLUMNS = (
@@ -33,14 +34,21 @@ _COLUMNS = (
     ("tokens_per_s", "tokens/s"),
     ("efficiency", "efficiency"),
     ("wire_bytes_per_step", "sent a step"),
-    ("fits", "fits"),
-    ("memory_bytes", "memory"),
-    ("step_time_predicted_s", "step time"),
     ("passed", "verified"),
     ("max_error.params", "error"),
 )
+_COLUMNS_OF_PLANS = (
+    ("fits", "fits"),
+    ("memory_bytes", "memory"),
+    ("step_time_predicted_s", "step time"),
+    ("tokens_per_s", "tokens/s"),
+    ("samples_per_s", "samples/s"),
+    ("bubble_predicted", "bubble"),
+    ("wire_bytes_per_step", "sent a step"),
+)
 _DROPPED_FIRST = ("loss", "error", "sent a step")  # on a narrow terminal; results.csv has everything
 _MAX_ROWS = 200
+BOUND = "*"  # after figures that follow from a bound on the step time
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -126,8 +134,7 @@ def show(directory: Path) -> None:
 def show_table(rows: list[dict[str, Any]], console: Console) -> None:
     """Print one table with a line per point, and the reasons and notes of the points below it."""
     rows = with_efficiency(rows)
-    columns = {title: key for key, title in reversed(_COLUMNS) if any(row.get(key) is not None for row in rows)}
-    columns = dict(reversed(columns.items()))  # of keys with one title, the first that any row has
+    columns = _columns(rows)
     left_out = []
     while Console(width=NO_LIMIT).measure(drawn := _table(rows, columns)).maximum > console.width and columns:
         left_out.append(next((title for title in _DROPPED_FIRST if title in columns), [*columns][-1]))
@@ -145,10 +152,23 @@ def show_table(rows: list[dict[str, Any]], console: Console) -> None:
         crowded = any((row.get("ranks_per_core") or 0) > 1 for row in scaled)
         lines.append(f"efficiency: {kinds} scaling, samples/s of a rank over those of a rank of the smallest world")
         lines[-1] += "; ranks shared cores: no scaling measurement" if crowded else ""
+    if any(_is_bound(row, key) for row in rows for key in columns.values()):
+        lines.append(f"{BOUND} not predicted: computation at the peak rate, then communication at the links' rates")
     if len(rows) > _MAX_ROWS:
         lines.append(f"... {counted(len(rows) - _MAX_ROWS, 'more point')} in {RESULTS}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """title -> key of the figures that any row has; of keys with one title, the first."""
+    planned = any(row["state"] == PLANNED for row in rows)
+    known = [(key, title) for key, title in (_COLUMNS_OF_PLANS if planned else _COLUMNS)
+             if any(row.get(key) is not None for row in rows)]  # fmt: skip
+    columns = {title: key for key, title in reversed(known)}
+    if planned and "tokens/s" in columns:  # of language models
+        columns.pop("samples/s")
+    return dict(reversed(columns.items()))
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
@@ -165,8 +185,14 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
         state = f"same as {row['same_as']}" if "same_as" in row else row["state"]
         cells = [str(row["point"]), *(given.get(key, "") for key in swept), state]
         cells += [str(row.get("world", given.get("world", ""))), _degrees(row)]
-        drawn.add_row(*cells, *(_cell_text(key, row.get(key)) for key in columns.values()))
+        figures = [_cell_text(key, row.get(key)) + BOUND * _is_bound(row, key) for key in columns.values()]
+        drawn.add_row(*cells, *figures)
     return drawn
+
+
+def _is_bound(row: dict[str, Any], key: str) -> bool:
+    """Whether a figure follows from a bound on the step time instead of a prediction."""
+    return bool(row.get("step_time_is_bound")) and key.endswith("_s")
 
 
 def _degrees(row: dict[str, Any]) -> str:
@@ -182,10 +208,10 @@ def _cell_text(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None or isinstance(value, str):
         return value or ""
-    if key == "efficiency":
+    if key in ("efficiency", "bubble_predicted"):
         return f"{value:.0%}"
-    if key == "tokens_per_s":
-        return f"{value:,.0f}"
+    if key in ("tokens_per_s", "samples_per_s"):
+        return f"{value:,.0f}" if value >= 100 else digits(value)
     if key.endswith("_s"):
         return seconds_text(value)
     if "bytes" in key:

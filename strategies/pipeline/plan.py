@@ -60,6 +60,11 @@ class NaiveModelParallel(GPipe):
     takes_microbatches = False
 
     @classmethod
+    def choices(cls, pp: int, num_layers: int) -> list[int]:
+        """Gpipe with one microbatch stands for it."""
+        return []
+
+    @classmethod
     def check_microbatches(cls, request: Request) -> list[Problem]:
         if request.batch is None or request.batch.microbatches == 1:
             return []
@@ -111,6 +116,12 @@ class Interleaved(Schedule):
     takes_virtual_stages = True
 
     @classmethod
+    def choices(cls, pp: int, num_layers: int) -> list[int]:
+        """Those that give every stage equally many layers, or the default."""
+        even = [number for number in divisors(num_layers // pp) if number > 1] if num_layers % pp == 0 else []
+        return even or [number for number in [2] if 2 * pp <= num_layers]
+
+    @classmethod
     def check(cls, request: Request) -> list[Problem]:
         if request.pp > 1:
             return super().check(request)
@@ -149,6 +160,10 @@ class ZeroBubble(Interleaved):
     splits_backward = True
 
     @classmethod
+    def choices(cls, pp: int, num_layers: int) -> list[int]:
+        return [1, *super().choices(pp, num_layers)]
+
+    @classmethod
     def default_virtual_stages(cls, pp: int, num_layers: int) -> int:
         """Two, or one where the model has too few layers for two."""
         return 1 if num_layers < 2 * pp else 2
@@ -167,6 +182,10 @@ class ZBV(Interleaved):
         "Qi et al. 2023",
     )
     splits_backward = True
+
+    @classmethod
+    def choices(cls, pp: int, num_layers: int) -> list[int]:
+        return [2] if 2 * pp <= num_layers else []
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:

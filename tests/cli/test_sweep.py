@@ -169,6 +169,28 @@ def test_the_table_of_plans_shows_the_degrees(launcher, capsys):
         assert f" 4  {degrees} " in line
 
 
+def test_plans_are_one_table_unless_sections_are_asked_for(launcher, capsys):
+    line = ["plan", "-m", "model=gpt2_124m", "strategy=ddp", "dp=8", "cluster=a100_dgx", "micro_batch=2,3,5"]
+    assert program.main(line) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "sweep of 3 points" and len(lines) == 6
+    reason = "global_batch=48 does not divide by dp x micro_batch = 8 x 5 = 40"
+    assert lines[-2] == f"# 2 micro_batch=5: skipped: {reason}"
+    assert program.main([*line, "detail=stages"]) == 0
+    assert capsys.readouterr().out.count("stages and memory:") == 2
+
+
+def test_a_planned_point_has_the_predicted_time_not_the_bound_at_the_peak_rate(launcher, capsys):
+    line = ["plan", "-m", "--json", "strategy=ddp,ps", "world=8", "cluster=a100_dgx"]
+    assert program.main(line) == 0
+    predicted, bound = json.loads(capsys.readouterr().out)["points"]
+    assert predicted["step_time_predicted_s"] == predicted["time"]["step_s"] and not predicted["step_time_is_bound"]
+    assert predicted["tokens_per_s"] == pytest.approx(8 * predicted["time"]["tokens_per_s_per_gpu"])
+    assert predicted["memory"]["heaviest_gib"] == predicted["memory_bytes"] / 2**30
+    assert bound["time"] is None and bound["step_time_is_bound"]
+    assert bound["step_time_predicted_s"] == bound["cost"]["compute_s"] + bound["cost"]["communication_s"]
+
+
 def test_all_done_is_0_and_none_legal_is_2(launcher):
     assert sweep("strategy=ddp,tp world=2") == 0
     assert sweep("strategy=single world=2,4") == 2

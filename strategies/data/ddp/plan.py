@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallelrun.config.schema import DataStrategyConfig
+
 from ..common.bucketed_plan import BucketedAllReduce
 from .keys import DDPConfig
 
@@ -19,3 +21,7 @@ class DDP(BucketedAllReduce):
         "a full bucket is summed over the replicas by one all-reduce while the rest of backward runs.",
         "Li et al. 2020 (PyTorch Distributed)",
     )
+
+    @classmethod
+    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
+        return [DDPConfig()]

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.errors import Problem
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
@@ -64,6 +65,12 @@ class FSDP(UnitSharding):
             reshard_after_forward=request.pp == 1 if reshard is None else reshard,
             reduce_each_microbatch=not splits_backward(request) if reduce_each is None else reduce_each,
         )
+
+    @classmethod
+    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
+        """Weights freed after forward or kept; copies of the shards in every host (HSDP)."""
+        found: list[DataStrategyConfig] = [FSDPConfig(), FSDPConfig(reshard_after_forward=pp > 1)]
+        return found + ([FSDPConfig(shard=in_node)] if 1 < in_node < dp and dp % in_node == 0 else [])
 
     @property
     def detail(self) -> str:

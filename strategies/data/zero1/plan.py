@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.plan.structure import Plan
 
 from ..common.bucket_prediction import buckets_of
@@ -23,6 +24,10 @@ class ZeRO1(ZeRO):
         "its part, it updates that part, and an all-gather gives every rank the new weights.",
         "Rajbhandari et al. 2020",
     )
+
+    @classmethod
+    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
+        return [ZeRO1Config()]
 
     def held_bytes(self, pp_rank: int, coordinate: dict[str, int], plan: Plan) -> int:
         """Each bucket's padding and its sum, of which this rank keeps its part."""

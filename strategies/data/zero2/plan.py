@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallelrun.config.schema import DataStrategyConfig
 from parallelrun.layout import Layout
 from parallelrun.model_spec import ParameterSpec
 from parallelrun.plan.data_strategy import Bucket
@@ -34,6 +35,10 @@ class ZeRO2(ZeRO):
         "weights.",
         "Rajbhandari et al. 2020",
     )
+
+    @classmethod
+    def choices(cls, dp: int, pp: int, in_node: int) -> list[DataStrategyConfig]:
+        return [ZeRO2Config()]
 
     def buckets(self, trained: Sequence[HeldParameter], shapes: Sequence[Shape], plan: Plan) -> list[Bucket]:
         """The last stage of a rank first. No bucket spans two stages: their backward passes alternate."""

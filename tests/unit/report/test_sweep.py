@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from parallelrun.report import sweep
 
@@ -37,3 +39,29 @@ def test_a_narrow_terminal_gets_fewer_columns_and_is_told_which_are_left_out(dir
     sweep.show(directory)
     text = capsys.readouterr().out
     assert "…" not in text and "terminal is narrow: loss" in text and "4.097" in text
+
+
+PLANNED = {"state": "planned", "world": 8, "fits": "yes", "memory_bytes": 2**34, "bubble_predicted": 0.125,
+           "wire_bytes_per_step": 2**40, "samples_per_s": 0.5}  # fmt: skip
+
+
+def table_of_plans(*rows: dict[str, object], width: int = 120) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    points = [{"point": i, "overrides": [f"micro_batch={i + 1}"], **PLANNED, **row} for i, row in enumerate(rows)]
+    sweep.show_table(points, console)
+    return console.file.getvalue().splitlines()
+
+
+def test_the_table_of_plans_has_the_changed_keys_and_what_decides_between_plans():
+    rows = [{"step_time_predicted_s": 2.0, "tokens_per_s": 2048.0}, {"step_time_predicted_s": 4.0, "tokens_per_s": 1e3}]
+    _, head, first, _ = table_of_plans(*rows)
+    titles = ["#", "micro_batch", "state", "world", "degrees", "fits", "memory", "step", "time", "tokens/s", "bubble"]
+    assert head.split() == [*titles, "sent", "a", "step"]
+    assert first.split() == ["0", "1", "planned", "8", "yes", "16", "GiB", "2", "s", "2,048", "12%", "1", "TiB"]
+
+
+def test_a_step_time_that_is_a_bound_is_marked_and_no_other():
+    rows = [{"step_time_predicted_s": 2.0}, {"step_time_predicted_s": 3.0, "step_time_is_bound": True}]
+    _, _, first, second, note = table_of_plans(*rows)
+    assert "*" not in first and " 3 s*" in second and "0.5*" in second and note.startswith("* not predicted")
+    assert "12%*" not in second and "TiB*" not in second
