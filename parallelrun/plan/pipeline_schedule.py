@@ -58,6 +58,11 @@ class PipelineSchedule(AxisStrategy):
         return [1]
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        """Return how many forward passes of its stages pp rank 0 runs before its first backward, or fewer."""
+        return 1
+
+    @classmethod
     def pp_rank(cls, stage: int, pp: int) -> int:
         """Return the pp rank that runs a stage."""
         return stage % pp

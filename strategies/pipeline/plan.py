@@ -44,6 +44,10 @@ class GPipe(Schedule):
     )
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return microbatches
+
+    @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
         return messages.in_turn(actions)
 
@@ -97,6 +101,10 @@ class OneFOneB(Schedule):
         return [Problem(what, "microbatches", f"{smallest}, or schedule=gpipe", kind="undefined")]
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return min(pp, microbatches)
+
+    @classmethod
     def steps_of(cls, actions: Orders, virtual_stages: int) -> messages.Steps:
         return messages.joined_in_turn(actions)
 
@@ -120,6 +128,10 @@ class Interleaved(Schedule):
         """Those that give every stage equally many layers, or the default."""
         even = [number for number in divisors(num_layers // pp) if number > 1] if num_layers % pp == 0 else []
         return even or [number for number in [2] if 2 * pp <= num_layers]
+
+    @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return orders.warmup_of_first(pp, virtual_stages, microbatches, 2 * (pp - 1))
 
     @classmethod
     def check(cls, request: Request) -> list[Problem]:
@@ -160,6 +172,10 @@ class ZeroBubble(Interleaved):
     splits_backward = True
 
     @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return orders.warmup_of_first(pp, virtual_stages, microbatches, pp - 1)
+
+    @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:
         return [1, *super().choices(pp, num_layers)]
 
@@ -182,6 +198,10 @@ class ZBV(Interleaved):
         "Qi et al. 2023",
     )
     splits_backward = True
+
+    @classmethod
+    def least_in_flight(cls, pp: int, virtual_stages: int, microbatches: int) -> int:
+        return min(2 * pp - 1, microbatches)
 
     @classmethod
     def choices(cls, pp: int, num_layers: int) -> list[int]:

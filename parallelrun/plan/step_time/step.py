@@ -10,7 +10,7 @@ from typing import Any
 
 from parallelrun.config.schema import ClusterConfig
 from parallelrun.model_spec import BlockSpec
-from parallelrun.plan import prediction
+from parallelrun.plan import prediction, simulate
 from parallelrun.plan.step_time import cores, other_blocks, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
@@ -51,12 +51,12 @@ def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped
 
 
 def step_time_with(
-    known: Known, plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True
+    known: Known, plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped: bool = True, least: bool = False
 ) -> StepTime | None:
     """`step_time` of one of many plans. known: parts that plans share, by what they depend on; it is filled.
 
     Such plans differ in nothing but degrees, strategies, batch and recomputation: they have one model, precision,
-    optimizer, cluster and partition.
+    optimizer, cluster and partition. least: with a lower bound of the schedule's length, which is not simulated.
     """
     rates = rates_of(cluster, plan.precision.name)
     if rates is None or why_unknown(plan, cluster):
@@ -67,8 +67,8 @@ def step_time_with(
     data = once(known, ("data", _of_weights(plan)), lambda: _data(plan, cluster, rates))
     if stages is None or messages is None or data is None:
         return None
-    key = "schedule", plan.pipeline, plan.batch.microbatches, _of_stages(plan)
-    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages))
+    key = "schedule", least, plan.pipeline, plan.batch.microbatches, _of_stages(plan)
+    makespan, busy = once(known, key, lambda: _schedule(plan, cluster, stages, messages, least))
     parts = _parts_of(plan, stages)
     parts[PIPELINE] = messages * plan.batch.microbatches
     parts[BUBBLE] = makespan - busy
@@ -172,8 +172,11 @@ def _messages(plan: Plan, cluster: ClusterConfig, rates: Rates) -> float | None:
     return sum(seconds) / plan.batch.microbatches if len(seconds) == len(found) else None
 
 
-def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float) -> tuple[float, float]:
-    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works)."""
+def _schedule(
+    plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messages: float, least: bool = False
+) -> tuple[float, float]:
+    """(seconds of all microbatches in the schedule, mean seconds in which a pp rank works). least: of the former, a
+    lower bound."""
     pp, count = plan.mesh.size("pp"), plan.batch.microbatches
     each = messages * pp / len(stages) / 2
     forward, backward = [one.forward + each for one in stages], [one.backward + each for one in stages]
@@ -182,6 +185,8 @@ def _schedule(plan: Plan, cluster: ClusterConfig, stages: list[StageTime], messa
         return busy, busy
     half = [seconds / 2 for seconds in backward]
     times = {"F": forward, "B": backward, "I": half, "W": half}
+    if least:
+        return busy if cores.ranks_per_core(plan, cluster) > 1 else simulate.least(plan, times), busy
     return cores.makespan(plan, cluster, times, busy), busy
 
 

@@ -53,6 +53,10 @@ class GridStrategy(ProductStrategy):
         return cls._of(request).check()
 
     @classmethod
+    def is_legal(cls, request: Request) -> bool:
+        return cls._of(request).is_legal()
+
+    @classmethod
     def resolve(cls, request: Request) -> Self:
         """The form of every pair of layers, by what it moves."""
         asked = GridConfig.of(request.config)
