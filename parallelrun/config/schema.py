@@ -127,7 +127,12 @@ class ClusterConfig:
     description: str = ""
     nodes: int | None = key(None, "number of hosts", least=1, most=COUNT)
     gpus_per_node: int | None = key(None, "GPUs of a host", least=1, most=COUNT)
-    memory_gb: float | None = key(None, "memory of a GPU in GB", above=0)
+    memory_gb: float | None = key(None, "memory of a GPU in GB, as its driver reports it", above=0)
+    context_gb: float = key(0.0, "GB of a GPU that CUDA, its libraries and kernels take", least=0, most=8)
+    communicator_gb: float = key(0.0, "GB of a GPU that the buffers of a process group take", least=0, most=4)
+    allocator_slack: float = key(
+        0.0, "blocks that the allocator holds unused, as a part of the tensors' bytes", least=0, most=1
+    )
     peak_tflops: Any = key(None, "dense peak of a GPU: a number, or one per precision: {fp32: 19.5, bf16: 312.0, ...}")
     intra_gb_s: float | None = key(None, "bandwidth within a host, GB/s per GPU", above=0)
     inter_gb_s: float | None = key(None, "bandwidth between hosts, GB/s per GPU", above=0)
