@@ -12,7 +12,7 @@ from parallelrun.plan.step_time import cores, other_blocks, servers
 from parallelrun.plan.step_time.blocks import BlockTime, Parts, block_time
 from parallelrun.plan.step_time.kernels import streaming_s
 from parallelrun.plan.step_time.links import collective_s
-from parallelrun.plan.step_time.rates import Rates, missing, rates_of
+from parallelrun.plan.step_time.rates import Rates, not_given, rates_of
 from parallelrun.plan.structure import Plan
 
 PIPELINE, BUBBLE, DATA, OPTIMIZER, RECOMPUTE, FIXED = (
@@ -75,12 +75,7 @@ def step_time(plan: Plan, cluster: ClusterConfig, fused: bool = True, overlapped
 def why_unknown(plan: Plan, cluster: ClusterConfig) -> str:
     """Return why the time of a step cannot be predicted; empty if it can."""
     reason = other_blocks.why_unknown(plan, cluster) or servers.why_unknown(plan, cluster)
-    if reason:
-        return reason
-    absent = missing(cluster, plan.precision.name)
-    if not absent and plan.world > (cluster.gpus_per_node or plan.world) and not cluster.inter_gb_s:
-        absent = ("inter_gb_s",)
-    return f"cluster.{absent[0]} is not given" if absent else ""
+    return reason or not_given(plan, cluster)
 
 
 @dataclass(frozen=True)
