@@ -105,19 +105,19 @@ def memory(plan: Plan, rank: int) -> Memory:
     if plan.role(rank) == "server":
         return plan.data.server_memory(rank - plan.num_workers, plan)
     coordinate = plan.mesh.coordinate(rank)
-    weights, gradients, states = _held(plan, coordinate)
-    moment = peak.Walk(plan, coordinate["pp"], coordinate).worst()
+    pp_rank = coordinate["pp"]
+    weights, gradients, states = held_bytes(plan, coordinate)
+    moment = peak.Walk(plan, pp_rank, coordinate).worst()
     return Memory(weights, gradients + moment.gradients, states, moment.activations, moment.temporary, LEAVES_OUT)
 
 
-def _held(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
-    """`_held_bytes`, computed once for equal pp ranks."""
+def held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
     key = "held", peak.alike_key(plan, coordinate["pp"]), peak.within_stage(coordinate)
     return once(plan.cache, key, lambda: _held_bytes(plan, coordinate))
 
 
 def _held_bytes(plan: Plan, coordinate: dict[str, int]) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state that a rank holds throughout a step."""
     data, pp_rank, is_combined = plan.data, coordinate["pp"], plan.mesh.size("dp") > 1
     stored, reduce = BYTES[plan.precision.stored], BYTES[plan.precision.reduce]
     num_states = 0 if plan.servers else plan.optimizer_states + data.kept_states
@@ -235,10 +235,3 @@ def memories(plan: Plan, cluster: ClusterConfig | None = None) -> dict[int, Memo
     if cluster is None:
         return dict(found)
     return {pp_rank: device_memory.on_device(one, plan, pp_rank, cluster) for pp_rank, one in found.items()}
-
-
-def least_bytes(plan: Plan) -> int:
-    """A lower bound of the heaviest rank's memory, in a fraction of the time: its weights, gradients and optimizer
-    state, without the step's own tensors."""
-    firsts = [plan.mesh.coordinate(plan.mesh.rank(pp=pp_ranks[0])) for pp_ranks in pp_rank_classes(plan)]
-    return max(sum(_held(plan, coordinate)) for coordinate in firsts)
